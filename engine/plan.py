@@ -1,0 +1,386 @@
+"""The vocabulary of the cache engine's boundary: events in, plans out, outcomes back in.
+
+An event is what somebody asked or what became of a move. `CacheEngine.handle(event)` answers with
+a `Plan`: the answer for whoever asked, and the moves that must now be carried out. A move's outcome
+comes back as another event. Nothing here does I/O; `transfer` imports this module and no other of
+the engine.
+
+Times are seconds of one monotonic clock, passed in with each event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Generic, Literal, TypeVar
+
+from hicache.tiers.block import Ids
+
+Answer = TypeVar("Answer", covariant=True)
+
+DecisionName = Literal["reload", "partial", "recompute"]
+
+
+class Priority(IntEnum):
+    """Lower goes first. Demand is a request waiting; demotion can always wait."""
+
+    DEMAND = 0
+    PREFETCH = 1
+    DEMOTION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIdentity:
+    """What a durable tier writes beside a block, and compares on every read.
+
+    `tokens` are the block's symbols, little-endian u32; `key` commits to the whole prefix.
+    """
+
+    namespace: bytes
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    depth: int
+    hits: int
+
+
+@dataclass(slots=True)
+class Move:
+    """One block's copy from one tier's slot to another's, or (`dst=None`) giving up a durable copy.
+
+    `identity` is filled for moves that touch a durable tier, just before they are dispatched.
+    The engine keeps the source slot from being reused until the outcome is in.
+    """
+
+    id: int
+    block: int
+    src: str
+    src_slot: int
+    dst: str | None
+    dst_slot: int
+    block_bytes: int
+    slot_bytes: int
+    priority: Priority
+    identity: BlockIdentity | None = None
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a move. `seconds` is the copy's share of its batch; on failure nothing of the
+    destination may be believed, and `corrupt` says that the source must not be believed either."""
+
+    move: int
+    ok: bool
+    seconds: float = 0.0
+    error: str = ""
+    corrupt: bool = False
+
+
+@dataclass(slots=True)
+class Plan(Generic[Answer]):
+    """What the engine decided: the answer, the moves to start, and the moves no longer wanted."""
+
+    answer: Answer
+    moves: list[Move] = field(default_factory=list)
+    cancel: list[int] = field(default_factory=list)
+
+
+class Event(Generic[Answer]):
+    """Something happened. The type parameter is the answer its plan carries."""
+
+    __slots__ = ()
+
+
+# --- what an inference engine asks -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNamespace(Event[int]):
+    """Somebody will use this namespace. Answer: its number in this run of the engine."""
+
+    digest: bytes
+    block_tokens: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierRun:
+    """`num_blocks` blocks in a row whose fastest copy is in `tier`."""
+
+    tier: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How much of a hit to reload, and why. Seconds are expectations at the time of deciding."""
+
+    name: DecisionName
+    reload_blocks: int
+    reason: str
+    sentence: str
+    reload_s: float
+    prefill_s: float
+    recompute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """`lease` is 0 when nothing is held (no hit, or nothing worth reloading)."""
+
+    lease: int
+    runs: tuple[TierRun, ...]
+    hit_blocks: int
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Match(Event[Matched]):
+    """What of this prompt is held, and how much of it should be reloaded? Leases what it plans."""
+
+    namespace: int
+    tokens: bytes
+    owner: int
+    now_s: float
+    ttl_s: float
+    hop_bytes_per_s: float = 0.0
+    skip_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRun:
+    """Blocks `first … first+len(slots)-1` of the leased prefix can be read at these slots."""
+
+    first: int
+    tier: str
+    slots: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """`ready` may be read now; `waiting` more blocks are on their way, to be told by `Arrived`.
+
+    `unplaced` blocks at the end could not be given room and will not come.
+    """
+
+    ready: tuple[ReadyRun, ...]
+    waiting: int
+    unplaced: int
+    expected_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(Event[Fetched]):
+    """Make the leased blocks readable by a client, from the front."""
+
+    lease: int
+    now_s: float
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Event[bool]):
+    """The lease is no longer needed. Answer: whether it existed."""
+
+    lease: int
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where to write the blocks of a put that the cache lacks.
+
+    `indices` (block numbers within the prompt) and `slots` correspond; `ticket` is 0 when there is
+    nothing to write. `present` blocks are held already, `busy` are being written by somebody else,
+    `refused` found no room; `room_coming` says that demotions under way may make room soon.
+    """
+
+    ticket: int
+    tier: str
+    indices: Ids
+    slots: Ids
+    present: int
+    busy: int
+    refused: int
+    room_coming: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Put(Event[Placed]):
+    """Blocks `first … last-1` of this prompt can be stored: which are wanted, and where?"""
+
+    namespace: int
+    tokens: bytes
+    first: int
+    last: int
+    owner: int
+    now_s: float
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(Event[int]):
+    """The ticket's blocks `indices` are written: they are visible to the next match.
+
+    Blocks of the ticket that are not named were not written and are given up.
+    Answer: how many became ready. Raises UnknownTicket.
+    """
+
+    ticket: int
+    indices: Ids
+    now_s: float
+    durable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(Event[int]):
+    """The ticket's blocks will not be committed. Unless `writer_gone`, their slots are quarantined
+    until `WriterGone`. Answer: blocks given up."""
+
+    ticket: int
+    now_s: float
+    writer_gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriterGone(Event[int]):
+    """The owner's process is dead or has acknowledged: end the quarantine of its slots, give up its
+    leases and tickets. Answer: slots freed."""
+
+    owner: int
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observe(Event[None]):
+    """An inference engine's measurement of one step's prefill.
+
+    `sum_n` new tokens, `sum_nc` = Σ(n·c + n²/2) over the step's requests.
+    """
+
+    namespace: int
+    num_requests: int
+    sum_n: float
+    sum_nc: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveReload(Event[None]):
+    """What a hit really cost: bytes through the engine's own last hop, and seconds for it."""
+
+    lease: int
+    hop_bytes: float
+    hop_seconds: float
+    total_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Clear(Event[int]):
+    """Forget everything of a namespace that nobody holds. Answer: blocks forgotten."""
+
+    namespace: int
+    now_s: float
+
+
+# --- what became of things ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """News for whoever waits: leases with newly readable runs, and leases that wait for no more.
+
+    `durable` names tickets whose blocks are all in a durable tier now.
+    """
+
+    arrived: dict[int, list[ReadyRun]]
+    finished: list[int]
+    durable: list[int]
+    freed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MovesDone(Event[Arrivals]):
+    """Outcomes of moves, in any order. An unknown move is ignored."""
+
+    outcomes: Sequence[Outcome]
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasured(Event[None]):
+    """A link from `src` to `dst` copied `bytes` in `seconds` (a probe, or real batches)."""
+
+    src: str
+    dst: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """One row of a durable tier's own index, read back at start."""
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    block_bytes: int
+    hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore(Event[list[bytes]]):
+    """Blocks of one namespace found in a durable tier, parents before children.
+
+    Answer: keys that found no place (no parent, no room), to be removed from the tier.
+    """
+
+    tier: str
+    namespace: int
+    rows: Sequence[StoredBlock]
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierDown(Event[Arrivals]):
+    """The tier's worker is gone: its moves fail and nothing is read from or written to it.
+
+    `lost`: what it held is gone for good (GPU memory, a damaged environment).
+    """
+
+    tier: str
+    lost: bool
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierUp(Event[None]):
+    """The tier's worker is ready."""
+
+    tier: str
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(Event[Arrivals]):
+    """Time passed: expire leases and tickets, demote above the watermarks."""
+
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Flush(Event[int]):
+    """Write everything that a durable tier lacks down to it (a clean stop). Answer: blocks that
+    still have to travel; repeat after their outcomes until it is 0."""
+
+    now_s: float
+
+
+class UnknownLease(KeyError):
+    """No such lease: released, or expired."""
+
+
+class UnknownTicket(KeyError):
+    """No such ticket: committed, aborted, or expired."""

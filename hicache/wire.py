@@ -1,0 +1,232 @@
+"""Protocol 1: what clients and the daemon say to each other. Bytes ↔ structs, no sockets.
+
+A message is one msgpack map, then (only where bulk bytes travel as frames) one part per block.
+Every request carries `op`, `id` and, once greeted, `s`, the session token. Everything is checked
+here before anybody acts on it: unknown operations and fields, wrong types, values out of range,
+depth, sizes. `docs/protocol.md` is the same in prose.
+
+    request  {"op": "match", "id": 7, "s": <16 bytes>, "deadline_s": 0.05, "tokens": <u32 …>}
+    reply    {"id": 7, "ok": true, …}            exactly one without "more" for every request
+    progress {"id": 7, "ok": true, "more": true, …}
+    error    {"id": 7, "ok": false, "error": "expired", "message": "a sentence"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import msgpack
+
+PROTOCOL: Final = 1
+SESSION_BYTES: Final = 16
+MAX_HEAD_BYTES: Final = 16 << 20
+"""The map alone; block bytes travel in parts of their own."""
+
+ERRORS: Final = {
+    "malformed": "the message is not one msgpack map of the documented form",
+    "version": "the daemon speaks another protocol version",
+    "unsupported": "the operation is reserved and not built yet",
+    "unknown_session": "no such session: say hello again",
+    "unknown_lease": "the lease was released or has expired",
+    "unknown_ticket": "the put was committed, aborted, or has expired",
+    "expired": "the deadline had passed before the daemon came to it",
+    "refused": "the daemon cannot take this now",
+    "too_large": "more than the configured limits allow",
+    "spec": "the namespace cannot be held",
+    "forbidden": "this peer may not do that",
+    "stopping": "the daemon is shutting down",
+    "internal": "a fault in the daemon, logged there",
+}
+
+RESERVED_OPS: Final = frozenset({"hint", "pin", "unpin", "warm", "score", "tree", "events"})
+
+
+class WireError(ValueError):
+    """Something decodable-but-wrong came in. `code` is one of ERRORS, `request_id` may be 0."""
+
+    def __init__(self, code: str, message: str, request_id: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.request_id = request_id
+
+
+class Field(NamedTuple):
+    """One field of an operation: its type, its default (None: required), its bounds."""
+
+    kind: type
+    default: Any = None
+    low: float = 0
+    high: float = float(2**63)
+    multiple: int = 1
+
+
+U32S = Field(bytes, multiple=4)
+COUNT = Field(int)
+
+OPS: Final[Mapping[str, Mapping[str, Field]]] = {
+    "hello": {
+        "protocol": COUNT,
+        "client": Field(str, "", high=200),
+        "spec": Field(dict),
+        "transport": Field(str, "arena"),
+        "group": Field(bytes, b"", high=SESSION_BYTES),
+    },
+    "ping": {},
+    "match": {
+        "request": Field(str, "", high=200),
+        "tokens": U32S,
+        "skip_blocks": Field(int, 0),
+        "hop_bytes_per_s": Field(float, 0.0, high=1e15),
+    },
+    "fetch": {"lease": COUNT},
+    "release": {
+        "lease": COUNT,
+        "hop_bytes": Field(float, 0.0),
+        "hop_s": Field(float, 0.0, high=1e6),
+        "total_s": Field(float, 0.0, high=1e6),
+    },
+    "put": {"tokens": U32S, "first": Field(int, 0), "last": COUNT},
+    "commit": {"ticket": COUNT, "indices": U32S, "durable": Field(bool, False, high=1)},
+    "abort": {"ticket": COUNT},
+    "observe": {
+        "num_requests": Field(int, 1, low=1, high=1e6),
+        "sum_n": Field(float, high=1e15),
+        "sum_nc": Field(float, high=1e18),
+        "decode_tokens": Field(int, 0),
+        "seconds": Field(float, high=1e6),
+    },
+    "heartbeat": {},
+    "bye": {},
+    "clear": {},
+    "stats": {},
+    "health": {},
+    "reload": {"file": Field(str, "", high=4096)},
+}
+
+NEEDS_SESSION: Final = frozenset(
+    {"match", "fetch", "release", "put", "commit", "abort", "observe", "heartbeat", "bye", "clear"}
+)
+
+_COMMON: Final[Mapping[str, Field]] = {
+    "deadline_s": Field(float, 0.0, high=3600.0),
+    "sent_s": Field(float, 0.0, high=1e12),
+}
+_HEAD_FIELDS: Final = frozenset({"op", "id", "s"})
+
+
+@dataclass(slots=True)
+class Request:
+    """A checked request. `body` holds every field of its operation, defaults filled in.
+
+    `deadline_s` is how long the caller waits, from `sent_s` on the host's CLOCK_MONOTONIC where
+    both are on one host (0: the configured default, from now)."""
+
+    op: str
+    id: int
+    session: bytes
+    deadline_s: float
+    sent_s: float
+    body: dict[str, Any]
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """One message's map as bytes."""
+    packed: bytes = msgpack.packb(message, use_bin_type=True)
+    return packed
+
+
+def unpack(data: bytes | memoryview) -> dict[str, Any]:
+    """One map with string keys, bounded before it is decoded. Raises WireError('malformed')."""
+    if len(data) > MAX_HEAD_BYTES:
+        raise WireError("too_large", f"a message map of {len(data)} bytes; at most 16 MiB")
+    try:
+        message = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            use_list=True,
+            max_array_len=65536,
+            max_map_len=256,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise WireError(
+            "malformed", f"not a msgpack map: {error or type(error).__name__}"
+        ) from None
+    if not isinstance(message, dict):
+        raise WireError("malformed", f"expected a map, found {type(message).__name__}")
+    return message
+
+
+def decode_request(data: bytes | memoryview) -> Request:
+    """Raises WireError naming the field that is wrong; its `request_id` is set when known."""
+    message = unpack(data)
+    request_id = message.get("id", 0)
+    if type(request_id) is not int or not 0 <= request_id < 2**63:
+        raise WireError("malformed", "id: must be an unsigned integer")
+    op = message.get("op")
+    if type(op) is not str:
+        raise WireError("malformed", "op: missing, or not a string", request_id)
+    fields = OPS.get(op)
+    if fields is None:
+        if op in RESERVED_OPS:
+            raise WireError("unsupported", f"{op!r} is reserved and not built yet", request_id)
+        raise WireError("malformed", f"op: {op[:40]!r} is no operation of protocol 1", request_id)
+    session = message.get("s", b"")
+    if type(session) is not bytes or len(session) not in (0, SESSION_BYTES):
+        raise WireError("malformed", "s: must be the 16 bytes that hello returned", request_id)
+    if not session and op in NEEDS_SESSION:
+        raise WireError("unknown_session", f"{op} needs a session: say hello first", request_id)
+    try:
+        body = {name: _checked(message, name, field) for name, field in fields.items()}
+        common = {name: _checked(message, name, field) for name, field in _COMMON.items()}
+        if len(message) > len(_HEAD_FIELDS):
+            for name in message:
+                if name not in fields and name not in _COMMON and name not in _HEAD_FIELDS:
+                    raise WireError("malformed", f"{name[:40]}: unknown field of {op}")
+    except WireError as error:
+        error.request_id = request_id
+        raise
+    return Request(op, request_id, session, common["deadline_s"], common["sent_s"], body)
+
+
+def _checked(message: Mapping[str, Any], name: str, field: Field) -> Any:
+    value = message.get(name)
+    if value is None:
+        if field.default is None:
+            raise WireError("malformed", f"{name}: missing")
+        return field.default
+    kind = type(value)
+    if kind is not field.kind:
+        if field.kind is not float or kind is not int:
+            raise WireError(
+                "malformed", f"{name}: must be {field.kind.__name__}, not {kind.__name__}"
+            )
+        value = float(value)
+    if kind is bytes or kind is str or kind is dict:
+        if len(value) > field.high:
+            raise WireError("too_large", f"{name}: {len(value)} long; at most {field.high:.0f}")
+        if field.multiple > 1 and len(value) % field.multiple:
+            raise WireError("malformed", f"{name}: length {len(value)} is no multiple of 4")
+    elif not field.low <= value <= field.high:  # also refuses NaN
+        raise WireError("malformed", f"{name}: {value} is outside {field.low:g} … {field.high:g}")
+    return value
+
+
+def error_reply(request_id: int, code: str, message: str = "") -> dict[str, Any]:
+    """The one reply of a request that cannot be served."""
+    assert code in ERRORS, code
+    return {"id": request_id, "ok": False, "error": code, "message": message or ERRORS[code]}
+
+
+def decode_reply(data: bytes | memoryview) -> dict[str, Any]:
+    """A reply's map. Raises WireError when it is not one (the client treats that as a miss)."""
+    message = unpack(data)
+    if type(message.get("id")) is not int or type(message.get("ok")) is not bool:
+        raise WireError("malformed", "a reply needs an integer id and a boolean ok")
+    if not message["ok"] and type(message.get("error")) is not str:
+        raise WireError("malformed", "an error reply needs an error code")
+    return message

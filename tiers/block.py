@@ -1,0 +1,79 @@
+"""The vocabulary every room shares: what a block, a slot and a tier are called.
+
+Light on purpose (numpy only): clients import it inside an inference engine's process.
+
+A *block* is a fixed run of tokens' KV for all layers of one namespace. A *slot* is room for one
+block in one tier. Slots are named by where they start, counted in 4 KiB pages from the start of
+the tier, so one 31-bit number names any slot of a tier of up to 8 TiB whatever its size class:
+
+    page   0        1        2        3        4        5
+           |--- slot 0 (8 KiB) ---|--- slot 2 (8 KiB) ---|-- free ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE_BYTES = 4096
+MAX_TIER_BYTES = PAGE_BYTES << 31
+
+Ids = npt.NDArray[np.int32]
+"""Block ids or slot pages: int32, shape [n]."""
+
+
+def slot_bytes_for(block_bytes: int) -> int:
+    """The slot-size class of a block: its length rounded up to whole pages."""
+    if block_bytes <= 0:
+        raise ValueError(f"a block holds at least one byte, not {block_bytes}")
+    return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """What the cache engine knows of a tier. Tiers are ordered, fastest first.
+
+    `mapped`: clients on this host can read and write its slots through a shared mapping.
+    `durable`: what is in it is found again after a restart.
+    `high_watermark`, `low_watermark`: shares of the capacity; above the first, cold blocks are
+    demoted ahead of need until the second is reached.
+    """
+
+    name: str
+    capacity_bytes: int
+    mapped: bool
+    durable: bool = False
+    high_watermark: float = 0.95
+    low_watermark: float = 0.90
+
+
+class SlotPool(Protocol):
+    """The free list of one tier, as the cache engine sees it (tiers/slots.py implements it)."""
+
+    capacity_bytes: int
+    used_bytes: int
+    quarantined_bytes: int
+
+    def allocate(self, slot_bytes: int, count: int) -> Ids:
+        """Up to `count` slots of the class, fewer (perhaps none) when the tier lacks room."""
+
+    def available(self, slot_bytes: int) -> int:
+        """How many slots of the class `allocate` could hand out now."""
+
+    def free(self, slot_bytes: int, slots: Ids) -> None:
+        """Give slots back. Raises ValueError on a slot that is not in use."""
+
+    def quarantine(self, slot_bytes: int, slots: Ids) -> None:
+        """Take slots out of use without offering them again: somebody may still write them."""
+
+    def end_quarantine(self, slot_bytes: int, slots: Ids) -> None:
+        """The writer is known to be gone: the slots are free."""
+
+    def donor_class(self, slot_bytes: int) -> int | None:
+        """The class holding most slabs, other than this one: where room could come from."""
+
+    def validate(self) -> None:
+        """Recount everything from the ground; AssertionError tells what differs."""
