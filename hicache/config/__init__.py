@@ -1,0 +1,68 @@
+"""The YAML configuration: read, checked, explained, compared.
+
+    text ─ source ─▶ values+lines ─ models ─▶ Config ─ machine ─▶ sizes in bytes, problems
+                                       └ errors: every mistake as a sentence
+
+`load_config` is the front door. Only command lines import this package: a client never does.
+"""
+
+from hicache.config.errors import ConfigError, Mistake
+from hicache.config.fields import Surroundings
+from hicache.config.live import LiveDiff, diff_live
+from hicache.config.loading import LoadedConfig, effective_values, load_config, parse_config
+from hicache.config.machine import (
+    MachineProbe,
+    Problem,
+    Volume,
+    check_against_machine,
+    gpu_of,
+    probe_machine,
+    resolve_sizes,
+)
+from hicache.config.models import (
+    Config,
+    DeadlinesConfig,
+    DiskConfig,
+    DramConfig,
+    HbmConfig,
+    LimitsConfig,
+    PlannerConfig,
+    SocketConfig,
+    TierConfig,
+    TiersConfig,
+)
+from hicache.config.units import Share, format_seconds, format_size, parse_seconds, parse_size
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DeadlinesConfig",
+    "DiskConfig",
+    "DramConfig",
+    "HbmConfig",
+    "LimitsConfig",
+    "LiveDiff",
+    "LoadedConfig",
+    "MachineProbe",
+    "Mistake",
+    "PlannerConfig",
+    "Problem",
+    "Share",
+    "SocketConfig",
+    "Surroundings",
+    "TierConfig",
+    "TiersConfig",
+    "Volume",
+    "check_against_machine",
+    "diff_live",
+    "effective_values",
+    "format_seconds",
+    "format_size",
+    "gpu_of",
+    "load_config",
+    "parse_config",
+    "parse_seconds",
+    "parse_size",
+    "probe_machine",
+    "resolve_sizes",
+]

@@ -1,0 +1,137 @@
+"""The kinds of values in a configuration: sizes, times, paths, each with its bounds and its words.
+
+Owns what `hicache.config.models` is made of. A kind says three things once: how it is read, what
+an editor may offer (JSON Schema), and the sentence for a mistake in it.
+"""
+
+import os
+import pwd
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError
+
+from hicache.config.units import (
+    SECONDS_FORM,
+    SIZE_FORM,
+    SIZE_OR_SHARE_FORM,
+    TIB,
+    Share,
+    parse_seconds,
+    parse_size,
+    parse_size_or_share,
+)
+from hicache.endpoint import ENDPOINT_VARIABLE, default_endpoint
+
+MAX_TIER_BYTES = 8 * TIB
+PATH_FORM = "a path: absolute, ~/..., or relative to this file's folder"
+
+
+def wrong(sentence: str, allowed: str) -> PydanticCustomError:
+    """A mistake in our own words, with what would be right."""
+    return PydanticCustomError("hicache", "{sentence}", {"sentence": sentence, "allowed": allowed})
+
+
+def _bounded_size(size: int | Share) -> int | Share:
+    if isinstance(size, Share):
+        if not 0 < size.fraction <= 1:
+            raise wrong("this share is not possible", "more than 0% and at most 100%")
+    elif not 0 < size <= MAX_TIER_BYTES:
+        raise wrong("this size is not possible", "more than 0 and at most 8TiB")
+    return size
+
+
+_QUANTITY_SCHEMA = r"^\d+(\.\d+)?\s*"
+TierSize = Annotated[
+    int | Share,
+    BeforeValidator(parse_size_or_share),
+    AfterValidator(_bounded_size),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": _QUANTITY_SCHEMA + "([KMGT]i?B|B|%)?$"},
+            ],
+            "description": SIZE_OR_SHARE_FORM,
+        }
+    ),
+]
+Bytes = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer"},
+                {"type": "string", "pattern": _QUANTITY_SCHEMA + "([KMGT]i?B|B)?$"},
+            ],
+            "description": SIZE_FORM,
+        }
+    ),
+]
+Seconds = Annotated[
+    float,
+    BeforeValidator(parse_seconds),
+    Field(ge=0, allow_inf_nan=False),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0},
+                {"type": "string", "pattern": _QUANTITY_SCHEMA + "(ns|us|ms|s|m|h|d)$"},
+            ],
+            "description": SECONDS_FORM,
+        }
+    ),
+]
+Deadline = Annotated[Seconds, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a configuration takes from its user's environment; read once, in the command line."""
+
+    home: str
+    endpoint: str
+    endpoint_from: str = "default"
+    base_dir: str | None = None
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], uid: int) -> Self:
+        """With an empty `environ`, the user database says where home is."""
+        return cls(
+            home=environ.get("HOME") or pwd.getpwuid(uid).pw_dir,
+            endpoint=default_endpoint(environ, uid),
+            endpoint_from=(
+                f"environment {ENDPOINT_VARIABLE}" if environ.get(ENDPOINT_VARIABLE) else "default"
+            ),
+        )
+
+
+def _resolved_path(path: str, info: ValidationInfo) -> str:
+    """`~` is the user's home; a relative path starts at the configuration file's folder."""
+    if not path or "\0" in path:
+        raise wrong("this is not a path", PATH_FORM)
+    around = info.context
+    if isinstance(around, Surroundings):
+        if path == "~" or path.startswith("~/"):
+            path = around.home + path[1:]
+        elif path.startswith("~"):
+            raise wrong("the home of another user is not looked up", PATH_FORM)
+        if around.base_dir is not None:
+            path = os.path.join(around.base_dir, path)
+    return os.path.normpath(path)
+
+
+FilePath = Annotated[
+    str,
+    AfterValidator(_resolved_path),
+    WithJsonSchema({"type": "string", "minLength": 1, "description": PATH_FORM}),
+]

@@ -1,0 +1,49 @@
+"""What of a changed configuration can be applied to a running daemon.
+
+Owns the one list of keys that are read anew at every use; every other key was used once, at
+start, to make something (an arena, a socket, an LMDB map) that lives as long as the daemon.
+"""
+
+from dataclasses import dataclass
+
+from hicache.config.errors import KeyPath
+from hicache.config.loading import effective_values
+from hicache.config.models import Config
+
+_LIVE_KEYS = frozenset({"write_policy", "selective_hits", "log_level", "debug"})
+_LIVE_SECTIONS = frozenset({"planner", "deadlines", "limits"})
+_LIVE_TIER_KEYS = frozenset({"high_watermark", "low_watermark"})
+
+
+@dataclass(frozen=True, slots=True)
+class LiveDiff:
+    """Changed key paths: those that apply now, and those that need a restart."""
+
+    live: tuple[str, ...]
+    restart: tuple[str, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.live or self.restart)
+
+
+def diff_live(old: Config, new: Config) -> LiveDiff:
+    """The keys whose values differ; a tier that came or went is one key that needs a restart."""
+    before, after = dict(effective_values(old)), dict(effective_values(new))
+    tiers_changed = {path[:2] for path in before.keys() ^ after.keys()}
+    changed = [
+        path
+        for path in {**before, **after}
+        if before.get(path) != after.get(path) and path[:2] not in tiers_changed
+    ]
+    restart = [path for path in changed if not _is_live(path)] + sorted(tiers_changed)
+    return LiveDiff(
+        live=tuple(".".join(path) for path in changed if _is_live(path)),
+        restart=tuple(".".join(path) for path in restart),
+    )
+
+
+def _is_live(path: KeyPath) -> bool:
+    if path[0] == "tiers":
+        return path[-1] in _LIVE_TIER_KEYS
+    return path[0] in _LIVE_SECTIONS or path[0] in _LIVE_KEYS

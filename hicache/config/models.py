@@ -1,0 +1,259 @@
+"""The configuration as frozen values: what may be said, its defaults and its bounds.
+
+An attribute carries its unit in its name (`lease_ttl_s`); the YAML key reads as an operator
+writes it (`lease_ttl: 30s`). Nothing here looks at the machine: a size may still be a share
+(`25%`), and becomes bytes in `hicache.config.machine.resolve_sizes`. Each room gets only its own
+piece (`config.tiers.disk`), never the whole.
+"""
+
+import os
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from hicache.config.fields import Bytes, Deadline, FilePath, Seconds, TierSize, wrong
+from hicache.config.units import GIB, MIB, Share, format_size
+from hicache.endpoint import (
+    MAX_IPC_PATH_BYTES,
+    default_endpoint,
+    ipc_path,
+    is_loopback,
+    tcp_address,
+)
+
+ENDPOINT_FORM = "ipc:///absolute/path.sock, or tcp://host:port"
+DEVICE_FORM = "auto, host, or cuda:N"
+
+
+class Section(BaseModel):
+    """A part of the configuration; never changes once made."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_by_name=True, validate_by_alias=True
+    )
+
+
+class SocketConfig(Section):
+    endpoint: str = Field(
+        default_factory=lambda: default_endpoint({}, os.getuid()),
+        description="Where the daemon listens.",
+    )
+    hwm: int = Field(
+        default=1000, ge=1, description="Messages kept per peer before new ones are dropped."
+    )
+    curve_secret_key_file: FilePath | None = Field(
+        default=None, description="The daemon's CURVE key pair, for tcp:// beyond this machine."
+    )
+    curve_allowed_clients_dir: FilePath | None = Field(
+        default=None, description="Folder of the public keys of the clients that may connect."
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_an_endpoint(cls, endpoint: str) -> str:
+        path = ipc_path(endpoint)
+        if path is None and tcp_address(endpoint) is None:
+            raise wrong("this is not an endpoint", ENDPOINT_FORM)
+        if path is not None and not path.startswith("/"):
+            raise wrong("the socket's path must be absolute", ENDPOINT_FORM)
+        if path is not None and len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+            raise wrong("the socket's path is too long", f"at most {MAX_IPC_PATH_BYTES} bytes")
+        return endpoint
+
+    @model_validator(mode="after")
+    def _is_private(self) -> Self:
+        keys = (self.curve_secret_key_file, self.curve_allowed_clients_dir)
+        address = tcp_address(self.endpoint)
+        if any(keys) and (address is None or not all(keys)):
+            raise wrong(
+                "CURVE keys need a tcp:// endpoint, and both keys are needed",
+                "curve_secret_key_file and curve_allowed_clients_dir together, or neither",
+            )
+        if address is not None and not is_loopback(address[0]) and not all(keys):
+            raise wrong(
+                f"{self.endpoint} can be reached from other machines, and anyone who reaches it "
+                "could read cached prompts",
+                "tcp://127.0.0.1:port, or curve_secret_key_file and curve_allowed_clients_dir",
+            )
+        return self
+
+
+class TierConfig(Section):
+    """What every tier has."""
+
+    size: TierSize = Field(description="Room for blocks, in bytes or as a share.")
+    high_watermark: float = Field(
+        default=0.95,
+        gt=0,
+        le=1,
+        description="Demotion starts when this share of the tier is used...",
+    )
+    low_watermark: float = Field(
+        default=0.90, ge=0, lt=1, description="... and stops at this share."
+    )
+    eviction: Literal["lru"] = Field(default="lru", description="Which blocks go first.")
+
+    @property
+    def size_bytes(self) -> int:
+        """Raises LookupError while the size is a share that `resolve_sizes` has not yet seen."""
+        if isinstance(self.size, Share):
+            raise LookupError(f"{self.size} is not yet resolved against the machine")
+        return self.size
+
+    @model_validator(mode="after")
+    def _watermarks_in_order(self) -> Self:
+        if self.low_watermark >= self.high_watermark:
+            raise wrong(
+                f"low_watermark {self.low_watermark} is not below "
+                f"high_watermark {self.high_watermark}",
+                "low_watermark less than high_watermark",
+            )
+        return self
+
+
+class HbmConfig(TierConfig):
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|host|cuda:\d+)$",
+        description="GPU that holds the blocks; host emulates one in memory; auto picks.",
+        json_schema_extra={"allowed": DEVICE_FORM},
+    )
+    path: FilePath = Field(default="/dev/shm", description="Folder of the emulation's mapping.")
+
+
+class DramConfig(TierConfig):
+    path: FilePath = Field(default="/dev/shm", description="Folder of the arena that clients map.")
+    huge_pages: bool = Field(default=False, description="Ask the kernel for huge pages.")
+    pretouch: bool = Field(
+        default=True, description="Touch every page at start, so no request waits."
+    )
+
+
+class DiskConfig(TierConfig):
+    path: FilePath = Field(description="Folder of the blocks; one daemon at a time.")
+    durability: Literal["fast", "batched", "sync"] = Field(
+        default="batched",
+        description="When a block is safe from power loss: at the system's leisure (fast), "
+        "every batch_interval (batched), or before each answer (sync).",
+    )
+    read_ahead: bool = Field(default=True, description="Let the kernel read ahead.")
+    batch_bytes: Bytes = Field(
+        default=32 * MIB, validation_alias="batch", ge=MIB, description="Bytes per commit at most."
+    )
+    batch_interval_s: Deadline = Field(
+        default=1.0, validation_alias="batch_interval", description="Time between syncs."
+    )
+    min_free_bytes: Bytes = Field(
+        default=256 * MIB, validation_alias="min_free", ge=0, description="Left free on the volume."
+    )
+
+    @model_validator(mode="after")
+    def _holds_its_batches(self) -> Self:
+        if isinstance(self.size, int) and self.size < 4 * self.batch_bytes:
+            raise wrong(
+                f"size {format_size(self.size)} is less than four batches of "
+                f"{format_size(self.batch_bytes)}, which LMDB needs to reuse freed room",
+                "a larger size, or a smaller batch",
+            )
+        return self
+
+
+class TiersConfig(Section):
+    hbm: HbmConfig | None = Field(default=None, description="GPU memory, or its emulation.")
+    dram: DramConfig = Field(description="Host memory shared with the clients.")
+    disk: DiskConfig | None = Field(default=None, description="A local disk, kept across restarts.")
+
+
+class PlannerConfig(Section):
+    mode: Literal["measured", "always_reload", "always_recompute"] = Field(
+        default="measured", description="How reload or recompute is decided."
+    )
+    prior_fixed_s: Seconds | None = Field(
+        default=None,
+        validation_alias="prior_fixed",
+        description="First guess of a prefill's fixed time.",
+    )
+    prior_per_token_s: Seconds | None = Field(
+        default=None,
+        validation_alias="prior_per_token",
+        description="First guess of its time per new token.",
+    )
+    prior_per_token_squared_s: Seconds | None = Field(
+        default=None,
+        validation_alias="prior_per_token_squared",
+        description="First guess of its time per pair of tokens that attend.",
+    )
+    recompute_band: float = Field(
+        default=0.05, ge=0, le=1, description="Gains below this share count as a tie: recompute."
+    )
+    exploration: float = Field(
+        default=0.01,
+        ge=0,
+        le=0.5,
+        description="Share of decisions taken the other way, to keep learning.",
+    )
+    probe_links: bool = Field(default=True, description="Measure each tier's speed at start.")
+
+
+class DeadlinesConfig(Section):
+    match_s: Deadline = Field(default=0.25, validation_alias="match", description="A match.")
+    fetch_s: Deadline = Field(default=5.0, validation_alias="fetch", description="A fetch.")
+    put_s: Deadline = Field(
+        default=5.0, validation_alias="put", description="A put and its commit."
+    )
+    default_s: Deadline = Field(
+        default=1.0, validation_alias="default", description="Anything else."
+    )
+    shutdown_s: Deadline = Field(
+        default=30.0,
+        validation_alias="shutdown",
+        description="A clean stop, writing to disk included.",
+    )
+
+
+class LimitsConfig(Section):
+    max_message_bytes: Bytes = Field(
+        default=64 * MIB,
+        validation_alias="max_message",
+        ge=64 * 1024,
+        description="Largest message; a larger one closes its connection.",
+    )
+    max_prompt_tokens: int = Field(default=2_000_000, ge=1, description="Longest prompt.")
+    max_sessions: int = Field(default=256, ge=1, description="Sessions at once.")
+    max_leases: int = Field(default=65_536, ge=1, description="Leases at once.")
+    max_queued_moves: int = Field(default=16_384, ge=1, description="Moves waiting per link.")
+    max_queued_bytes: Bytes = Field(default=4 * GIB, ge=1, description="Bytes waiting per link.")
+    lease_ttl_s: Deadline = Field(
+        default=30.0,
+        validation_alias="lease_ttl",
+        description="A lease nobody renews ends after this.",
+    )
+    session_ttl_s: Deadline = Field(
+        default=30.0,
+        validation_alias="session_ttl",
+        description="A silent session ends after this.",
+    )
+    max_namespaces: int = Field(default=64, ge=1, description="Namespaces (models) at once.")
+
+
+class Config(Section):
+    socket: SocketConfig = Field(default=SocketConfig(), description="How clients connect.")
+    block_tokens: int = Field(default=16, ge=1, le=4096, description="Tokens per block.")
+    tiers: TiersConfig = Field(description="Where blocks live, fastest first.")
+    write_policy: Literal["write_back", "write_through", "write_through_selective"] = Field(
+        default="write_back",
+        description="When a new block also goes to slower tiers: when pushed out, at once, "
+        "or once it has been hit selective_hits times.",
+    )
+    selective_hits: int = Field(
+        default=2, ge=1, description="Hits before write_through_selective writes."
+    )
+    planner: PlannerConfig = Field(default=PlannerConfig(), description="The decision.")
+    deadlines: DeadlinesConfig = Field(
+        default=DeadlinesConfig(), description="Longest time to a reply."
+    )
+    limits: LimitsConfig = Field(default=LimitsConfig(), description="What is refused.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least important message shown."
+    )
+    debug: bool = Field(default=False, description="Check every invariant when idle; slow.")
