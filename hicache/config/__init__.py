@@ -6,6 +6,7 @@
 `load_config` is the front door. Only command lines import this package: a client never does.
 """
 
+from hicache.config.display import key_table, key_table_markdown, plain_value, shown_values
 from hicache.config.errors import ConfigError, Mistake
 from hicache.config.fields import Surroundings
 from hicache.config.live import LiveDiff, diff_live
@@ -59,10 +60,14 @@ __all__ = [
     "format_seconds",
     "format_size",
     "gpu_of",
+    "key_table",
+    "key_table_markdown",
     "load_config",
     "parse_config",
     "parse_seconds",
     "parse_size",
+    "plain_value",
     "probe_machine",
     "resolve_sizes",
+    "shown_values",
 ]

@@ -122,11 +122,11 @@ def _keys_of(model: type[BaseModel]) -> list[str]:
     return [yaml_key(name, field) for name, field in model.model_fields.items()]
 
 
-def walk(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
-    """Every key of a model with its path, sections before what they hold."""
+def walk(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyPath, str, FieldInfo]]:
+    """Every key of a model: its path, attribute and field, sections before what they hold."""
     for name, field in model.model_fields.items():
         here = (*path, yaml_key(name, field))
-        yield here, field
+        yield here, name, field
         if (section := section_of(field)) is not None:
             yield from walk(section, here)
 
@@ -192,7 +192,9 @@ def _nearest(word: str, known: Sequence[str]) -> str | None:
 
 def _nearest_elsewhere(word: str, model: type[BaseModel]) -> str | None:
     """The whole path of a key that would be right in another section."""
-    paths = {path[-1]: ".".join(path) for path, field in walk(model) if section_of(field) is None}
+    paths = {
+        path[-1]: ".".join(path) for path, _, field in walk(model) if section_of(field) is None
+    }
     near = _nearest(word, list(paths))
     return paths[near] if near else None
 

@@ -58,7 +58,7 @@ TierSize = Annotated[
         {
             "anyOf": [
                 {"type": "integer", "minimum": 1},
-                {"type": "string", "pattern": _QUANTITY_SCHEMA + "([KMGT]i?B|B|%)?$"},
+                {"type": "string", "pattern": _QUANTITY_SCHEMA + "([KMGT]i?B|B|%)$"},
             ],
             "description": SIZE_OR_SHARE_FORM,
         }
@@ -71,7 +71,7 @@ Bytes = Annotated[
         {
             "anyOf": [
                 {"type": "integer"},
-                {"type": "string", "pattern": _QUANTITY_SCHEMA + "([KMGT]i?B|B)?$"},
+                {"type": "string", "pattern": _QUANTITY_SCHEMA + "([KMGT]i?B|B)$"},
             ],
             "description": SIZE_FORM,
         }

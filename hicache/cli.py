@@ -1,0 +1,81 @@
+"""The command table of `hicache`.
+
+Owns which commands there are, and how a failure looks at the prompt. A command's module is
+imported only when it runs, so `hicache --help` stays quick and `hicache ping` needs no LMDB.
+Command lines are the only place that reads the environment (`os.environ`).
+"""
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from hicache import __version__
+
+# name: (module, attribute, the line in `hicache --help`)
+COMMANDS = {
+    "serve": ("hicache.commands.serve", "serve", "Run the daemon."),
+    "stats": ("hicache.commands.stats", "stats", "Show what a daemon holds, does and decides."),
+    "ping": ("hicache.commands.ping", "ping", "Ask whether a daemon answers, and how fast."),
+    "config": ("hicache.commands.config", "config", "Check, show and reload configurations."),
+    "demo": ("hicache.commands.demo", "demo", "Serve a small LLM with and without hicache."),
+    "bench": ("hicache.commands.bench", "bench", "Measure a daemon against this machine's floor."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands' names and imports only the one that runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command), f"{module}.{attribute} is no command"
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, _, line) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"no command {args[0]!r}; there are {', '.join(COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hicache")
+def cli() -> None:
+    """KV-cache storage sidecar for LLM inference engines."""
+
+
+def main() -> None:
+    """Runs the command line; a wrong configuration prints its sentences and exits 2."""
+    try:
+        code: Any = cli.main(prog_name="hicache", standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if not _is_config_error(error):
+            raise
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _is_config_error(error: Exception) -> bool:
+    """Without importing the configuration for commands that have none."""
+    config = sys.modules.get("hicache.config")
+    return config is not None and isinstance(error, config.ConfigError)
