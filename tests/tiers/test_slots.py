@@ -1,0 +1,191 @@
+"""SlotPool against a naive model: sets of page ranges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hicache.tiers import block
+from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.slots import SlotPool
+
+MIB = 1 << 20
+PAGES = st.sampled_from([1, 2, 3, 5, 8, 13, 40])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Allocate, free, quarantine in any order; no two live slots ever overlap."""
+
+    @initialize(
+        capacity=st.integers(1, 200), slab=st.none() | st.integers(1, 24), spare=st.booleans()
+    )
+    def open(self, capacity: int, slab: int | None, spare: bool) -> None:
+        slab_bytes = None if slab is None else min(slab, capacity) * PAGE_BYTES
+        self.spare = int(spare)
+        self.reshaped: list[tuple[int, int]] = []
+        self.pool = SlotPool(
+            capacity * PAGE_BYTES,
+            slab_bytes,
+            spare_pages=self.spare,
+            reshaped=lambda first, pages: self.reshaped.append((first, pages)),
+        )
+        self.used: dict[int, int] = {}  # slot → pages
+        self.quarantined: dict[int, int] = {}
+        self.last_size: dict[int, int] = {}  # page → the slot size that last covered it
+
+    @rule(pages=PAGES, count=st.integers(0, 40))
+    def allocate(self, pages: int, count: int) -> None:
+        offered = self.pool.available(pages * PAGE_BYTES)
+        slots = self.pool.allocate(pages * PAGE_BYTES, count)
+        while self.reshaped:
+            first, num_pages = self.reshaped.pop()
+            for page in range(first, first + num_pages):
+                self.last_size.pop(page, None)
+        assert slots.dtype == np.int32
+        assert len(slots) == min(count, offered)
+        for slot in slots.tolist():
+            assert slot + pages <= self.pool.capacity_bytes // PAGE_BYTES
+            for page in range(slot, slot + pages):
+                assert self.last_size.get(page, pages) == pages
+                self.last_size[page] = pages
+            self.used[slot] = pages
+
+    @rule(data=st.data(), quarantine=st.booleans())
+    def give_up(self, data: Any, quarantine: bool) -> None:
+        slots = self._some(data, self.used)
+        if quarantine:
+            for pages, group in _by_size(self.used, slots).items():
+                self.pool.quarantine(pages * PAGE_BYTES, group)
+            self.quarantined |= {slot: self.used[slot] for slot in slots}
+        else:
+            for pages, group in _by_size(self.used, slots).items():
+                self.pool.free(pages * PAGE_BYTES, group)
+        for slot in slots:
+            del self.used[slot]
+
+    @rule(data=st.data())
+    def end_quarantine(self, data: Any) -> None:
+        slots = self._some(data, self.quarantined)
+        for pages, group in _by_size(self.quarantined, slots).items():
+            self.pool.end_quarantine(pages * PAGE_BYTES, group)
+        for slot in slots:
+            del self.quarantined[slot]
+
+    @rule(pages=PAGES, slot=st.integers(-2, 210))
+    def free_wrongly(self, pages: int, slot: int) -> None:
+        if self.used.get(slot) != pages:
+            with pytest.raises(ValueError, match="slot"):
+                self.pool.free(pages * PAGE_BYTES, np.array([slot], np.int32))
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.validate()
+        assert self.pool.used_bytes == sum(self.used.values()) * PAGE_BYTES
+        assert self.pool.quarantined_bytes == sum(self.quarantined.values()) * PAGE_BYTES
+        taken: set[int] = set()
+        for slot, pages in (self.used | self.quarantined).items():
+            covers = set(range(slot, slot + pages + self.spare))
+            assert not taken & covers
+            taken |= covers
+
+    def _some(self, data: Any, slots: dict[int, int]) -> list[int]:
+        if not slots:
+            return []
+        chosen = data.draw(st.lists(st.sampled_from(sorted(slots)), unique=True))
+        return list(chosen)
+
+
+def _by_size(sizes: dict[int, int], slots: list[int]) -> dict[int, block.Ids]:
+    groups: dict[int, list[int]] = {}
+    for slot in slots:
+        groups.setdefault(sizes[slot], []).append(slot)
+    return {pages: np.array(group, np.int32) for pages, group in groups.items()}
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+
+
+def test_a_protocol_user_may_hold_it() -> None:
+    pool: block.SlotPool = SlotPool(MIB)
+    assert pool.available(PAGE_BYTES) == MIB // PAGE_BYTES
+
+
+def test_slots_come_consecutive_and_lowest_first() -> None:
+    pool = SlotPool(256 * MIB)
+    slots = pool.allocate(2 * MIB, 40)
+    assert slots.tolist() == [512 * i for i in range(40)]
+    pool.free(2 * MIB, slots[[3, 9, 4]])
+    assert pool.allocate(2 * MIB, 2).tolist() == [3 * 512, 4 * 512]
+
+
+def test_eight_mib_blocks_fit_in_a_256_mib_tier() -> None:
+    pool = SlotPool(256 * MIB)
+    assert pool.available(8 * MIB) == 32
+    assert pool.available(48 * MIB) == 4
+    assert len(pool.allocate(48 * MIB, 9)) == 4
+    assert pool.max_slot_bytes == 256 * MIB
+
+
+def test_little_room_is_lost_on_odd_sizes() -> None:
+    pool = SlotPool(512 * MIB)
+    for slot_bytes in (180 * PAGE_BYTES, 5 * MIB, 3 * MIB, 11 * MIB):
+        assert pool.available(slot_bytes) * slot_bytes > 0.9 * pool.capacity_bytes, slot_bytes
+
+
+def test_a_slot_larger_than_the_tier_is_never_offered() -> None:
+    pool = SlotPool(MIB)
+    assert pool.available(2 * MIB) == 0
+    assert len(pool.allocate(2 * MIB, 1)) == 0
+
+
+def test_an_emptied_slab_serves_another_class() -> None:
+    pool = SlotPool(MIB)
+    small = pool.allocate(PAGE_BYTES, 256)
+    assert pool.available(2 * PAGE_BYTES) == 0
+    assert pool.donor_class(2 * PAGE_BYTES) == PAGE_BYTES
+    pool.free(PAGE_BYTES, small[:32])
+    assert pool.available(2 * PAGE_BYTES) == 16
+    assert pool.donor_class(PAGE_BYTES) is None
+
+
+def test_naming_a_slot_twice_changes_nothing() -> None:
+    pool = SlotPool(MIB)
+    slots = pool.allocate(PAGE_BYTES, 2)
+    with pytest.raises(ValueError, match="twice"):
+        pool.free(PAGE_BYTES, slots[[0, 0]])
+    pool.validate()
+    assert pool.used_bytes == 2 * PAGE_BYTES
+
+
+def test_freeing_slots_of_another_size_changes_nothing() -> None:
+    pool = SlotPool(MIB)
+    slots = np.concatenate([pool.allocate(n * PAGE_BYTES, 1) for n in (1, 2, 1)])
+    with pytest.raises(ValueError, match="not used slots of 4096 bytes"):
+        pool.free(PAGE_BYTES, slots)
+    pool.validate()
+
+
+def test_more_sizes_than_codes_come_and_go() -> None:
+    pool = SlotPool(MIB)
+    for pages in [*range(1, 200), *range(1, 200)]:
+        pool.free(pages * PAGE_BYTES, pool.allocate(pages * PAGE_BYTES, 1))
+    pool.validate()
+
+
+def test_pages_are_reported_before_slots_of_another_size_cover_them() -> None:
+    """A reader checks only the generation at its slot's first page; a smaller slot inside the old
+    one would not raise that, so a new region raises all of its pages."""
+    told: list[tuple[int, int]] = []
+    pool = SlotPool(MIB, reshaped=lambda first, pages: told.append((first, pages)))
+    slots = pool.allocate(4 * PAGE_BYTES, 1)
+    pool.free(4 * PAGE_BYTES, slots)
+    pool.allocate(PAGE_BYTES, 3)
+    assert told == [(0, 32), (0, 32)]
