@@ -23,6 +23,10 @@ PROTOCOL: Final = 1
 SESSION_BYTES: Final = 16
 MAX_HEAD_BYTES: Final = 16 << 20
 """The map alone; block bytes travel in parts of their own."""
+# A msgpack array's length is believed, and room made for it, before its items are read, at each
+# of up to 1,024 levels: 3 KB could claim half a gigabyte.
+_MAX_REQUEST_ARRAY: Final = 64
+_MAX_REPLY_ARRAY: Final = 65536
 
 ERRORS: Final = {
     "malformed": "the message is not one msgpack map of the documented form",
@@ -138,7 +142,7 @@ def pack(message: Mapping[str, Any]) -> bytes:
     return packed
 
 
-def unpack(data: bytes | memoryview) -> dict[str, Any]:
+def unpack(data: bytes | memoryview, max_array_len: int = _MAX_REQUEST_ARRAY) -> dict[str, Any]:
     """One map with string keys, bounded before it is decoded. Raises WireError('malformed')."""
     if len(data) > MAX_HEAD_BYTES:
         raise WireError("too_large", f"a message map of {len(data)} bytes; at most 16 MiB")
@@ -148,13 +152,13 @@ def unpack(data: bytes | memoryview) -> dict[str, Any]:
             raw=False,
             strict_map_key=True,
             use_list=True,
-            max_array_len=65536,
+            max_array_len=max_array_len,
             max_map_len=256,
             max_ext_len=0,
         )
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise WireError(
-            "malformed", f"not a msgpack map: {error or type(error).__name__}"
+            "malformed", f"not a msgpack map: {str(error) or type(error).__name__}"
         ) from None
     if not isinstance(message, dict):
         raise WireError("malformed", f"expected a map, found {type(message).__name__}")
@@ -224,7 +228,7 @@ def error_reply(request_id: int, code: str, message: str = "") -> dict[str, Any]
 
 def decode_reply(data: bytes | memoryview) -> dict[str, Any]:
     """A reply's map. Raises WireError when it is not one (the client treats that as a miss)."""
-    message = unpack(data)
+    message = unpack(data, _MAX_REPLY_ARRAY)
     if type(message.get("id")) is not int or type(message.get("ok")) is not bool:
         raise WireError("malformed", "a reply needs an integer id and a boolean ok")
     if not message["ok"] and type(message.get("error")) is not str:
