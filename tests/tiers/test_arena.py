@@ -1,0 +1,198 @@
+"""The shared mapping: allocation that fails in words, generations, stale files, copies."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.tiers.arena import Arena, ArenaError, remove_stale, stale_arenas
+from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.dram import DramTier
+from hicache.tiers.hbm import pick_device
+
+MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
+
+
+def test_attached_sees_what_the_owner_wrote(tmp_path: Path) -> None:
+    owner = Arena.create(tmp_path / "a", 3 * MIB + 1)
+    assert owner.data_bytes == 3 * MIB + PAGE_BYTES
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+    other = Arena.attach(tmp_path / "a")
+    owner.view(5, 10)[:] = 7
+    assert other.view(5, 11).tolist() == [7] * 10 + [0]
+    assert other.epoch == owner.epoch
+    assert len(owner.epoch) == 32
+    assert owner.is_owner
+    assert not other.is_owner
+    other.close()
+    owner.unlink()
+    owner.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("slot", "num_bytes"), [(-1, 1), (16, 1), (15, PAGE_BYTES + 1), (0, -1)])
+def test_a_view_never_leaves_the_data(tmp_path: Path, slot: int, num_bytes: int) -> None:
+    arena = Arena.create(tmp_path / "a", 16 * PAGE_BYTES)
+    with pytest.raises(ValueError, match="leaves the arena"):
+        arena.view(slot, num_bytes)
+    assert arena.view(15, PAGE_BYTES).nbytes == PAGE_BYTES
+
+
+def test_too_little_room_is_a_sentence_and_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ArenaError, match=r"needs \d+ bytes and .* has \d+ free: make the tier"):
+        Arena.create(tmp_path / "a", 1 << 42)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failing_allocation_is_a_sentence_and_leaves_no_file(tmp_path: Path) -> None:
+    """Room that vanishes between looking and allocating; here, a limit on file sizes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, hard))
+    try:
+        with pytest.raises(ArenaError, match=r"needs \d+ bytes: File too large after 0 bytes"):
+            Arena.create(tmp_path / "a", 16 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_there_is_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(ArenaError, match="is there already"):
+        Arena.create(tmp_path / "a", MIB)
+    assert (tmp_path / "a").read_text() == "mine"
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArenaError):
+        Arena.create(tmp_path / "link", MIB)
+
+
+def test_attaching_to_something_else_is_refused(tmp_path: Path) -> None:
+    for name, content in {"short": b"x", "other": b"x" * 9000, "zero": bytes(9000)}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ArenaError, match="no arena"):
+            Arena.attach(tmp_path / name)
+    with pytest.raises(ArenaError, match="cannot open"):
+        Arena.attach(tmp_path / "absent")
+    Arena.create(tmp_path / "a", MIB).close()
+    os.truncate(tmp_path / "a", MIB // 2)
+    with pytest.raises(ArenaError, match="shorter"):
+        Arena.attach(tmp_path / "a")
+
+
+def test_progress_reaches_the_end(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    Arena.create(tmp_path / "a", MIB, pretouch=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] > MIB
+
+
+def test_generations_are_seen_by_others(tmp_path: Path) -> None:
+    owner, slots = Arena.create(tmp_path / "a", MIB), np.array([0, 7, 255], np.int32)
+    reader = Arena.attach(tmp_path / "a")
+    before = reader.generations(slots)
+    owner.raise_generations(slots[1:])
+    assert (reader.generations(slots) - before).tolist() == [0, 1, 1]
+    owner.raise_range(0, 8)
+    assert (reader.generations(slots) - before).tolist() == [1, 2, 1]
+    assert before.tolist() == [0, 0, 0], "a copy, not a view"
+
+
+def test_a_slot_reused_in_another_size_changes_its_generation(tmp_path: Path) -> None:
+    """Race 2 of the arena, with the pool that prevents it."""
+    tier = DramTier(tmp_path, "t-", MIB)
+    big = tier.pool.allocate(8 * PAGE_BYTES, 1)
+    seen = tier.arena.generations(big)
+    tier.pool.free(8 * PAGE_BYTES, big)
+    tier.pool.allocate(PAGE_BYTES, 8)
+    assert tier.arena.generations(big) != seen
+    tier.close()
+
+
+def test_closing_with_views_held_is_fine(tmp_path: Path) -> None:
+    arena = Arena.create(tmp_path / "a", MIB)
+    view = arena.view(0, 100)
+    arena.close()
+    arena.close()
+    view[:] = 1  # still mapped: a client may be in the middle of a copy
+
+
+HOLD = """
+import sys
+from hicache.tiers.arena import Arena
+arena = Arena.create(sys.argv[1], 1 << 20)
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_only_dead_owners_arenas_are_stale(tmp_path: Path) -> None:
+    mine = Arena.create(tmp_path / "h-mine", MIB)
+    (tmp_path / "h-foreign").write_bytes(b"something else")
+    (tmp_path / "h-half").touch()  # its maker died before it was whole
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "h-child")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child:
+        assert child.stdout.readline() == b"made\n"
+        assert stale_arenas(tmp_path, "h-") == [tmp_path / "h-half"]
+        child.kill()
+        child.wait()
+        assert stale_arenas(tmp_path, "h-") == [tmp_path / "h-child", tmp_path / "h-half"]
+    assert len(remove_stale(tmp_path, "h-")) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["h-foreign", "h-mine"]
+    mine.close()
+
+
+@given(data=st.data())
+def test_copies_of_many_slots(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Neighbouring slots are copied in one go, whatever their order and padding."""
+    pages = data.draw(st.integers(1, 3))
+    block_bytes = data.draw(st.integers(1, pages * PAGE_BYTES))
+    places = data.draw(st.lists(st.integers(0, 9), unique=True, max_size=10))
+    slots = np.array(places, np.int32) * pages
+    path = tmp_path_factory.mktemp("arena") / "a"
+    arena = Arena.create(path, 10 * pages * PAGE_BYTES)
+    blocks = np.random.default_rng(0).integers(0, 256, (len(slots), block_bytes), np.uint8)
+    arena.copy_in(slots, blocks, pages * PAGE_BYTES)
+    for slot, row in zip(slots.tolist(), blocks, strict=True):
+        assert np.array_equal(arena.view(slot, block_bytes), row)
+    out = np.zeros_like(blocks)
+    arena.copy_out(slots, out, pages * PAGE_BYTES)
+    assert np.array_equal(out, blocks)
+    arena.close()
+    path.unlink()
+
+
+def test_copies_check_their_shapes(tmp_path: Path) -> None:
+    arena, slots = Arena.create(tmp_path / "a", MIB), np.array([0, 255], np.int32)
+    with pytest.raises(ValueError, match="2 slots"):
+        arena.copy_in(slots, np.zeros((3, 8), np.uint8), PAGE_BYTES)
+    with pytest.raises(ValueError, match="2 slots"):
+        arena.copy_out(slots, np.zeros((2, 5000), np.uint8), PAGE_BYTES)
+    with pytest.raises(ValueError, match="leaves the arena"):
+        arena.copy_in(slots, np.zeros((2, 5000), np.uint8), 2 * PAGE_BYTES)
+
+
+def test_the_device_is_picked_with_a_reason() -> None:
+    assert pick_device("host").kind == "host"
+    assert pick_device("auto").reason
+    with pytest.raises(ValueError, match="auto, host, or cuda:N"):
+        pick_device("gpu")
+    with pytest.raises(ValueError, match="no /dev/nvidia77"):
+        pick_device("cuda:77")

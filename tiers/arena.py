@@ -1,0 +1,289 @@
+"""One shared-memory arena: a file that the daemon owns and workers and clients map.
+
+    | header page | generations: u32 per data page | data: slots, counted in 4 KiB pages … |
+
+The daemon creates it (`Arena.create`), holds a lock on it as long as it lives, and is the only one
+to raise generations. Workers and clients attach and copy; which slots they may touch is told to
+them in messages, never read from here. Light on purpose: clients import it.
+
+Races, and who wins:
+1. A reader's lease expires while it copies, and the slot gets another block. The owner raises the
+   slot's generation before the first byte is written; the reader compares generations after its
+   copy: a difference is a miss.
+2. Slots of another size come to lie over an old slot, whose first page's generation nobody would
+   raise. `SlotPool(reshaped=arena.raise_range)` raises all pages first.
+3. A scan for stale arenas meets one that is just being made and takes the lock first. The scan
+   unlinks it; the maker finds its file without a name and starts over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.tiers.block import MAX_TIER_BYTES, PAGE_BYTES, Ids
+
+MAGIC = b"hicarena"
+VERSION = 1
+_HEADER = struct.Struct("<8sIIQQQ32s")  # magic, version, page, data bytes, data offset, pid, epoch
+_HUGE_PAGE_BYTES = 2 << 20
+_STEP_BYTES = 256 << 20
+_MADV_POPULATE_WRITE = 23
+
+Bytes = npt.NDArray[np.uint8]
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) while an arena is allocated and touched."""
+
+
+class ArenaError(Exception):
+    """An arena cannot be made or mapped; the message is a sentence for the operator."""
+
+
+class Arena:
+    """A mapped arena. Every process that holds one closes its own; only the owner unlinks."""
+
+    def __init__(self, path: Path, fd: int, data_bytes: int, data_offset: int, epoch: str) -> None:
+        self.path = path
+        self.data_bytes = data_bytes
+        self.epoch = epoch
+        self.is_owner = False
+        self.huge_pages = False
+        self._fd = fd
+        self._map = mmap.mmap(fd, data_offset + data_bytes)
+        everything: Bytes = np.frombuffer(self._map, np.uint8)
+        self.data: Bytes = everything[data_offset:]
+        num_pages = data_bytes // PAGE_BYTES
+        table = everything[PAGE_BYTES : PAGE_BYTES + 4 * num_pages]
+        self._generations: npt.NDArray[np.uint32] = table.view(np.uint32)
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        data_bytes: int,
+        *,
+        huge_pages: bool = False,
+        pretouch: Progress | None = None,
+    ) -> Arena:
+        """A new arena, all of its memory allocated, locked by this process. ArenaError leaves no
+        file behind; a file that is there already is never touched."""
+        path = Path(path)
+        data_bytes = -(-data_bytes // PAGE_BYTES) * PAGE_BYTES
+        if not PAGE_BYTES <= data_bytes <= MAX_TIER_BYTES:
+            raise ArenaError(f"an arena of {data_bytes} bytes: 4 KiB … 8 TiB are possible")
+        table_bytes = -(-4 * (data_bytes // PAGE_BYTES) // PAGE_BYTES) * PAGE_BYTES
+        unit = _HUGE_PAGE_BYTES if huge_pages else PAGE_BYTES
+        data_offset = -(-(PAGE_BYTES + table_bytes) // unit) * unit
+        fd = _create_locked(path)
+        try:
+            _allocate(fd, path, data_offset + data_bytes, pretouch)
+            arena = cls(path, fd, data_bytes, data_offset, secrets.token_hex(16))
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+            raise
+        arena.is_owner = True
+        arena.huge_pages = huge_pages and arena._ask_for_huge_pages()
+        arena._touch(pretouch)
+        epoch = arena.epoch.encode()
+        header = (MAGIC, VERSION, PAGE_BYTES, data_bytes, data_offset, os.getpid(), epoch)
+        arena._map[: _HEADER.size] = _HEADER.pack(*header)
+        return arena
+
+    @classmethod
+    def attach(cls, path: str | os.PathLike[str]) -> Arena:
+        """Map an arena that another process owns. ArenaError when it is none, or not whole."""
+        path = Path(path)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise ArenaError(f"cannot open the arena {path}: {error.strerror}") from error
+        try:
+            found = os.pread(fd, _HEADER.size, 0)
+            if len(found) < _HEADER.size or not found.startswith(MAGIC):
+                raise ArenaError(f"{path} is no arena of hicache, or not ready yet")
+            _, version, page, data_bytes, data_offset, _, epoch = _HEADER.unpack(found)
+            if (version, page) != (VERSION, PAGE_BYTES):
+                raise ArenaError(f"{path}: arena version {version}; this hicache knows {VERSION}")
+            if os.fstat(fd).st_size < data_offset + data_bytes:
+                raise ArenaError(f"{path} is shorter than its header says")
+            return cls(path, fd, data_bytes, data_offset, epoch.decode())
+        except BaseException:
+            os.close(fd)
+            raise
+
+    # --- bytes ---------------------------------------------------------------------------------
+
+    def view(self, slot: int, num_bytes: int) -> Bytes:
+        """The writable bytes of a slot. ValueError when they would leave the data area."""
+        start = slot * PAGE_BYTES
+        if slot < 0 or num_bytes < 0 or start + num_bytes > self.data_bytes:
+            raise ValueError(f"slot {slot} of {num_bytes} bytes leaves the arena")
+        return self.data[start : start + num_bytes]
+
+    def copy_in(self, slots: Ids, blocks: Bytes, slot_bytes: int) -> None:
+        """Write row i of `blocks` ([n, block bytes]) to slot i; neighbours in one copy."""
+        for first, end, room in self._runs(slots, slot_bytes, blocks):
+            np.copyto(room[:, : blocks.shape[1]], blocks[first:end])
+
+    def copy_out(self, slots: Ids, blocks: Bytes, slot_bytes: int) -> None:
+        """Read slot i to row i of `blocks` ([n, block bytes]); neighbours in one copy."""
+        for first, end, room in self._runs(slots, slot_bytes, blocks):
+            np.copyto(blocks[first:end], room[:, : blocks.shape[1]])
+
+    def _runs(
+        self, slots: Ids, slot_bytes: int, blocks: Bytes
+    ) -> Iterator[tuple[int, int, npt.NDArray[np.uint8]]]:
+        """(first, end, [end - first, slot_bytes] of the arena) for each run of adjacent slots."""
+        if blocks.ndim != 2 or len(blocks) != len(slots) or blocks.shape[1] > slot_bytes:
+            raise ValueError(f"{len(slots)} slots of {slot_bytes} bytes for {blocks.shape} bytes")
+        if not len(slots):
+            return
+        ends = np.flatnonzero(np.diff(slots) != slot_bytes // PAGE_BYTES) + 1
+        first = 0
+        for end in [*ends.tolist(), len(slots)]:
+            run = self.view(int(slots[first]), (end - first) * slot_bytes)
+            yield first, end, run.reshape(end - first, slot_bytes)
+            first = end
+
+    # --- generations ---------------------------------------------------------------------------
+
+    def generations(self, slots: Ids) -> npt.NDArray[np.uint32]:
+        """A copy of the slots' generations, as they are now."""
+        return self._generations[slots]
+
+    def raise_generations(self, slots: Ids) -> None:
+        """Owner only, before these slots (all different) get other bytes."""
+        self._generations[slots] += np.uint32(1)
+
+    def raise_range(self, first_page: int, num_pages: int) -> None:
+        """Owner only, before these pages are cut into slots anew (race 2)."""
+        self._generations[first_page : first_page + num_pages] += np.uint32(1)
+
+    # --- lifetime ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Unmap. Views that are still held keep the mapping alive until they go. Idempotent."""
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        self.data = np.empty(0, np.uint8)
+        self._generations = np.empty(0, np.uint32)
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # the last view's end unmaps it
+        finally:
+            os.close(fd)
+
+    def unlink(self) -> None:
+        """Take the file's name away; who has it mapped keeps it. Fine if it is gone already."""
+        self.path.unlink(missing_ok=True)
+
+    def _ask_for_huge_pages(self) -> bool:
+        try:
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            return False  # a kernel without them: slower, not wrong
+        return True
+
+    def _touch(self, progress: Progress | None) -> None:
+        """Map every page now: a first touch later costs more than the copy that causes it."""
+        total = len(self._map)
+        for start in range(0, total, _STEP_BYTES):
+            step = min(_STEP_BYTES, total - start)
+            try:
+                self._map.madvise(_MADV_POPULATE_WRITE, start, step)
+            except OSError:  # a kernel before 5.14
+                np.frombuffer(self._map, np.uint8)[start : start + step : PAGE_BYTES] = 0
+            if progress is not None:
+                progress(total // 2 + (start + step) // 2, total)
+
+
+def stale_arenas(directory: str | os.PathLike[str], prefix: str) -> list[Path]:
+    """Arenas of this user in `directory`, named `prefix…`, whose owner no longer lives."""
+    with _Stale(directory, prefix) as stale:
+        return list(stale.paths)
+
+
+def remove_stale(directory: str | os.PathLike[str], prefix: str) -> list[Path]:
+    """Delete the arenas of dead owners and say which; a live owner's is never touched."""
+    with _Stale(directory, prefix) as stale:
+        for path in stale.paths:
+            path.unlink(missing_ok=True)
+        return list(stale.paths)
+
+
+class _Stale:
+    """The stale arenas, each locked while this is open, so that nobody takes one over meanwhile."""
+
+    def __init__(self, directory: str | os.PathLike[str], prefix: str) -> None:
+        self.paths: list[Path] = []
+        self._fds: list[int] = []
+        for path in sorted(Path(directory).glob(prefix + "*")):
+            self._try(path)
+
+    def _try(self, path: Path) -> None:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return  # another user's, a link, or gone
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            begin = os.pread(fd, len(MAGIC), 0)
+            # One whose maker died before the header was written begins with zeros, or is empty.
+            if begin != MAGIC and begin.strip(b"\0"):
+                raise BlockingIOError
+            self.paths.append(path)
+            self._fds.append(fd)
+        except OSError:
+            os.close(fd)
+
+    def __enter__(self) -> _Stale:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+
+def _create_locked(path: Path) -> int:
+    """A new, empty file under an exclusive lock (race 3)."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        try:
+            fd = os.open(path, flags, 0o600)
+        except FileExistsError:
+            raise ArenaError(f"{path} is there already; another daemon may be using it") from None
+        except OSError as error:
+            raise ArenaError(f"cannot create the arena {path}: {error.strerror}") from error
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)
+
+
+def _allocate(fd: int, path: Path, total: int, progress: Progress | None) -> None:
+    """Give the file all of its memory now: a full /dev/shm is an error here and not a SIGBUS."""
+    room = os.statvfs(path.parent)
+    free = room.f_bavail * room.f_frsize
+    advice = f"make the tier smaller, or give {path.parent} more room"
+    if total > free:
+        raise ArenaError(f"{path} needs {total} bytes and {path.parent} has {free} free: {advice}")
+    for start in range(0, total, _STEP_BYTES):
+        step = min(_STEP_BYTES, total - start)
+        try:
+            os.posix_fallocate(fd, start, step)
+        except OSError as error:
+            reason = f"{error.strerror} after {start} bytes; {free} bytes were free"
+            raise ArenaError(f"{path} needs {total} bytes: {reason}: {advice}") from error
+        if progress is not None:
+            progress((start + step) // 2, total)
