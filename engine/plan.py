@@ -345,13 +345,13 @@ class Restore(Event[list[bytes]]):
 
 @dataclass(frozen=True, slots=True)
 class TierDown(Event[Arrivals]):
-    """The tier's worker is gone: its moves fail and nothing is read from or written to it.
+    """The tier's worker is dead: all its moves have failed and nothing of the tier can be read.
 
-    `lost`: what it held is gone for good (GPU memory, a damaged environment).
+    A durable tier tells what it still holds when it comes back (`Restore`). Outcomes of its moves
+    may follow and are ignored.
     """
 
     tier: str
-    lost: bool
     now_s: float
 
 

@@ -1,0 +1,193 @@
+"""Blocks as a struct of arrays, and the one table of what may become of their copies.
+
+Everything that changes hangs on block ids, not on tree nodes: nodes are split and merged freely
+while leases and moves go on. Owned by the daemon's one loop.
+
+A copy (one block in one tier) lives so, and no other way:
+
+    absent ──▶ filling ──▶ ready ──▶ draining ──▶ absent
+                 │  ▲        ▲           │
+                 ▼  │        └───────────┘ rescued: somebody asked for it in time
+              cancelled ──▶ ready (it came anyway) or absent
+
+A copy can be read while it is ready or draining. `tags` holds, per block, a bit for each tier it
+can be read from (low byte) and a bit for each tier it is leaving (high byte): the residency that
+tree nodes carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.tiers.block import Ids, SlotPool, TierSpec
+
+Item = TypeVar("Item", bound=np.generic)
+
+MAX_TIERS: Final = 8
+LEAVING_SHIFT: Final = 8
+
+
+class State(IntEnum):
+    """What one copy is doing."""
+
+    ABSENT = 0
+    FILLING = 1
+    READY = 2
+    DRAINING = 3
+    CANCELLED = 4
+
+
+_ALLOWED: Final = {
+    State.ABSENT: {State.FILLING},
+    State.FILLING: {State.READY, State.CANCELLED, State.ABSENT},
+    State.CANCELLED: {State.FILLING, State.READY, State.ABSENT},
+    State.READY: {State.DRAINING},
+    State.DRAINING: {State.READY, State.ABSENT},
+}
+_MAY_BECOME: Final = np.array([[new in _ALLOWED[old] for old in State] for new in State])
+
+
+class IllegalTransition(AssertionError):
+    """A copy was asked to do what the table does not allow. Nothing was changed."""
+
+
+class BlockTable:
+    """Every block's node, depth, leases, hits, and per tier its copy's state and slot.
+
+    `change` is the only way a state is set; it keeps `tags` and `counts` in step.
+    """
+
+    def __init__(self, tiers: Sequence[TierSpec], pools: Sequence[SlotPool]) -> None:
+        assert len(tiers) <= MAX_TIERS
+        self.tiers = tuple(tiers)
+        self.pools = tuple(pools)
+        self.counts = np.zeros((len(tiers), len(State)), np.int64)
+        self._size = 0
+        self._free = np.empty(0, np.int32)
+        self._num_free = 0
+        self.node = np.empty(0, np.int32)
+        self.depth = np.empty(0, np.int32)
+        self.leases = np.empty(0, np.int32)
+        self.hits = np.empty(0, np.uint32)
+        self.tags = np.empty(0, np.uint16)
+        self.state: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8) for _ in tiers]
+        self.slot: list[Ids] = [np.empty(0, np.int32) for _ in tiers]
+
+    def __len__(self) -> int:
+        return self._size - self._num_free
+
+    def allocate(self, count: int) -> Ids:
+        """`count` fresh ids with no copies. Consecutive where they can be."""
+        if self._num_free < count:
+            self._grow(count)
+        top = self._num_free
+        self._num_free = top - count
+        return self._free[top - count : top][::-1].copy()
+
+    def free(self, ids: Ids) -> None:
+        """Forget blocks that have no copy left and no lease."""
+        assert not self.tags[ids].any() and not self.leases[ids].any(), "a held block was freed"
+        self.node[ids] = -1
+        self.hits[ids] = 0
+        top = self._num_free
+        self._free[top : top + len(ids)] = ids[::-1]
+        self._num_free = top + len(ids)
+
+    def change(self, tier: int, ids: Ids, new: State) -> None:
+        """Move copies to a new state. Raises IllegalTransition, changing nothing."""
+        states = self.state[tier]
+        old = states[ids]
+        if not _MAY_BECOME[new][old].all():
+            bad = int(ids[int(np.argmin(_MAY_BECOME[new][old]))])
+            raise IllegalTransition(
+                f"{State(states[bad]).name} → {new.name} in {self.tiers[tier].name}: "
+                f"{self.story(bad)}"
+            )
+        states[ids] = new
+        counts = self.counts[tier]
+        counts -= np.bincount(old, minlength=len(State))
+        counts[new] += len(ids)
+        readable = 1 << tier
+        leaving = readable << LEAVING_SHIFT
+        kept = self.tags[ids] & np.uint16(0xFFFF & ~(readable | leaving))
+        if new == State.READY:
+            kept |= np.uint16(readable)
+        elif new == State.DRAINING:
+            kept |= np.uint16(readable | leaving)
+        self.tags[ids] = kept
+
+    def fill(self, tier: int, ids: Ids, slots: Ids) -> None:
+        """absent → filling, into these slots."""
+        self.change(tier, ids, State.FILLING)
+        self.slot[tier][ids] = slots
+
+    def vacate(self, tier: int, ids: Ids, slot_bytes: int) -> None:
+        """→ absent, giving the slots back. A ready copy drains first."""
+        if len(ids) == 0:
+            return
+        ready = ids[self.state[tier][ids] == State.READY]
+        if len(ready):
+            self.change(tier, ready, State.DRAINING)
+        self.change(tier, ids, State.ABSENT)
+        self.pools[tier].free(slot_bytes, self.slot[tier][ids])
+
+    def story(self, block: int) -> str:
+        """One block in words, for errors."""
+        copies = ", ".join(
+            f"{tier.name}={State(self.state[number][block]).name.lower()}@{self.slot[number][block]}"
+            for number, tier in enumerate(self.tiers)
+        )
+        return (
+            f"block {block} of node {self.node[block]} at depth {self.depth[block]}: {copies}; "
+            f"{self.leases[block]} leases, {self.hits[block]} hits"
+        )
+
+    def live_ids(self) -> Ids:
+        """All ids in use."""
+        return np.flatnonzero(self.node[: self._size] >= 0).astype(np.int32)
+
+    def _grow(self, count: int) -> None:
+        old = self._size
+        new = max(1024, old + count, old + old // 2)
+        for name in ("node", "depth", "leases", "hits", "tags"):
+            setattr(self, name, _extended(getattr(self, name), new))
+        self.node[old:] = -1
+        self.state = [_extended(array, new) for array in self.state]
+        self.slot = [_extended(array, new) for array in self.slot]
+        free = np.empty(new, np.int32)
+        added = new - old  # under the ids already free, so that those are used first
+        free[:added] = np.arange(new - 1, old - 1, -1, dtype=np.int32)
+        free[added : added + self._num_free] = self._free[: self._num_free]
+        self._free = free
+        self._num_free += added
+        self._size = new
+        self.counts[:, State.ABSENT] += added
+
+    def validate(self) -> None:
+        """Recount tags and counts from the states."""
+        tags = np.zeros(self._size, np.uint16)
+        for number in range(len(self.tiers)):
+            state = self.state[number]
+            readable = (state == State.READY) | (state == State.DRAINING)
+            tags |= readable.astype(np.uint16) << np.uint16(number)
+            leaving = (state == State.DRAINING).astype(np.uint16)
+            tags |= leaving << np.uint16(number + LEAVING_SHIFT)
+            counted = np.bincount(state, minlength=len(State))
+            assert (counted == self.counts[number]).all(), (counted, self.counts[number])
+            assert not (state[self.node < 0] != State.ABSENT).any(), "a copy of no block"
+        assert (tags == self.tags).all()
+        assert (self.leases >= 0).all()
+        assert not self.leases[self.node < 0].any()
+        free = self._free[: self._num_free]
+        assert len(np.unique(free)) == len(free) == int((self.node < 0).sum())
+
+
+def _extended(array: npt.NDArray[Item], size: int) -> npt.NDArray[Item]:
+    bigger: npt.NDArray[Item] = np.zeros(size, array.dtype)
+    bigger[: len(array)] = array
+    return bigger

@@ -1,0 +1,139 @@
+"""The two estimates behind every decision: what a prefill costs, and what a reload costs.
+
+Prefill of n new tokens on context c takes, for r requests in one step,
+
+    seconds = t0·r + a·Σn + b·Σ(n·c + n²/2)
+
+(attention is the quadratic term; see docs/planner.md for the source). The three coefficients are
+fitted per namespace by regularised least squares in scaled units: shrunk towards a prior that never
+fades (so constant chunk sizes, which leave t0 and a unidentifiable, cannot wind anything up),
+forgetting old steps, non-negative, and robust to stragglers (Huber weights on the relative error).
+
+A link copies `bytes` in `latency + bytes / bandwidth`; a hop is the client's own last copy.
+Pure: measurements come in as events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[np.float64]
+
+FORGET: Final = 0.97
+RELATIVE_NOISE: Final = 0.2
+HUBER: Final = 3.0
+_SCALE: Final = np.array([1.0, 1e-3, 1e-6])
+"""Features in requests, thousands of tokens, millions of token pairs: all near 1 in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPrior:
+    """Where a namespace starts: seconds per request, per token, per token pair."""
+
+    fixed_s: float = 0.005
+    per_token_s: float = 1e-4
+    per_pair_s: float = 0.0
+
+
+class PrefillCost:
+    """One namespace's prefill time. `num_observed` steps have been seen."""
+
+    def __init__(self, prior: PrefillPrior) -> None:
+        theta = np.array([prior.fixed_s, prior.per_token_s, prior.per_pair_s]) / _SCALE
+        # The prior speaks with the weight of one observation of a 1,000-token prefill, loosely.
+        spread = np.maximum(theta, 0.02 * max(theta.max(), 1e-6)) * 2.0
+        self._prior_info = np.diag(1.0 / spread**2) * 0.25
+        self._prior_vector = self._prior_info @ theta
+        self._info = np.zeros((3, 3))
+        self._vector = np.zeros(3)
+        self._theta: Vector = theta
+        self._stale = False
+        self.num_observed = 0
+
+    def observe(self, num_requests: int, sum_n: float, sum_nc: float, seconds: float) -> None:
+        """Learn from one step. Steps without tokens or time say nothing."""
+        if sum_n <= 0 or seconds <= 0:
+            return
+        x = np.array([num_requests, sum_n, sum_nc]) * _SCALE
+        expected = float(x @ self._solve())
+        scale = RELATIVE_NOISE * (max(expected, 0.25 * seconds) if self.num_observed else seconds)
+        surprise = abs(seconds - expected) / scale
+        weight = min(1.0, HUBER / surprise) if self.num_observed > 2 and surprise else 1.0
+        weight /= scale * scale
+        self._info = FORGET * self._info + weight * np.outer(x, x)
+        self._vector = FORGET * self._vector + weight * seconds * x
+        self._stale = True
+        self.num_observed += 1
+
+    def seconds(self, new_tokens: float, context_tokens: float) -> float:
+        """Expected seconds to prefill `new_tokens` of one request on `context_tokens`."""
+        if new_tokens <= 0:
+            return 0.0
+        t0, a, b = self._solve().tolist()
+        pairs = new_tokens * context_tokens + new_tokens * new_tokens / 2
+        return float(t0 + a * new_tokens * 1e-3 + b * pairs * 1e-6)
+
+    def tokens_per_s(self, new_tokens: int = 1024) -> float:
+        """Prefill speed at a round size, for people to read."""
+        return new_tokens / max(self.seconds(new_tokens, 0), 1e-9)
+
+    def _solve(self) -> Vector:
+        if self._stale:
+            self._theta = _non_negative(
+                self._info + self._prior_info, self._vector + self._prior_vector
+            )
+            self._stale = False
+        return self._theta
+
+
+def _non_negative(info: Vector, vector: Vector) -> Vector:
+    """argmin over θ ≥ 0 of ½ θᵀ·info·θ − vectorᵀ·θ: exact, by trying the 2³ active sets."""
+    best = np.zeros(3)
+    best_value = 0.0
+    for size in (3, 2, 1):
+        for kept in combinations(range(3), size):
+            rows = list(kept)
+            part = np.linalg.solve(info[np.ix_(rows, rows)], vector[rows])
+            if (part < 0).any():
+                continue
+            value = -0.5 * float(vector[rows] @ part)
+            if value < best_value:
+                best_value = value
+                best = np.zeros(3)
+                best[rows] = part
+        if best_value < 0 and size == 3:
+            break
+    return best
+
+
+class LinkCost:
+    """How fast one link copies. Until it is measured, `bytes_per_s` is a cautious guess."""
+
+    GUESS_BYTES_PER_S: Final = 5e8
+    WEIGHT: Final = 0.25
+
+    def __init__(self, latency_s: float = 0.0005) -> None:
+        self.latency_s = latency_s
+        self.bytes_per_s = self.GUESS_BYTES_PER_S
+        self.num_measured = 0
+
+    def measured(self, num_bytes: float, seconds: float) -> None:
+        """Learn from a batch: seconds per byte, averaged with exponential weights."""
+        if num_bytes <= 0 or seconds <= 0:
+            return
+        per_byte = max(seconds - self.latency_s, 0.1 * seconds) / num_bytes
+        if self.num_measured:
+            per_byte = self.WEIGHT * per_byte + (1 - self.WEIGHT) / self.bytes_per_s
+        self.bytes_per_s = 1.0 / per_byte
+        self.num_measured += 1
+
+    def seconds(self, num_bytes: float, queued_bytes: float = 0.0) -> float:
+        """Expected seconds until `num_bytes` behind `queued_bytes` have arrived."""
+        if num_bytes <= 0:
+            return 0.0
+        return self.latency_s + (queued_bytes + num_bytes) / self.bytes_per_s

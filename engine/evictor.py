@@ -1,0 +1,194 @@
+"""Making room: which copies are given up, and what becomes of their blocks.
+
+A victim, the coldest leaf of its tier by the tier's policy, goes one of three ways:
+
+    another copy stays elsewhere      ──▶ given up at once
+    a slower tier can take it         ──▶ demoted: copied down while draining, then given up
+    nothing below, or no room there   ──▶ dropped: the block is forgotten, leaves first
+
+Into a durable tier the whole path goes, ancestors first (`WriteDown`). A durable copy's record is
+deleted before its room counts as free. Leased copies and copies being read are parked, not asked
+again until a lease or a move has ended.
+
+Races, told once:
+1. *Asked for while draining.* A match touches the path, which rescues: draining → ready. The copy
+   below completes all the same and both stay.
+2. *Demoted while being promoted.* The slower copy is the source of a move in flight: `is_read`
+   keeps its slot until the outcome is in.
+3. *The tier below dies.* The outcome fails, the draining copy becomes ready again and is a
+   candidate again; with no tier below it is then dropped in its turn, if room is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import numpy as np
+
+from hicache.engine.blocks import State
+from hicache.engine.index import Node
+from hicache.engine.plan import Priority
+from hicache.engine.residency import Residency
+from hicache.tiers.block import Ids
+
+MIN_VICTIMS: Final = 8
+"""Blocks given up together where the leaf has them: single blocks would shred the tree."""
+
+
+class Durable(Protocol):
+    """What the evictor needs of WriteDown."""
+
+    def want(self, node: Node) -> None:
+        """Write the path to this node down."""
+
+
+class Evictor:
+    """Makes room in any tier. Owned by the daemon's one loop."""
+
+    def __init__(self, residency: Residency, max_moving_bytes: int) -> None:
+        self.residency = residency
+        self.max_moving_bytes = max_moving_bytes
+        self.dropped = 0
+        self._making_room_in = 0
+
+    def make_room(self, tier: int, slot_bytes: int, count: int) -> int:
+        """Try for `count` free slots of a class. Returns how many are free now; more may be on
+        their way (`room_is_coming`)."""
+        house = self.residency
+        pool = house.pools[tier]
+        available = pool.available(slot_bytes)
+        if available >= count or self._making_room_in >> tier & 1 or not house.is_up(tier):
+            return min(available, count)
+        self._making_room_in |= 1 << tier
+        wanted = (count - available) * slot_bytes - house.draining_bytes[tier]
+        try:
+            while wanted > 0:
+                node = house.policies[tier].pop()
+                if node is None:
+                    break
+                wanted -= self._give_up(node, tier, wanted)
+                if pool.available(slot_bytes) >= count:
+                    break
+        finally:
+            self._making_room_in &= ~(1 << tier)
+        return min(pool.available(slot_bytes), count)
+
+    def room_is_coming(self, tier: int) -> bool:
+        """Whether copies of the tier are draining now."""
+        return self.residency.draining_bytes[tier] > 0
+
+    def keep_watermarks(self) -> None:
+        """Above a tier's high watermark, give up cold copies down to the low one."""
+        house = self.residency
+        for tier, spec in enumerate(house.tiers):
+            pool = house.pools[tier]
+            staying = pool.used_bytes - house.draining_bytes[tier]
+            if staying <= spec.high_watermark * pool.capacity_bytes or not house.is_up(tier):
+                continue
+            excess = int(staying - spec.low_watermark * pool.capacity_bytes)
+            while excess > 0:
+                node = house.policies[tier].pop()
+                if node is None:
+                    break
+                excess -= self._give_up(node, tier, excess)
+
+    def _give_up(self, node: Node, tier: int, wanted_bytes: int) -> int:
+        """Give up about `wanted_bytes` of a popped candidate. Returns bytes freed or draining."""
+        house = self.residency
+        if node.parent is None or not node.staying >> tier & 1 or node.holding[tier]:
+            return 0  # no candidate any more; it is queued again when it becomes one
+        namespace = house.namespace_of(node)
+        count = max(MIN_VICTIMS, -(-wanted_bytes // namespace.slot_bytes))
+        ids = self._takeable_tail(node, tier, count)
+        if len(ids) == 0:
+            house.park(node, tier)
+            return 0
+        if len(ids) < len(node):
+            house.queue(house.index.split(node, len(node) - len(ids), namespace.step))
+        freed = self._send_away(node, tier, ids)
+        house.queue(node)
+        if node.parent is not None and node.parent.parent is not None:
+            house.queue(node.parent)
+        return freed * namespace.slot_bytes
+
+    def _takeable_tail(self, node: Node, tier: int, count: int) -> Ids:
+        """The last blocks of the node, up to `count`, that nobody leases or reads."""
+        house = self.residency
+        ids = node.block_ids()[-count:]
+        held = house.blocks.leases[ids] > 0
+        if house.moves:
+            held |= np.array([house.is_read(block, tier) for block in ids.tolist()], bool)
+        last_held = np.flatnonzero(held)
+        return ids[int(last_held[-1]) + 1 :] if len(last_held) else ids
+
+    def _send_away(self, node: Node, tier: int, ids: Ids) -> int:
+        """Decide one victim node's way. Returns the number of blocks freed or draining."""
+        house = self.residency
+        below = house.below(tier)
+        elsewhere = node.staying & ~(1 << tier) & house.up
+        if below is not None and not node.tiers >> below & 1:
+            if not house.tiers[below].durable:
+                moved = self._demote(node, tier, below)
+                if moved:
+                    return moved
+            elif not elsewhere:
+                house.drain(ids, tier)
+                house.settle(ids)
+                self._durable().want(node)
+                return len(ids)
+        if elsewhere:
+            return self._give_up_copy(ids, tier)
+        if below is not None and self.room_is_coming(below):
+            house.park(node, tier)
+            return 0
+        return self.drop(node, tier)
+
+    def _demote(self, node: Node, tier: int, below: int) -> int:
+        """Copy the node's tail down as far as there is room. Returns blocks draining."""
+        house = self.residency
+        namespace = house.namespace_of(node)
+        queued = house.bytes_moving((tier, below), Priority.DEMOTION)
+        may_move = max(0, self.max_moving_bytes - queued) // namespace.block_bytes
+        absent = house.where(node.block_ids(), below, State.ABSENT)
+        count = min(len(absent), may_move)
+        room = self.make_room(below, namespace.slot_bytes, count) if count else 0
+        if len(absent) and not room:
+            return 0
+        if room < len(absent):
+            cut = int(house.blocks.depth[absent[len(absent) - room]]) - node.depth
+            if cut:
+                house.queue(house.index.split(node, cut, namespace.step))
+            absent = absent[len(absent) - room :]
+        slots = house.pools[below].allocate(namespace.slot_bytes, len(absent))
+        ids = node.block_ids()
+        house.drain(ids, tier)
+        house.start(namespace, absent, tier, below, slots, Priority.DEMOTION)
+        house.settle(ids)
+        return len(ids)
+
+    def _give_up_copy(self, ids: Ids, tier: int) -> int:
+        """Another copy stays: a durable record is deleted first, other copies go at once."""
+        house = self.residency
+        if house.tiers[tier].durable:
+            namespace = house.namespace_of(house.index.node_of(int(ids[0])))
+            house.start_giving_up(namespace, ids, tier)
+        else:
+            house.vacate(ids, tier)
+            house.evicted[tier] += len(ids)
+        house.settle(ids)
+        return len(ids)
+
+    def drop(self, node: Node, tier: int) -> int:
+        """Forget the blocks of a leaf that has no other place. Not while anything hangs below."""
+        if node.children:
+            self.residency.park(node, tier)
+            return 0
+        ids = node.block_ids()
+        self.dropped += len(ids)
+        return self._give_up_copy(ids, tier)
+
+    def _durable(self) -> Durable:
+        assert self.durable is not None, "a durable tier without its WriteDown"
+        return self.durable
+
+    durable: Durable | None = None

@@ -1,0 +1,210 @@
+"""Making leased blocks readable by a client, and telling who waits for what.
+
+Blocks with a copy in a mapped tier are readable at once. The others are copied, demand first, into
+the mapped tier that their tier has a link to. A block that is on its way already (somebody else's
+fetch, a promotion) is only waited for: one move serves every lease. Where room is lacking the rest
+of the lease is placed later, as room is made; what cannot be placed at all ends the prefix there.
+
+    lease   [ 0 … 4 hbm ][ 5 … 9 disk          ][ 10 … 15 disk ]
+              ready        awaited (moves)        unplaced (no room yet)
+
+Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.engine.blocks import State
+from hicache.engine.cost import LinkCost
+from hicache.engine.evictor import Evictor
+from hicache.engine.lease import Lease
+from hicache.engine.plan import Move, Priority, ReadyRun
+from hicache.engine.residency import NO_TIER, Namespace, Residency
+from hicache.tiers.block import Ids
+
+
+Positions = npt.NDArray[np.intp]
+"""Positions within a lease: shape [n]."""
+
+
+class Fetching:
+    """The leases that wait, and the blocks they wait for."""
+
+    def __init__(
+        self, residency: Residency, evictor: Evictor, links: dict[tuple[int, int], LinkCost]
+    ) -> None:
+        self.residency = residency
+        self.evictor = evictor
+        self.links = links
+        self.waiters: dict[int, set[int]] = {}
+        self.unplaced: dict[int, None] = {}
+        self._landing = [self._landing_of(src) for src in range(len(residency.tiers))]
+
+    def fetch(self, lease: Lease, deadline_s: float) -> tuple[list[ReadyRun], float]:
+        """Start what has to move. Returns what is readable now and when the rest is expected.
+
+        The runs are numbered by blocks of the prompt (the lease's first block is `first_block`).
+        """
+        lease.fetching = True
+        house = self.residency
+        mapped = self.mapped_tier(lease.ids)
+        ready = self.ready_runs(lease.ids, mapped)
+        missing = np.flatnonzero(mapped == NO_TIER)
+        if len(missing) == 0:
+            return ready, 0.0
+        lease.unplaced = len(lease.ids)
+        self._place(lease, missing, deadline_s)
+        expected = 0.0
+        for link, cost in self.links.items():
+            queued = house.bytes_moving(link, Priority.DEMAND)
+            if queued and house.tiers[link[1]].mapped:
+                expected = max(expected, cost.seconds(queued))
+        return ready, expected
+
+    def place_more(self, leases: Iterable[Lease]) -> None:
+        """Room was made: place what lacked it."""
+        for lease in leases:
+            mapped = self.mapped_tier(lease.ids)
+            missing = np.flatnonzero(mapped == NO_TIER)
+            missing = missing[missing >= lease.unplaced]
+            self._place(lease, missing, None)
+            if lease.unplaced >= len(lease.ids):
+                self.unplaced.pop(lease.id, None)
+            elif not self.residency.moves:  # nothing will make room any more
+                lease.failed_at = min(lease.failed_at, lease.unplaced)
+                self.unplaced.pop(lease.id, None)
+
+    def came(self, move: Move, ok: bool, leases: dict[int, Lease]) -> list[Lease]:
+        """A move into a mapped tier has ended. Returns the leases that waited for the block."""
+        waiting = self.waiters.pop(move.block, None)
+        if not waiting:
+            return []
+        told = []
+        for lease_id in waiting:
+            lease = leases.get(lease_id)
+            if lease is None:
+                continue
+            lease.awaited.discard(move.block)
+            if not ok:
+                position = int(np.flatnonzero(lease.ids == move.block)[0])
+                lease.failed_at = min(lease.failed_at, position)
+            told.append(lease)
+        return told
+
+    def is_finished(self, lease: Lease) -> bool:
+        """Whether nothing that could lengthen the readable prefix is still to come."""
+        if lease.id in self.unplaced and lease.failed_at > lease.unplaced:
+            return False
+        if not lease.awaited:
+            return True
+        if lease.failed_at >= len(lease.ids):
+            return False
+        before = set(lease.ids[: lease.failed_at].tolist())
+        return not (before & lease.awaited)
+
+    def forget(self, lease: Lease) -> list[int]:
+        """The lease is closed. Returns moves that nobody waits for any more."""
+        self.unplaced.pop(lease.id, None)
+        unwanted: list[int] = []
+        for block in lease.awaited:
+            waiting = self.waiters.get(block)
+            if waiting is None:
+                continue
+            waiting.discard(lease.id)
+            if not waiting:
+                del self.waiters[block]
+                unwanted.extend(
+                    move.id
+                    for move in self.residency.moves_of.get(block, ())
+                    if move.priority == Priority.DEMAND
+                )
+        return unwanted
+
+    def ready_runs(self, ids: Ids, mapped: Ids) -> list[ReadyRun]:
+        """Readable blocks grouped by tier; `first` counts from the lease's start."""
+        if len(ids) == 0:
+            return []
+        cuts = np.flatnonzero(mapped[1:] != mapped[:-1]) + 1
+        bounds = [0, *cuts.tolist(), len(ids)]
+        house = self.residency
+        runs = []
+        for first, last in itertools.pairwise(bounds):
+            tier = int(mapped[first])
+            if tier != NO_TIER:
+                slots = house.blocks.slot[tier][ids[first:last]]
+                runs.append(ReadyRun(first, house.tiers[tier].name, slots))
+        return runs
+
+    def _place(self, lease: Lease, missing: Positions, deadline_s: float | None) -> None:
+        """Wait for the lease's `missing` positions: join moves under way, start the others."""
+        house = self.residency
+        namespace = house.namespaces[lease.namespace]
+        to_start: list[tuple[int, int, int]] = []
+        for position in missing.tolist():
+            block = int(lease.ids[position])
+            src = house.fastest(int(house.blocks.tags[block]) & 0xFF)
+            dst = self._landing[src] if src != NO_TIER else NO_TIER
+            if dst == NO_TIER or not house.is_up(dst):
+                lease.failed_at = min(lease.failed_at, position)
+                break
+            if house.blocks.state[dst][block] == State.ABSENT:
+                to_start.append((position, src, dst))
+            else:
+                self._wait(lease, block)
+        start = 0
+        while start < len(to_start):
+            _, src, dst = to_start[start]
+            stop = start
+            while stop < len(to_start) and to_start[stop][1:] == (src, dst):
+                stop += 1
+            placed = self._start(namespace, lease, to_start[start:stop], deadline_s)
+            if placed < stop - start:
+                lease.unplaced = to_start[start + placed][0]
+                self.unplaced[lease.id] = None
+                return
+            start = stop
+        lease.unplaced = len(lease.ids)
+
+    def _start(
+        self,
+        namespace: Namespace,
+        lease: Lease,
+        places: list[tuple[int, int, int]],
+        deadline_s: float | None,
+    ) -> int:
+        house = self.residency
+        _, src, dst = places[0]
+        self.evictor.make_room(dst, namespace.slot_bytes, len(places))
+        slots = house.pools[dst].allocate(namespace.slot_bytes, len(places))
+        if len(slots):
+            ids = lease.ids[[position for position, _, _ in places[: len(slots)]]]
+            house.start(namespace, ids, src, dst, slots, Priority.DEMAND, deadline_s)
+            lease.link_bytes += len(slots) * namespace.block_bytes
+            for block in ids.tolist():
+                self._wait(lease, block)
+        return len(slots)
+
+    def _wait(self, lease: Lease, block: int) -> None:
+        lease.awaited.add(block)
+        self.waiters.setdefault(block, set()).add(lease.id)
+
+    def mapped_tier(self, ids: Ids) -> Ids:
+        """Per block the fastest mapped tier it can be read from, NO_TIER where there is none."""
+        house = self.residency
+        usable = house.up & sum(1 << n for n, tier in enumerate(house.tiers) if tier.mapped)
+        table = np.array([house.fastest(bits & usable) for bits in range(256)], np.int32)
+        mapped: Ids = table[house.blocks.tags[ids] & 0xFF]
+        return mapped
+
+    def _landing_of(self, src: int) -> int:
+        """The mapped tier to which blocks of `src` are copied so that a client can read them."""
+        house = self.residency
+        for dst, tier in enumerate(house.tiers):
+            if tier.mapped and (src, dst) in house.links:
+                return dst
+        return NO_TIER

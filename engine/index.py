@@ -1,0 +1,338 @@
+"""The radix index: which blocks of a prompt are known, and in which tiers they can be read.
+
+A path-compressed tree per namespace. A node is a run of blocks with the same residency, tagged
+with it (a bit set of tiers). Symbols are a block's tokens (or a hash): the tree compares bytes and
+does not care which.
+
+    root ─┬─ [b0 … b63 | dram+disk] ─┬─ [b64 … b71 | hbm]
+          │                          └─ [b64'… b90'| disk]
+          └─ [c0 … c511 | disk]
+
+Matching never changes the tree. A run that moves in part is split: the node object stays the lower
+part, so what hangs on a leaf still hangs on a leaf. Neighbours that became equal are merged.
+Edges are `bytes` walked by offset with `startswith`; slicing the query per node is what makes
+other trees superlinear. Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
+from hicache.tiers.block import Ids
+
+ID_BYTES: Final = 4
+MAX_EDGE_BYTES: Final = 256 << 10
+"""Nodes are not merged past this length, so a merge or a split copies at most so much."""
+
+
+class Node:
+    """A run of blocks. `edge` holds their symbols, `ids` their block ids (int32, as bytes).
+
+    `tiers`, `leaving`: bit sets, as in BlockTable.tags. `holding[t]` counts children that stay in
+    tier t: a node is a leaf of t when it stays in t and no child does. `queued`: the policies that
+    have it as a candidate.
+    """
+
+    __slots__ = (
+        "children",
+        "depth",
+        "edge",
+        "holding",
+        "ids",
+        "leaving",
+        "namespace",
+        "number",
+        "parent",
+        "queued",
+        "tiers",
+        "touched_s",
+    )
+
+    def __init__(
+        self, number: int, namespace: int, parent: Node | None, edge: bytes, ids: bytes, depth: int
+    ) -> None:
+        self.number = number
+        self.namespace = namespace
+        self.parent = parent
+        self.edge = edge
+        self.ids = ids
+        self.depth = depth
+        self.children: dict[bytes, Node] = {}
+        self.tiers = 0
+        self.leaving = 0
+        self.holding = [0] * 8
+        self.queued = 0
+        self.touched_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self.ids) // ID_BYTES
+
+    def block_ids(self) -> Ids:
+        """The node's block ids, shape [len(self)], read-only."""
+        return np.frombuffer(self.ids, np.int32)
+
+    @property
+    def staying(self) -> int:
+        """Tiers it can be read from and is not leaving."""
+        return self.tiers & ~self.leaving
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+
+@dataclass(slots=True)
+class Path:
+    """The longest known prefix of a query: whole nodes, the last perhaps only `partial` blocks in.
+
+    `num_blocks` counts all matched blocks, readable or not.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    partial: int = 0
+    num_blocks: int = 0
+
+    def ids(self) -> Ids:
+        """Block ids along the path, shape [num_blocks]."""
+        joined = b"".join([node.ids for node in self.nodes])
+        return np.frombuffer(joined, np.int32)[: self.num_blocks]
+
+
+class Index:
+    """All namespaces' trees over one BlockTable."""
+
+    def __init__(self, blocks: BlockTable) -> None:
+        self.blocks = blocks
+        self.nodes: list[Node | None] = []
+        self._free_numbers: list[int] = []
+        self.num_nodes = 0
+
+    def add_root(self, namespace: int) -> Node:
+        """A new, empty tree."""
+        return self._new_node(namespace, None, b"", b"", 0)
+
+    def match(self, root: Node, tokens: bytes, step: int) -> Path:
+        """The longest known prefix of whole blocks (`step` symbol bytes each). Changes nothing."""
+        nodes: list[Node] = []
+        node = root
+        position = 0
+        while True:
+            child = node.children.get(tokens[position : position + step])
+            if child is None:
+                return Path(nodes, 0, position // step)
+            nodes.append(child)
+            edge = child.edge
+            if not tokens.startswith(edge, position):
+                partial = _common_blocks(edge, tokens, position, step)
+                return Path(nodes, partial, position // step + partial)
+            position += len(edge)
+            node = child
+
+    def extend(self, root: Node, path: Path, tokens: bytes, step: int, count: int) -> Node:
+        """Append `count` new blocks (no copies yet) after a path that ends before them.
+
+        `tokens` is the whole query. Returns the new node, a child of the path's end.
+        """
+        self.cut(path, step)
+        parent = path.nodes[-1] if path.nodes else root
+        start = path.num_blocks * step
+        edge = tokens[start : start + count * step]
+        assert len(edge) == count * step
+        assert edge[:step] not in parent.children
+        ids = self.blocks.allocate(count)
+        node = self._new_node(root.namespace, parent, edge, ids.tobytes(), path.num_blocks)
+        self.blocks.node[ids] = node.number
+        self.blocks.depth[ids] = np.arange(path.num_blocks, path.num_blocks + count, dtype=np.int32)
+        parent.children[edge[:step]] = node
+        path.nodes.append(node)
+        path.num_blocks += count
+        return node
+
+    def cut(self, path: Path, step: int) -> None:
+        """Make the path end at a node's end, splitting the last node where it is partial."""
+        if path.partial:
+            path.nodes[-1] = self.split(path.nodes[-1], path.partial, step)
+            path.partial = 0
+
+    def split(self, node: Node, count: int, step: int) -> Node:
+        """Cut the first `count` blocks off into a new parent, which is returned.
+
+        Leases, moves and states hang on block ids and notice nothing.
+        """
+        assert 0 < count < len(node)
+        assert node.parent is not None
+        upper = self._new_node(
+            node.namespace,
+            node.parent,
+            node.edge[: count * step],
+            node.ids[: count * ID_BYTES],
+            node.depth,
+        )
+        upper.tiers, upper.leaving, upper.touched_s = node.tiers, node.leaving, node.touched_s
+        node.parent.children[upper.edge[:step]] = upper
+        node.parent = upper
+        node.edge = node.edge[count * step :]
+        node.ids = node.ids[count * ID_BYTES :]
+        node.depth += count
+        upper.children[node.edge[:step]] = node
+        staying = node.staying
+        for tier in range(len(self.blocks.tiers)):
+            upper.holding[tier] = staying >> tier & 1
+        self.blocks.node[upper.block_ids()] = upper.number
+        return upper
+
+    def try_merge(self, node: Node, step: int) -> Node | None:
+        """Merge a node's parent into it when nothing tells them apart. Returns the dead parent."""
+        parent = node.parent
+        if (
+            parent is None
+            or parent.parent is None
+            or len(parent.children) != 1
+            or parent.tiers != node.tiers
+            or parent.leaving != node.leaving
+            or parent.touched_s != node.touched_s
+            or len(parent.edge) + len(node.edge) > MAX_EDGE_BYTES
+        ):
+            return None
+        self.blocks.node[parent.block_ids()] = node.number
+        node.edge = parent.edge + node.edge
+        node.ids = parent.ids + node.ids
+        node.depth = parent.depth
+        node.parent = parent.parent
+        parent.parent.children[node.edge[:step]] = node
+        self._drop(parent)
+        return parent
+
+    def set_residency(self, node: Node, tiers: int, leaving: int) -> None:
+        """Tag a node; its parent's counts follow."""
+        before = node.staying
+        node.tiers, node.leaving = tiers, leaving
+        changed = before ^ node.staying
+        if changed and node.parent is not None:
+            holding = node.parent.holding
+            for tier in range(len(self.blocks.tiers)):
+                if changed >> tier & 1:
+                    holding[tier] += 1 if node.staying >> tier & 1 else -1
+
+    def retag(self, node: Node, step: int) -> list[Node]:
+        """Bring a node's tags in line with its blocks, splitting where they differ.
+
+        Returns the resulting nodes, top first; the last is `node` itself.
+        """
+        tags = self.blocks.tags[node.block_ids()]
+        pieces: list[Node] = []
+        if (tags != tags[0]).any():
+            cuts = np.flatnonzero(tags[1:] != tags[:-1]) + 1
+            done = 0
+            for cut in cuts.tolist():
+                pieces.append(self.split(node, cut - done, step))
+                done = cut
+        pieces.append(node)
+        for piece in pieces:
+            tag = int(tags[piece.depth - pieces[0].depth])
+            self.set_residency(piece, tag & 0xFF, tag >> LEAVING_SHIFT)
+        return pieces
+
+    def remove(self, node: Node, step: int) -> Node:
+        """Forget a childless node and its blocks, which have no copy left. Returns its parent."""
+        parent = node.parent
+        assert parent is not None
+        assert not node.children
+        assert not node.tiers
+        del parent.children[node.edge[:step]]
+        self.blocks.free(node.block_ids())
+        self._drop(node)
+        return parent
+
+    def node_of(self, block: int) -> Node:
+        """The node that holds a block now."""
+        node = self.nodes[int(self.blocks.node[block])]
+        assert node is not None, self.blocks.story(block)
+        return node
+
+    def nodes_of(self, ids: Ids) -> list[Node]:
+        """The distinct nodes holding these blocks."""
+        numbers = self.blocks.node[ids]
+        if len(numbers) and (numbers == numbers[0]).all():
+            return [self.node_of(int(ids[0]))]
+        found = (self.nodes[number] for number in np.unique(numbers).tolist())
+        return [node for node in found if node is not None]
+
+    def path_to(self, node: Node) -> list[Node]:
+        """The nodes from below the root down to this one."""
+        path = []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        return path
+
+    def subtree(self, node: Node) -> Iterator[Node]:
+        """A node and everything below it."""
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _new_node(
+        self, namespace: int, parent: Node | None, edge: bytes, ids: bytes, depth: int
+    ) -> Node:
+        number = self._free_numbers.pop() if self._free_numbers else len(self.nodes)
+        node = Node(number, namespace, parent, edge, ids, depth)
+        if number == len(self.nodes):
+            self.nodes.append(node)
+        else:
+            self.nodes[number] = node
+        self.num_nodes += 1
+        return node
+
+    def _drop(self, node: Node) -> None:
+        self.nodes[node.number] = None
+        self._free_numbers.append(node.number)
+        node.parent = None
+        node.ids = node.edge = b""
+        node.tiers = node.leaving = 0
+        self.num_nodes -= 1
+
+    def validate(self, root: Node, step: int) -> int:
+        """Check a tree from the ground. Returns its number of blocks."""
+        num_blocks = 0
+        for node in self.subtree(root):
+            assert self.nodes[node.number] is node
+            for key, child in node.children.items():
+                assert child.parent is node
+                assert child.edge[:step] == key
+                assert child.depth == node.depth + len(node)
+            for tier in range(len(self.blocks.tiers)):
+                holds = sum(child.staying >> tier & 1 for child in node.children.values())
+                assert node.holding[tier] == holds, (node.number, tier)
+            if node.is_root:
+                continue
+            ids = node.block_ids()
+            num_blocks += len(ids)
+            assert len(ids)
+            assert len(node.edge) == len(ids) * step
+            assert (self.blocks.node[ids] == node.number).all()
+            depths = np.arange(node.depth, node.depth + len(ids))
+            assert (self.blocks.depth[ids] == depths).all()
+            tag = node.tiers | node.leaving << LEAVING_SHIFT
+            assert (self.blocks.tags[ids] == tag).all(), (node.number, tag, self.blocks.tags[ids])
+        return num_blocks
+
+
+def _common_blocks(edge: bytes, tokens: bytes, position: int, step: int) -> int:
+    """How many whole blocks of `edge` stand in `tokens` at `position`: at least 1, not all."""
+    low, high = 1, min(len(edge), len(tokens) - position) // step
+    while low < high:  # low blocks agree; more than high cannot
+        middle = (low + high + 1) // 2
+        if tokens.startswith(edge[low * step : middle * step], position + low * step):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,108 @@
+"""Leases: claims that keep copies from being evicted; tickets: claims on slots being written.
+
+Both belong to an owner (a client group, by number) and expire. A lease pins every copy of its
+blocks by a count per block id, so tree nodes may be split and merged under it.
+
+Shared memory cannot be revoked: an expired ticket's slots are quarantined, never freed, until the
+writer acknowledges or is known dead (`Quarantine`). Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hicache.engine.blocks import BlockTable
+from hicache.engine.plan import Decision, TierRun
+from hicache.tiers.block import Ids
+
+
+@dataclass(slots=True)
+class Lease:
+    """A leased prefix. `awaited`: blocks on their way; `unplaced`: blocks that still lack room,
+    from this position of `ids` on. `started_s` is set by the first fetch."""
+
+    id: int
+    owner: int
+    namespace: int
+    ids: Ids
+    expires_s: float
+    runs: tuple[TierRun, ...]
+    decision: Decision
+    awaited: set[int] = field(default_factory=set)
+    unplaced: int = 0
+    failed_at: int = 0
+    fetching: bool = False
+    started_s: float = 0.0
+    link_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Slots handed out for a put: `ids` in `tier`, being written by `owner`."""
+
+    id: int
+    owner: int
+    namespace: int
+    tier: int
+    ids: Ids
+    indices: Ids
+    expires_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """Slots that a client may still write."""
+
+    owner: int
+    tier: int
+    slot_bytes: int
+    slots: Ids
+
+
+class LeaseBook:
+    """All leases, tickets and quarantines."""
+
+    def __init__(self, blocks: BlockTable) -> None:
+        self.blocks = blocks
+        self.leases: dict[int, Lease] = {}
+        self.tickets: dict[int, Ticket] = {}
+        self.quarantine: dict[int, Quarantined] = {}
+        self._serial = 0
+
+    def next_id(self) -> int:
+        """A number never used before in this run, for a lease or a ticket."""
+        self._serial += 1
+        return self._serial
+
+    def open(self, lease: Lease) -> None:
+        """Pin the lease's blocks."""
+        self.blocks.leases[lease.ids] += 1
+        self.leases[lease.id] = lease
+
+    def close(self, lease_id: int) -> Lease | None:
+        """Unpin; None when there is no such lease."""
+        lease = self.leases.pop(lease_id, None)
+        if lease is not None:
+            self.blocks.leases[lease.ids] -= 1
+        return lease
+
+    def expired(self, now_s: float) -> tuple[list[int], list[int]]:
+        """Ids of leases and of tickets past their time."""
+        return (
+            [lease.id for lease in self.leases.values() if lease.expires_s <= now_s],
+            [ticket.id for ticket in self.tickets.values() if ticket.expires_s <= now_s],
+        )
+
+    def validate(self) -> None:
+        """Recount the pins."""
+        counted = self.blocks.leases.copy()
+        for lease in self.leases.values():
+            counted[lease.ids] -= 1
+        assert not counted.any(), "lease counts differ from the leases"
+        for tier, pool in enumerate(self.blocks.pools):
+            held = sum(
+                len(item.slots) * item.slot_bytes
+                for item in self.quarantine.values()
+                if item.tier == tier
+            )
+            assert held == pool.quarantined_bytes, (held, pool.quarantined_bytes)

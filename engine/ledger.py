@@ -1,0 +1,76 @@
+"""What the cache engine has done, counted: for `stats`, and for the planner's own record.
+
+Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hicache.engine.lease import Lease
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """One tier's services. `hits` counts blocks."""
+
+    hits: int = 0
+    hit_tokens: int = 0
+    bytes_served: int = 0
+    seconds_saved: float = 0.0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counters since the start. A hit counts once, by the tier its blocks came from."""
+
+    tiers: dict[str, TierCounts]
+    matches: int = 0
+    decisions: dict[str, int] = field(
+        default_factory=lambda: {"reload": 0, "partial": 0, "recompute": 0}
+    )
+    reasons: dict[str, int] = field(default_factory=dict)
+    puts: dict[str, int] = field(
+        default_factory=lambda: {"stored": 0, "present": 0, "busy": 0, "refused": 0}
+    )
+    num_judged: int = 0
+    abs_error_s: float = 0.0
+    relative_error: float = 0.0
+
+    def decided(self, name: str, reason: str) -> None:
+        """A match was answered."""
+        self.matches += 1
+        self.decisions[name] += 1
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    def served(self, lease: Lease, num_blocks: int, block_tokens: int, block_bytes: int) -> None:
+        """The first `num_blocks` of a lease were readable and are given back now."""
+        total = max(1, num_blocks)
+        saved_s = lease.decision.recompute_s - lease.decision.reload_s - lease.decision.prefill_s
+        for run in lease.runs:
+            blocks = min(run.num_blocks, num_blocks)
+            num_blocks -= blocks
+            counts = self.tiers[run.tier]
+            counts.hits += blocks
+            counts.hit_tokens += blocks * block_tokens
+            counts.bytes_served += blocks * block_bytes
+            counts.seconds_saved += max(0.0, saved_s) * blocks / total
+
+    def judged(self, predicted_s: float, actual_s: float) -> None:
+        """A reload's prediction beside what it took."""
+        self.num_judged += 1
+        error = abs(predicted_s - actual_s)
+        self.abs_error_s += error
+        self.relative_error += error / max(actual_s, 1e-9)
+
+    def planner_summary(self) -> dict[str, Any]:
+        """For `stats`. Errors are None until a reload has been measured."""
+        judged = self.num_judged
+        return {
+            "decisions": dict(self.decisions),
+            "reasons": dict(self.reasons),
+            "judged": judged,
+            "mean_abs_error_s": self.abs_error_s / judged if judged else None,
+            "mean_relative_error": self.relative_error / judged if judged else None,
+        }

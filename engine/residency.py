@@ -1,0 +1,367 @@
+"""Where every block is, and the moves that change it.
+
+Ties the struct of arrays (states, slots), the index (tags on nodes) and the moves in flight
+together, so that the rest of the engine asks for changes here and nowhere else.
+
+Promises, checked by `validate()`:
+1. a ready block is in at least one tier at every instant: a draining copy is given up only when
+   another copy stays, or when the block is to be forgotten;
+2. a leased copy is never given up (a lease rescues a draining copy);
+3. at most one move is in flight per (block, destination tier): filling happens once;
+4. a slot that a move still reads is not given back (`reading`).
+
+Owned by the daemon's one loop; does no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hicache.engine.blocks import BlockTable, State
+from hicache.engine.index import Index, Node, Path
+from hicache.engine.lease import LeaseBook
+from hicache.engine.plan import Move, Outcome, Priority
+from hicache.engine.policies.base import EvictionPolicy
+from hicache.tiers.block import Ids, SlotPool, TierSpec
+
+NO_TIER = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """One namespace's tree. `step`: symbol bytes of one block."""
+
+    number: int
+    digest: bytes
+    block_tokens: int
+    block_bytes: int
+    slot_bytes: int
+    root: Node
+
+    @property
+    def step(self) -> int:
+        return self.block_tokens * 4
+
+
+class Residency:
+    """All copies of all blocks. Tiers are numbered fastest first; `links` are (from, to)."""
+
+    def __init__(
+        self,
+        tiers: Sequence[TierSpec],
+        pools: Sequence[SlotPool],
+        links: Sequence[tuple[int, int]],
+        new_policy: Callable[[int], EvictionPolicy],
+    ) -> None:
+        self.tiers = tuple(tiers)
+        self.pools = tuple(pools)
+        self.links = frozenset(links)
+        self.blocks = BlockTable(tiers, pools)
+        self.index = Index(self.blocks)
+        self.leases = LeaseBook(self.blocks)
+        self.policies = [new_policy(number) for number in range(len(tiers))]
+        self.namespaces: list[Namespace] = []
+        self.up = 0
+        self.moves: dict[int, Move] = {}
+        self.outbox: list[Move] = []
+        self.moves_of: dict[int, list[Move]] = {}
+        self.num_moving = {link: [0, 0, 0] for link in self.links}
+        self.draining_bytes = [0] * len(tiers)
+        self.promoted = [0] * len(tiers)
+        self.demoted = [0] * len(tiers)
+        self.evicted = [0] * len(tiers)
+        self._numbers = {tier.name: number for number, tier in enumerate(tiers)}
+        self._move_serial = 0
+        self._parked: list[set[Node]] = [set() for _ in tiers]
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def number_of(self, tier: str) -> int:
+        """A tier's number by its name."""
+        return self._numbers[tier]
+
+    def namespace_of(self, node: Node) -> Namespace:
+        """The namespace a node belongs to."""
+        return self.namespaces[node.namespace]
+
+    def is_up(self, tier: int) -> bool:
+        """Whether the tier serves now."""
+        return bool(self.up >> tier & 1)
+
+    def fastest(self, bits: int) -> int:
+        """The fastest tier of a bit set that is up, NO_TIER if none."""
+        bits &= self.up
+        return (bits & -bits).bit_length() - 1 if bits else NO_TIER
+
+    def below(self, tier: int) -> int | None:
+        """The next slower tier that is up and linked from this one."""
+        for lower in range(tier + 1, len(self.tiers)):
+            if self.is_up(lower) and (tier, lower) in self.links:
+                return lower
+        return None
+
+    def bytes_moving(self, link: tuple[int, int], at_most: Priority) -> int:
+        """Bytes in the link's queue of this priority or a more urgent one."""
+        return sum(self.num_moving[link][: at_most + 1])
+
+    def where(self, ids: Ids, tier: int, state: State) -> Ids:
+        """Those of `ids` whose copy in `tier` is in `state`."""
+        found: Ids = ids[self.blocks.state[tier][ids] == state]
+        return found
+
+    # --- moving -------------------------------------------------------------------------------
+
+    def start(
+        self,
+        namespace: Namespace,
+        ids: Ids,
+        src: int,
+        dst: int,
+        slots: Ids,
+        priority: Priority,
+        deadline_s: float | None = None,
+    ) -> None:
+        """Copy blocks from `src` (readable there) into fresh slots of `dst`."""
+        src_slots = self.blocks.slot[src][ids]
+        self.blocks.fill(dst, ids, slots)
+        names = self.tiers[src].name, self.tiers[dst].name
+        for block, src_slot, dst_slot in zip(
+            ids.tolist(), src_slots.tolist(), slots.tolist(), strict=True
+        ):
+            self._issue(
+                Move(
+                    self._next_move(),
+                    block,
+                    names[0],
+                    src_slot,
+                    names[1],
+                    dst_slot,
+                    namespace.block_bytes,
+                    namespace.slot_bytes,
+                    priority,
+                    None,
+                    deadline_s,
+                )
+            )
+        self.num_moving[src, dst][priority] += len(ids) * namespace.block_bytes
+
+    def start_giving_up(self, namespace: Namespace, ids: Ids, tier: int) -> None:
+        """Drain durable copies: their records must be deleted before their room is free."""
+        self.drain(ids, tier)
+        name = self.tiers[tier].name
+        for block, slot in zip(ids.tolist(), self.blocks.slot[tier][ids].tolist(), strict=True):
+            self._issue(
+                Move(
+                    self._next_move(),
+                    block,
+                    name,
+                    slot,
+                    None,
+                    -1,
+                    namespace.block_bytes,
+                    namespace.slot_bytes,
+                    Priority.DEMOTION,
+                )
+            )
+
+    def finish(self, outcome: Outcome) -> Move | None:
+        """Apply one outcome to its copies; the caller settles the blocks. None: unknown move."""
+        move = self.moves.pop(outcome.move, None)
+        if move is None:
+            return None
+        ids = np.array([move.block], np.int32)
+        others = self.moves_of[move.block]
+        others.remove(move)
+        if not others:
+            del self.moves_of[move.block]
+        src = self._numbers[move.src]
+        if move.dst is None:
+            if outcome.ok:
+                self.vacate(ids, src)
+                self.evicted[src] += 1
+            elif self.blocks.state[src][move.block] == State.DRAINING:
+                self.rescue(ids, src)
+            return move
+        dst = self._numbers[move.dst]
+        self.num_moving[src, dst][move.priority] -= move.block_bytes
+        if outcome.ok:
+            self.blocks.change(dst, ids, State.READY)
+            (self.demoted if dst > src else self.promoted)[dst] += 1
+        else:
+            self.blocks.vacate(dst, ids, move.slot_bytes)
+            if outcome.corrupt:
+                self.vacate(ids, src)
+            elif self.blocks.state[src][move.block] == State.DRAINING:
+                self.rescue(ids, src)  # it has nowhere to go for now
+        return move
+
+    def is_read(self, block: int, tier: int) -> bool:
+        """Whether a move in flight reads (or deletes) the block's copy in the tier."""
+        name = self.tiers[tier].name
+        return any(move.src == name for move in self.moves_of.get(block, ()))
+
+    def drain(self, ids: Ids, tier: int) -> None:
+        """ready → draining: free as soon as another copy stays and nobody reads it."""
+        if len(ids):
+            self.blocks.change(tier, ids, State.DRAINING)
+            self.draining_bytes[tier] += self._bytes_of(ids)
+
+    def rescue(self, ids: Ids, tier: int) -> None:
+        """draining → ready: somebody asked for it in time."""
+        if len(ids):
+            self.draining_bytes[tier] -= self._bytes_of(ids)
+            self.blocks.change(tier, ids, State.READY)
+
+    def vacate(self, ids: Ids, tier: int) -> None:
+        """Give copies up now. The caller has made sure that nobody reads or leases them."""
+        if len(ids) == 0:
+            return
+        draining = self.where(ids, tier, State.DRAINING)
+        self.draining_bytes[tier] -= self._bytes_of(draining)
+        self.blocks.vacate(tier, ids, self._namespace_of_block(int(ids[0])).slot_bytes)
+
+    def free_drained(self, ids: Ids) -> bool:
+        """Give up draining copies of blocks that have another copy staying. Whether any was."""
+        tags = self.blocks.tags[ids]
+        if not (tags >> 8).any():
+            return False
+        freed = False
+        for tier in range(len(self.tiers)):
+            for block in self.where(ids, tier, State.DRAINING).tolist():
+                tag = int(self.blocks.tags[block])
+                staying = tag & 0xFF & ~(tag >> 8)
+                if staying & self.up and not self.is_read(block, tier):
+                    self.vacate(np.array([block], np.int32), tier)
+                    self.evicted[tier] += 1
+                    freed = True
+        return freed
+
+    # --- the tree follows ---------------------------------------------------------------------
+
+    def touch(self, path: Path, now_s: float) -> None:
+        """The path was used: it is the youngest, and nothing of it is leaving any more."""
+        for node in path.nodes:
+            node.touched_s = now_s
+            if node.leaving:
+                self._rescue_node(node)
+
+    def settle(self, ids: Ids) -> None:
+        """After copies changed: retag the nodes, forget the empty ones, merge, queue candidates."""
+        for node in self.index.nodes_of(ids):
+            if node.parent is None:
+                continue
+            step = self.namespaces[node.namespace].step
+            pieces = self.index.retag(node, step)
+            above = pieces[0].parent
+            for piece in reversed(pieces):
+                if not piece.tiers:
+                    self._forget_if_empty(piece, step)
+            for piece in pieces:
+                if piece.parent is not None:
+                    while self.index.try_merge(piece, step):
+                        pass
+                    self.queue(piece)
+            if above is not None and above.parent is not None:
+                self.queue(above)
+
+    def queue(self, node: Node) -> None:
+        """Tell the policies of the tiers in which the node is a leaf now."""
+        staying = node.staying
+        holding = node.holding
+        for tier in range(len(self.tiers)):
+            if staying >> tier & 1 and not holding[tier]:
+                self.policies[tier].add(node)
+
+    def park(self, node: Node, tier: int) -> None:
+        """A candidate that cannot go now (leased, read): queued again by `unpark`."""
+        self._parked[tier].add(node)
+
+    def unpark(self) -> None:
+        """Leases or moves ended: parked candidates may go now."""
+        for tier, parked in enumerate(self._parked):
+            for node in parked:
+                if node.parent is not None:
+                    self.policies[tier].add(node)
+            parked.clear()
+
+    def forget(self, node: Node) -> None:
+        """Drop what is left of a node: its blocks have no copy and nothing below needs them."""
+        self._forget_if_empty(node, self.namespaces[node.namespace].step)
+
+    def _forget_if_empty(self, node: Node, step: int) -> None:
+        """Remove a node without copies and children, and empty ancestors that held only it."""
+        while node.parent is not None and not node.tiers and not node.children:
+            ids = node.block_ids()
+            if self.blocks.leases[ids].any() or self._is_filling(ids):
+                return
+            parent = self.index.remove(node, step)
+            node = parent
+        if node.parent is not None:
+            self.queue(node)
+
+    def _is_filling(self, ids: Ids) -> bool:
+        return any((state[ids] != State.ABSENT).any() for state in self.blocks.state)
+
+    def _rescue_node(self, node: Node) -> None:
+        ids = node.block_ids()
+        for tier in range(len(self.tiers)):
+            if node.leaving >> tier & 1:
+                # A record being deleted cannot be called back.
+                kept = [block for block in ids.tolist() if not self._is_deleted(block, tier)]
+                self.rescue(np.array(kept, np.int32), tier)
+        self.settle(ids)
+
+    def _is_deleted(self, block: int, tier: int) -> bool:
+        name = self.tiers[tier].name
+        moves = self.moves_of.get(block, ())
+        return any(move.src == name and move.dst is None for move in moves)
+
+    def _namespace_of_block(self, block: int) -> Namespace:
+        return self.namespaces[self.index.node_of(block).namespace]
+
+    def _bytes_of(self, ids: Ids) -> int:
+        return len(ids) * self._namespace_of_block(int(ids[0])).slot_bytes if len(ids) else 0
+
+    def _next_move(self) -> int:
+        self._move_serial += 1
+        return self._move_serial
+
+    def _issue(self, move: Move) -> None:
+        self.moves[move.id] = move
+        self.moves_of.setdefault(move.block, []).append(move)
+        self.outbox.append(move)
+
+    def validate(self) -> None:
+        """Check everything from the ground up."""
+        self.blocks.validate()
+        self.leases.validate()
+        num_blocks = sum(
+            self.index.validate(namespace.root, namespace.step) for namespace in self.namespaces
+        )
+        assert num_blocks == len(self.blocks), (num_blocks, len(self.blocks))
+        for tier, pool in enumerate(self.pools):
+            pool.validate()
+            used = draining = 0
+            for namespace in self.namespaces:
+                for node in self.index.subtree(namespace.root):
+                    if node.parent is not None:
+                        states = self.blocks.state[tier][node.block_ids()]
+                        used += int((states != State.ABSENT).sum()) * namespace.slot_bytes
+                        draining += int((states == State.DRAINING).sum()) * namespace.slot_bytes
+            assert used == pool.used_bytes, (self.tiers[tier].name, used, pool.used_bytes)
+            assert draining == self.draining_bytes[tier]
+        moving = {link: [0, 0, 0] for link in self.links}
+        filling = set()
+        for move in self.moves.values():
+            src = self._numbers[move.src]
+            assert self.blocks.tags[move.block] >> src & 1, "a move reads a copy that is not there"
+            if move.dst is None:
+                continue
+            dst = self._numbers[move.dst]
+            assert (move.block, dst) not in filling, "two moves into one place"
+            filling.add((move.block, dst))
+            moving[src, dst][move.priority] += move.block_bytes
+        assert moving == self.num_moving

@@ -1,0 +1,27 @@
+"""What an operator can tune of the cache engine, as one frozen piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hicache.engine.cost import PrefillPrior
+from hicache.engine.planner import PlannerSettings
+
+WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """`max_moving_bytes`: bytes handed to one link at a time (more waits in the engine).
+
+    `selective_hits`: hits after which write-through-selective writes a path down.
+    `hop_bytes_per_s`: the client's last copy, until it has been measured.
+    """
+
+    write_policy: WritePolicy = "write_back"
+    selective_hits: int = 2
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
+    prior: PrefillPrior = field(default_factory=PrefillPrior)
+    max_moving_bytes: int = 256 << 20
+    hop_bytes_per_s: float = 2e9
