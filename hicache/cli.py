@@ -24,6 +24,14 @@ COMMANDS = {
 }
 
 
+# Errors whose text is already a sentence for people: (module, class) and the exit status.
+PLAIN_ERRORS = {
+    ("hicache.config", "ConfigError"): 2,
+    ("hicache.channel", "DaemonAbsent"): 1,
+    ("hicache.connection", "DaemonError"): 1,
+}
+
+
 class LazyGroup(click.Group):
     """A group that knows its commands' names and imports only the one that runs."""
 
@@ -57,7 +65,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Runs the command line; a wrong configuration prints its sentences and exits 2."""
+    """Runs the command line; an error that is a sentence is printed as one, without traceback."""
     try:
         code: Any = cli.main(prog_name="hicache", standalone_mode=False)
     except click.exceptions.Abort:
@@ -68,14 +76,21 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if not _is_config_error(error):
+        status = _plain_status(error)
+        if status is None:
             raise
         print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(status)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _is_config_error(error: Exception) -> bool:
-    """Without importing the configuration for commands that have none."""
-    config = sys.modules.get("hicache.config")
-    return config is not None and isinstance(error, config.ConfigError)
+def _plain_status(error: Exception) -> int | None:
+    """The exit status of a plain error, None for a fault of ours, which keeps its traceback.
+
+    A module that was not imported cannot have raised, so nothing is imported to find out.
+    """
+    for (module, name), status in PLAIN_ERRORS.items():
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(error, kind):
+            return status
+    return None

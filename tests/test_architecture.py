@@ -27,13 +27,20 @@ class Rule:
 
 
 VOCABULARY = ("hicache.tiers.block", "hicache.tiers.arena")
+# What an inference engine's process loads. The client is several files: its conversation
+# (dialogue), its link (channel, connection) and its two bulk paths (answers, storing).
 LIGHT = (
     "hicache.aio",
+    "hicache.answers",
+    "hicache.channel",
     "hicache.client",
+    "hicache.connection",
     "hicache.connectors",
     "hicache.connectors.*",
+    "hicache.dialogue",
     "hicache.endpoint",
     "hicache.keys",
+    "hicache.storing",
     "hicache.wire",
 )
 HEAVY = ("cupy", "lmdb", "psutil", "pydantic", "rich", "click", "yaml")

@@ -25,6 +25,8 @@ from hicache.config import (
 )
 from hicache.endpoint import default_endpoint
 
+RELOAD_TIMEOUT_S = 10.0
+
 _file = click.argument("file", type=click.Path(dir_okay=False))
 _as_json = click.option("--json", "as_json", is_flag=True, help="As data.")
 
@@ -111,7 +113,8 @@ def reload(file: str | None, endpoint: str | None, as_json: bool) -> None:
     if file is not None:
         file = os.path.abspath(file)
         _load(file)
-    reply = reload_daemon(endpoint or default_endpoint(os.environ, os.getuid()), file)
+    endpoint = endpoint or default_endpoint(os.environ, os.getuid())
+    reply = reload_daemon(endpoint, file, RELOAD_TIMEOUT_S)
     if as_json:
         click.echo(json.dumps(reply, indent=2))
         return
@@ -122,7 +125,7 @@ def reload(file: str | None, endpoint: str | None, as_json: bool) -> None:
         click.echo("nothing changed")
 
 
-def reload_daemon(endpoint: str, file: str | None, timeout_s: float = 10.0) -> dict[str, Any]:
+def reload_daemon(endpoint: str, file: str | None, timeout_s: float) -> dict[str, Any]:
     """The daemon's answer: `{"live": [keys], "restart": [keys]}`. Raises where none answers."""
     from hicache.client import admin_call
 

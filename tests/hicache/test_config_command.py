@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hicache.cli import COMMANDS, cli, main
+from hicache.config import ConfigError
 
 GOOD = "tiers: {dram: {size: 1MiB}}\n"
 
@@ -60,6 +61,40 @@ def test_show_says_where_each_value_came_from(tmp_path: Path) -> None:
     assert any(line.split() == ["tiers.dram.size", "1MiB", f"{file}:1"] for line in lines)
     shown = CliRunner().invoke(cli, ["config", "show", "--json", str(file)]).output
     assert json.loads(shown)["values"]["tiers.dram.size"]["value"] == 1 << 20
+
+
+def test_reload_names_what_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def answer(*request: object) -> dict[str, object]:
+        asked.append(request)
+        return {"live": ["debug"], "restart": ["block_tokens"]}
+
+    monkeypatch.setattr("hicache.client.admin_call", answer)
+    file = tmp_path / "c.yaml"
+    file.write_text(GOOD)
+    result = CliRunner().invoke(cli, ["config", "reload", "--endpoint", "ipc:///x", str(file)])
+    assert result.output == "applied: debug\nneeds a restart: block_tokens\n"
+    assert asked == [("ipc:///x", "reload", {"file": str(file)}, 10.0)]
+
+
+def test_a_wrong_file_never_reaches_the_daemon(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("debug: maybe\n")
+    result = CliRunner().invoke(cli, ["config", "reload", "--endpoint", "ipc:///x", str(file)])
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_reload_without_a_daemon_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = f"ipc://{tmp_path}/none.sock"
+    monkeypatch.setattr("hicache.commands.config.RELOAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(sys, "argv", ["hicache", "config", "reload", "--endpoint", nowhere])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_schema_is_json() -> None:
