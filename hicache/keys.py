@@ -167,7 +167,7 @@ def _typed(cls: type, fields: object) -> dict[str, Any]:
             raise ValueError(f"{name}: missing in {cls.__name__}")
         if type(value) is not kind:
             raise ValueError(f"{name}: must be {kind.__name__}, not {type(value).__name__}")
-        if kind is int and not 0 <= value < 2**63:
+        if isinstance(value, int) and not 0 <= value < 2**63:
             raise ValueError(f"{name}: {value} is outside 0 … 2⁶³-1")
         values[name] = value
     return values

@@ -198,7 +198,7 @@ def decode_request(data: bytes | memoryview) -> Request:
 
 
 def _checked(message: Mapping[str, Any], name: str, field: Field) -> Any:
-    value = message.get(name)
+    value: Any = message.get(name)
     if value is None:
         if field.default is None:
             raise WireError("malformed", f"{name}: missing")

@@ -1,0 +1,220 @@
+"""A blocking client of the daemon, for use inside an inference engine's process.
+
+    with Client(spec) as client:
+        match = client.match(tokens)
+        fetched = client.fetch(match, buffer)       # whole blocks at the front of `buffer`
+        client.release(match)
+        ...                                         # prefill the rest
+        client.put(tokens, blocks, first=fetched.blocks)
+
+Every call has a deadline, and a daemon that is absent, dies, refuses or talks nonsense is a miss:
+an inference engine is never worse off than without it. Connections are made on the first call.
+Not thread-safe: one client per thread. After a fork the child's client opens a session of its own.
+Loads no lmdb, cupy or daemon; `hicache.aio` has the same names for asyncio.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hicache.answers import (
+    Bytes2D,
+    Decision,
+    Fetched,
+    FetchedRun,
+    Greeting,
+    Match,
+    Ping,
+    PutResult,
+)
+from hicache.channel import Channel, DaemonAbsent, run_now
+from hicache.connection import Connection, DaemonError, Timeouts, Transport
+from hicache.dialogue import Dialogue
+from hicache.endpoint import default_endpoint
+from hicache.keys import LayerGroup, NamespaceSpec, Tokens
+from hicache.storing import Fill
+from hicache.wire import pack
+
+__all__ = [
+    "Client",
+    "DaemonAbsent",
+    "DaemonError",
+    "Decision",
+    "Fetched",
+    "FetchedRun",
+    "LayerGroup",
+    "Match",
+    "NamespaceSpec",
+    "Ping",
+    "PutResult",
+    "admin_call",
+]
+
+
+class Client:
+    """Calls with a deadline; see the module's docstring.
+
+    `endpoint` defaults to HICACHE_ENDPOINT, or the user's own daemon. `timeout_s` bounds an
+    ordinary call, `fetch_timeout_s` a whole fetch, `put_timeout_s` how long room is waited for in
+    a put (its copying is not interrupted). `transport`: `arena` maps the daemon's memory, `frames`
+    sends blocks through the socket, `auto` prefers the first on `ipc://`. `name` shows in logs.
+    """
+
+    def __init__(
+        self,
+        spec: NamespaceSpec,
+        endpoint: str | None = None,
+        *,
+        timeout_s: float = 1.0,
+        fetch_timeout_s: float = 5.0,
+        put_timeout_s: float = 5.0,
+        transport: Transport = "auto",
+        name: str = "",
+    ) -> None:
+        self.endpoint = endpoint or default_endpoint(os.environ, os.getuid())
+        port = Channel(self.endpoint, spec.block_bytes)
+        timeouts = Timeouts(timeout_s, fetch_timeout_s, put_timeout_s)
+        self._connection = Connection(spec, self.endpoint, port, timeouts, transport, name)
+        self._dialogue = Dialogue(self._connection)
+
+    @property
+    def connected(self) -> bool:
+        """Whether a session is open, as far as is known without asking (`ping` asks)."""
+        return self._connection.connected
+
+    @property
+    def last_error(self) -> str:
+        """The last trouble as a sentence; empty if there was none."""
+        return self._connection.last_error
+
+    @property
+    def greeting(self) -> Greeting | None:
+        """What the daemon agreed to when the session was opened; None without a session."""
+        return self._connection.greeting
+
+    def match(
+        self,
+        tokens: Tokens,
+        *,
+        request: str = "",
+        skip_blocks: int = 0,
+        hop_bytes_per_s: float = 0.0,
+    ) -> Match:
+        """What the cache has of this prompt, and how much of it to reload.
+
+        `request`: the same id and prompt again get the same lease. `skip_blocks` blocks at the
+        front are held by the inference engine itself. `hop_bytes_per_s`: the speed of its own copy
+        from the fetched bytes to where it needs them, 0 if that costs nothing or is not known.
+        """
+        return run_now(self._dialogue.match(tokens, request, skip_blocks, hop_bytes_per_s))
+
+    def fetch_runs(self, match: Match) -> Iterator[FetchedRun]:
+        """The leased blocks as they become readable, in runs; ends early on any trouble.
+
+        Runs may come out of order. Other calls may be made in between.
+        """
+        runs = self._dialogue.fetch_runs(match)
+        try:
+            while True:
+                try:
+                    run = run_now(runs.__anext__())
+                except StopAsyncIteration:
+                    return
+                yield run
+        finally:
+            run_now(runs.aclose())
+
+    def fetch(self, match: Match, out: Bytes2D) -> Fetched:
+        """Copy the blocks worth reloading into `out`: uint8 [n, block_bytes], C-contiguous."""
+        return run_now(self._dialogue.fetch(match, out))
+
+    def release(
+        self, match: Match, *, hop_bytes: float = 0.0, hop_s: float = 0.0, total_s: float = 0.0
+    ) -> None:
+        """Give the lease back and tell what the hit cost: bytes and seconds of the inference
+        engine's own last copy, and seconds from match to usable KV (0: not measured)."""
+        run_now(self._dialogue.release(match, hop_bytes, hop_s, total_s))
+
+    def put(
+        self,
+        tokens: Tokens,
+        blocks: Bytes2D | Fill,
+        *,
+        first: int = 0,
+        last: int | None = None,
+        durable: bool = False,
+    ) -> PutResult:
+        """Store blocks `first … last-1` of this prompt (`last` defaults to all whole blocks).
+
+        `blocks`: uint8 [last - first, block_bytes], C-contiguous; or `fill(index, view)`, called
+        only for blocks the cache lacks, which writes block `index` of the prompt into `view`. What
+        `fill` raises comes out of here, and nothing of that ticket is stored.
+        """
+        return run_now(self._dialogue.put(tokens, blocks, first, last, durable))
+
+    def observe(
+        self,
+        *,
+        num_requests: int = 1,
+        sum_n: float,
+        sum_nc: float,
+        seconds: float,
+        decode_tokens: int = 0,
+    ) -> None:
+        """Report one prefill step: Σn new tokens and Σ(n·c + n²/2) over its requests, each on a
+        context of c tokens, took `seconds`. Sent without waiting."""
+        run_now(self._dialogue.observe(num_requests, sum_n, sum_nc, decode_tokens, seconds))
+
+    def ping(self) -> Ping | None:
+        """None if no daemon answers."""
+        return run_now(self._dialogue.ping())
+
+    def stats(self) -> dict[str, Any] | None:
+        """The daemon's counters (docs/protocol.md); None if none answers."""
+        return run_now(self._dialogue.stats())
+
+    def health(self) -> dict[str, Any] | None:
+        return run_now(self._dialogue.health())
+
+    def heartbeat(self) -> bool:
+        """A sign of life, needed only where the daemon cannot see this process and nothing else is
+        asked for longer than `greeting.heartbeat_s`."""
+        return run_now(self._dialogue.heartbeat())
+
+    def clear(self) -> int:
+        """Forget this namespace's blocks that nobody holds; how many."""
+        return run_now(self._dialogue.clear())
+
+    def close(self) -> None:
+        """Say bye, give everything back. Leases of this session end."""
+        run_now(self._connection.close())
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def admin_call(
+    endpoint: str, op: str, body: Mapping[str, Any] | None = None, timeout_s: float = 5.0
+) -> dict[str, Any]:
+    """One request without a session, such as stats or reload; its reply's fields.
+
+    Raises DaemonAbsent or DaemonError, whose texts are sentences for people.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    channel = Channel(endpoint)
+    head = {"op": op, "id": 1, "deadline_s": timeout_s, "sent_s": time.monotonic(), **(body or {})}
+    try:
+        run_now(channel.send([pack(head)], deadline_s))
+        channel.mailbox.expect(1)
+        reply, _ = run_now(channel.receive(1, deadline_s))
+    finally:
+        channel.close()
+    if not reply["ok"]:
+        raise DaemonError(reply["error"], str(reply.get("message", "")))
+    return {name: value for name, value in reply.items() if name not in ("id", "ok")}

@@ -1,0 +1,337 @@
+"""One client's connection to one daemon, as a session about one namespace.
+
+Requests and their replies, the session (opened when first needed, opened anew when the daemon does
+not know it any more), the arenas it maps, the circuit breaker in front. What is asked for is the
+business of `hicache.dialogue` and `hicache.storing`; sockets and waiting are a Port's.
+
+    begin ──▶ ask ──▶ [hello, map arenas] ──▶ send ──▶ receive ──▶ reply
+      │ Held: the breaker is open                 DaemonAbsent, DaemonError, WireError: `failed`
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeVar
+
+from hicache.answers import Greeting, Match, read_greeting
+from hicache.channel import Breaker, DaemonAbsent, Held, Mailbox, Part, Port, Reply
+from hicache.endpoint import ipc_path
+from hicache.keys import NamespaceSpec
+from hicache.tiers.arena import Arena, ArenaError
+from hicache.wire import PROTOCOL, WireError, pack
+
+log = logging.getLogger("hicache.client")
+
+T = TypeVar("T")
+Transport = Literal["auto", "arena", "frames"]
+
+TOLD_SHARE: Final = 0.9
+"""The daemon is told a little less than the caller waits, so that its answer is in time."""
+BYE_S: Final = 0.2
+_WANTS_CLEANING: Final = {"match", "put", "observe"}
+
+
+class DaemonError(Exception):
+    """The daemon's answer to one request was an error: its code and its sentence."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{message} ({code})")
+        self.code = code
+        self.message = message
+
+
+TROUBLE: Final = (DaemonAbsent, DaemonError, WireError)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds a caller waits: for an ordinary call, for a fetch, for a whole put."""
+
+    call_s: float
+    fetch_s: float
+    put_s: float
+
+
+class Connection:
+    """Raises TROUBLE and nothing else, except where a method says so."""
+
+    def __init__(
+        self,
+        spec: NamespaceSpec,
+        endpoint: str,
+        port: Port,
+        timeouts: Timeouts,
+        transport: Transport,
+        name: str,
+    ) -> None:
+        if transport not in ("auto", "arena", "frames"):
+            raise ValueError(f"transport must be auto, arena or frames, not {transport!r}")
+        self.spec = spec
+        self.timeouts = timeouts
+        self.last_error = ""
+        self.greeting: Greeting | None = None
+        self.arenas: dict[str, Arena] = {}
+        self._spec_fields = spec.to_wire()
+        self._port = port
+        # A path of another host may exist here too: over tcp, sharing memory must be asked for.
+        self._may_fall_back = transport == "auto"
+        shares_host = transport == "arena" or (transport == "auto" and ipc_path(endpoint))
+        self._wished = "arena" if shares_host else "frames"
+        self._name = name[:200]
+        self._retired: list[Arena] = []
+        self._num_copying = 0
+        self._breaker = Breaker()
+        self._ids = itertools.count(1)
+        self._pid = os.getpid()
+
+    @property
+    def connected(self) -> bool:
+        return self.greeting is not None and self._port.connected
+
+    @property
+    def mailbox(self) -> Mailbox:
+        return self._port.mailbox
+
+    def succeeded(self) -> None:
+        self._breaker.succeeded()
+
+    async def pause(self, seconds: float) -> None:
+        await self._port.pause(seconds)
+
+    async def close(self) -> None:
+        if os.getpid() == self._pid and self.greeting is not None and self._port.connected:
+            deadline_s = time.monotonic() + BYE_S
+            with suppress(*TROUBLE):
+                await self.exchange("bye", {}, deadline_s, self.greeting)
+        self.greeting = None
+        self._port.close()
+        self._drop_arenas()
+
+    # --- one request ------------------------------------------------------------------------
+
+    def begin(self, now_s: float) -> None:
+        if os.getpid() != self._pid:
+            self._pid = os.getpid()
+            self._port.forked()
+            self._breaker = Breaker()
+            self._drop_arenas()
+            self.greeting = None
+        self._breaker.admit(now_s)
+
+    def failed(self, trouble: Exception, started_s: float) -> str:
+        self.last_error = str(trouble)
+        is_gone = isinstance(trouble, DaemonAbsent) and not isinstance(trouble, Held)
+        if is_gone or (isinstance(trouble, DaemonError) and trouble.code == "stopping"):
+            self._breaker.failed(time.monotonic(), started_s, self.last_error)
+        elif not isinstance(trouble, Held):
+            self.succeeded()  # something answers
+        return self.last_error
+
+    def session_of(self, match: Match) -> Greeting | None:
+        """The session that holds this match's lease, if it is still ours and there is a lease."""
+        if match.lease and self.greeting is not None and match.session == self.greeting.session:
+            return self.greeting
+        return None
+
+    async def ask_plain(self, op: str) -> Reply | None:
+        started_s = time.monotonic()
+        try:
+            self.begin(started_s)
+            reply, _ = await self.exchange(op, {}, started_s + self.timeouts.call_s, None)
+        except TROUBLE as trouble:
+            self.failed(trouble, started_s)
+            return None
+        self.succeeded()
+        return reply
+
+    async def ask_in_session(self, op: str) -> Reply | None:
+        started_s = time.monotonic()
+        try:
+            self.begin(started_s)
+            _, reply, _ = await self.ask(op, {}, started_s + self.timeouts.call_s)
+        except TROUBLE as trouble:
+            self.failed(trouble, started_s)
+            return None
+        self.succeeded()
+        return reply
+
+    async def ask(
+        self, op: str, body: Mapping[str, Any], deadline_s: float
+    ) -> tuple[Greeting, Reply, list[Part]]:
+        """Ask within a session; a session that the daemon does not know is opened anew, once."""
+        greeting = await self.greeted(deadline_s)
+        try:
+            return greeting, *await self.exchange(op, body, deadline_s, greeting)
+        except DaemonError as error:
+            if error.code != "unknown_session":
+                raise
+        greeting = await self.greeted(deadline_s)
+        return greeting, *await self.exchange(op, body, deadline_s, greeting)
+
+    async def exchange(
+        self,
+        op: str,
+        body: Mapping[str, Any],
+        deadline_s: float,
+        greeting: Greeting | None,
+        parts: Sequence[Part] = (),
+    ) -> tuple[Reply, list[Part]]:
+        """One request and its one reply. Raises TROUBLE."""
+        request_id = await self.send(op, body, deadline_s, greeting, parts)
+        is_answered = False
+        try:
+            answer = await self.answer(request_id, deadline_s, greeting)
+            is_answered = True
+        except DaemonError:
+            is_answered = True
+            raise
+        finally:
+            if op in _WANTS_CLEANING and greeting is not None and not is_answered:
+                self.mailbox.give_up(request_id, op, greeting.session)
+            else:
+                self.mailbox.done(request_id)
+        return answer
+
+    async def send(
+        self,
+        op: str,
+        body: Mapping[str, Any],
+        deadline_s: float,
+        greeting: Greeting | None,
+        parts: Sequence[Part] = (),
+        is_awaited: bool = True,
+    ) -> int:
+        if self.mailbox.late:
+            await self._clean_up()
+        request_id = next(self._ids)
+        now_s = time.monotonic()
+        head: dict[str, Any] = {
+            "op": op,
+            "id": request_id,
+            "sent_s": now_s,
+            "deadline_s": min(3600.0, max(0.001, (deadline_s - now_s) * TOLD_SHARE)),
+            **body,
+        }
+        if greeting is not None:
+            head["s"] = greeting.session
+        await self._port.send([pack(head), *parts], deadline_s)
+        if is_awaited:  # after sending, which may have closed a broken connection first
+            self.mailbox.expect(request_id)
+        return request_id
+
+    async def post(
+        self, op: str, body: Mapping[str, Any], deadline_s: float, greeting: Greeting
+    ) -> None:
+        request_id = await self.send(op, body, deadline_s, greeting, is_awaited=False)
+        if op in _WANTS_CLEANING:
+            self.mailbox.give_up(request_id, op, greeting.session)
+
+    async def answer(
+        self, request_id: int, deadline_s: float, greeting: Greeting | None
+    ) -> tuple[Reply, list[Part]]:
+        reply, parts = await self._port.receive(request_id, deadline_s)
+        if not reply["ok"]:
+            if reply["error"] == "unknown_session" and greeting is not None:
+                self.lose(greeting)
+            raise DaemonError(reply["error"], str(reply.get("message", ""))[:1000])
+        return reply, parts
+
+    async def _clean_up(self) -> None:
+        """Give back what answers that came too late had promised."""
+        late = self.mailbox.late
+        while late:
+            op, session, reply = late.popleft()
+            greeting = self.greeting
+            if greeting is None or greeting.session != session:
+                continue
+            if not reply["ok"]:
+                if reply["error"] == "unknown_session":
+                    self.lose(greeting)
+                continue
+            name, undo = ("lease", "release") if op == "match" else ("ticket", "abort")
+            held = reply.get(name)
+            if type(held) is int and held > 0:
+                deadline_s = time.monotonic() + self.timeouts.call_s
+                await self.post(undo, {name: held}, deadline_s, greeting)
+
+    # --- the session ------------------------------------------------------------------------
+
+    async def greeted(self, deadline_s: float) -> Greeting:
+        if self.greeting is None:
+            async with self._port.lock:
+                if self.greeting is None:
+                    self.greeting = await self._hello(deadline_s)
+        return self.greeting
+
+    async def _hello(self, deadline_s: float) -> Greeting:
+        """Raises DaemonAbsent also when the daemon refuses: asking on gains nothing."""
+        greeting = await self._hello_by(self._wished, deadline_s)
+        if greeting.transport == "frames":
+            self._drop_arenas()
+            return greeting
+        try:
+            self._attach_arenas(greeting)
+            return greeting
+        except (ArenaError, OSError, ValueError) as error:
+            if not self._may_fall_back:
+                raise DaemonAbsent(f"cannot map the daemon's arenas: {error}") from None
+            log.warning("hicache: cannot map the daemon's arenas (%s); sending frames", error)
+            self._wished = "frames"
+            await self.post("bye", {}, deadline_s, greeting)
+        return await self._hello_by("frames", deadline_s)
+
+    async def _hello_by(self, transport: str, deadline_s: float) -> Greeting:
+        body = {
+            "protocol": PROTOCOL,
+            "client": self._name,
+            "spec": self._spec_fields,
+            "transport": transport,
+        }
+        try:
+            reply, _ = await self.exchange("hello", body, deadline_s, None)
+        except DaemonError as error:
+            raise DaemonAbsent(f"the daemon refused: {error}") from None
+        return read_greeting(reply, self.spec.block_tokens, self.spec.block_bytes)
+
+    def _attach_arenas(self, greeting: Greeting) -> None:
+        """All of them, or (raising) the ones mapped before stay."""
+        arenas: dict[str, Arena] = {}
+        try:
+            for file in greeting.arenas:
+                arenas[file.tier] = Arena.attach(file.path)
+        except BaseException:
+            for arena in arenas.values():
+                arena.close()
+            raise
+        self._drop_arenas()
+        self.arenas = arenas
+
+    def _drop_arenas(self) -> None:
+        self._retired += self.arenas.values()
+        self.arenas = {}
+        self._close_retired()
+
+    def _close_retired(self) -> None:
+        """Another task's copy may be under way in an arena that was replaced meanwhile."""
+        if not self._num_copying:
+            for arena in self._retired:
+                arena.close()
+            self._retired = []
+
+    async def copy(self, task: Callable[[], T]) -> T:
+        self._num_copying += 1
+        try:
+            return await self._port.work(task)
+        finally:
+            self._num_copying -= 1
+            self._close_retired()
+
+    def lose(self, greeting: Greeting) -> None:
+        if self.greeting is greeting:
+            self.greeting = None

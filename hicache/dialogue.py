@@ -1,0 +1,246 @@
+"""What a client says to the daemon and does with the answers; sockets and waiting are a Port's.
+
+Written once, as coroutines: `hicache.client` runs them over a port that blocks, `hicache.aio` over
+one that awaits. The promises are kept here:
+
+- every call has one deadline, and ends by it;
+- a daemon that is absent, dies, answers garbage or refuses is a miss: no exception leaves `match`,
+  `fetch`, `put`, `release`, `observe` (a caller's own mistake, such as a wrong shape, raises);
+- after a failure the circuit breaker answers for the daemon, so a dead one costs one timeout and
+  not one per request;
+- leases and tickets go only to the session that got them: another daemon's lease of the same
+  number must never be fetched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from hicache.answers import (
+    Bytes2D,
+    Fetched,
+    FetchedRun,
+    Match,
+    Ping,
+    PutResult,
+    read_count,
+    read_match,
+    read_ping,
+    read_runs,
+)
+from hicache.connection import TROUBLE, Connection
+from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
+from hicache.storing import Fill, Source, Storing, Tally
+from hicache.tiers.arena import Arena
+from hicache.wire import WireError
+
+
+class Dialogue:
+    """One client's conversation with one daemon about one namespace."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._storing = Storing(connection)
+
+    async def match(
+        self, tokens: Tokens, request: str, skip_blocks: int, hop_bytes_per_s: float
+    ) -> Match:
+        packed = encode_tokens(tokens)
+        started_s = time.monotonic()
+        body = {
+            "request": request,
+            "tokens": packed,
+            "skip_blocks": skip_blocks,
+            "hop_bytes_per_s": hop_bytes_per_s,
+        }
+        try:
+            self._connection.begin(started_s)
+            deadline_s = started_s + self._connection.timeouts.call_s
+            greeting = await self._connection.greeted(deadline_s)
+            if len(packed) > greeting.max_prompt_tokens * TOKEN_BYTES:
+                whole = greeting.max_prompt_tokens // greeting.block_tokens * greeting.block_tokens
+                body["tokens"] = packed[: whole * TOKEN_BYTES]
+            greeting, reply, _ = await self._connection.ask("match", body, deadline_s)
+            match = read_match(reply, greeting.session)
+        except TROUBLE as trouble:
+            return Match.miss(self._connection.failed(trouble, started_s))
+        self._connection.succeeded()
+        return match
+
+    async def fetch_runs(self, match: Match) -> AsyncGenerator[FetchedRun, None]:
+        """Ends early on any trouble: what did not come is a miss."""
+        started_s = time.monotonic()
+        deadline_s = started_s + self._connection.timeouts.fetch_s
+        try:
+            self._connection.begin(started_s)
+            greeting = self._connection.session_of(match)
+            if greeting is None:
+                return
+            arenas: Mapping[str, Arena] = self._connection.arenas
+            request_id = await self._connection.send(
+                "fetch", {"lease": match.lease}, deadline_s, greeting
+            )
+            try:
+                is_last = False
+                while not is_last:
+                    reply, parts = await self._connection.answer(request_id, deadline_s, greeting)
+                    for run in read_runs(reply, parts, arenas, greeting.block_bytes):
+                        yield run
+                    is_last = not reply.get("more")
+            finally:
+                self._connection.mailbox.done(request_id)
+        except TROUBLE as trouble:
+            self._connection.failed(trouble, started_s)
+        else:
+            self._connection.succeeded()
+
+    async def fetch(self, match: Match, out: Bytes2D) -> Fetched:
+        self._check_blocks(out, "out")
+        started_s = time.monotonic()
+        wanted = min(match.decision.reload_blocks, len(out))
+        tier_of: list[str] = [""] * wanted
+        runs = self.fetch_runs(match)
+        try:
+            async for run in runs:
+                rows = out[run.first : min(run.first + run.num_blocks, wanted)]
+                if not len(rows):
+                    continue
+                is_valid = await self._connection.copy(partial(_copy_and_verify, run, rows))
+                if not is_valid:
+                    self._connection.last_error = "blocks were reused while they were copied"
+                span = slice(run.first, run.first + len(rows))
+                tier_of[span] = [run.tier if is_valid else ""] * len(rows)
+        finally:
+            await runs.aclose()
+        blocks = tier_of.index("") if "" in tier_of else wanted
+        by_tier = dict(Counter(tier_of[:blocks]))
+        return Fetched(blocks, time.monotonic() - started_s, by_tier)
+
+    async def release(self, match: Match, hop_bytes: float, hop_s: float, total_s: float) -> None:
+        started_s = time.monotonic()
+        body = {
+            "lease": match.lease,
+            "hop_bytes": float(hop_bytes),
+            "hop_s": float(hop_s),
+            "total_s": float(total_s),
+        }
+        try:
+            self._connection.begin(started_s)
+            greeting = self._connection.session_of(match)
+            if greeting is not None:
+                await self._connection.exchange(
+                    "release", body, started_s + self._connection.timeouts.call_s, greeting
+                )
+        except TROUBLE as trouble:
+            self._connection.failed(trouble, started_s)
+
+    async def put(
+        self,
+        tokens: Tokens,
+        blocks: Bytes2D | Fill,
+        first: int,
+        last: int | None,
+        durable: bool,
+    ) -> PutResult:
+        packed = encode_tokens(tokens)
+        whole = len(packed) // (TOKEN_BYTES * self._connection.spec.block_tokens)
+        last = whole if last is None else last
+        if not 0 <= first <= last <= whole:
+            raise ValueError(f"blocks {first} … {last} of a prompt of {whole} whole blocks")
+        source = Source(blocks, first, self._connection.spec.block_bytes)
+        if not callable(blocks):
+            self._check_blocks(blocks, "blocks")
+            if len(blocks) != last - first:
+                raise ValueError(f"{len(blocks)} blocks given for {first} … {last}")
+        tally = Tally()
+        started_s = time.monotonic()
+        try:
+            self._connection.begin(started_s)
+            if first < last:
+                await self._storing.put_chunks(
+                    packed, first, last, source, durable, started_s, tally
+                )
+        except TROUBLE as trouble:
+            self._connection.failed(trouble, started_s)
+        else:
+            self._connection.succeeded()
+        known = tally.stored + tally.present + tally.busy
+        is_durable = durable and tally.stored > 0 and tally.is_durable
+        refused = max(0, last - first - known)
+        return PutResult(tally.stored, tally.present, tally.busy, refused, is_durable)
+
+    async def observe(
+        self, num_requests: int, sum_n: float, sum_nc: float, decode_tokens: int, seconds: float
+    ) -> None:
+        """Sent, not waited for: it stands between an inference engine and its next step."""
+        started_s = time.monotonic()
+        body = {
+            "num_requests": num_requests,
+            "sum_n": float(sum_n),
+            "sum_nc": float(sum_nc),
+            "decode_tokens": decode_tokens,
+            "seconds": float(seconds),
+        }
+        try:
+            self._connection.begin(started_s)
+            deadline_s = started_s + self._connection.timeouts.call_s
+            await self._connection.post(
+                "observe", body, deadline_s, await self._connection.greeted(deadline_s)
+            )
+        except TROUBLE as trouble:
+            self._connection.failed(trouble, started_s)
+
+    async def ping(self) -> Ping | None:
+        started_s = time.monotonic()
+        reply = await self._connection.ask_plain("ping")
+        if reply is None:
+            return None
+        try:
+            ping = read_ping(reply, time.monotonic() - started_s)
+        except WireError as trouble:
+            self._connection.failed(trouble, started_s)
+            return None
+        if self._connection.greeting is not None and self._connection.greeting.epoch != ping.epoch:
+            self._connection.lose(self._connection.greeting)
+        return ping
+
+    async def stats(self) -> dict[str, Any] | None:
+        return await self._connection.ask_plain("stats")
+
+    async def health(self) -> dict[str, Any] | None:
+        return await self._connection.ask_plain("health")
+
+    async def heartbeat(self) -> bool:
+        return await self._connection.ask_in_session("heartbeat") is not None
+
+    async def clear(self) -> int:
+        reply = await self._connection.ask_in_session("clear")
+        try:
+            return 0 if reply is None else read_count(reply, "cleared")
+        except WireError as trouble:
+            self._connection.last_error = str(trouble)
+            return 0
+
+    def _check_blocks(self, blocks: Bytes2D, name: str) -> None:
+        block_bytes = self._connection.spec.block_bytes
+        if (
+            not isinstance(blocks, np.ndarray)
+            or blocks.dtype != np.uint8
+            or blocks.ndim != 2
+            or blocks.shape[1] != block_bytes
+            or not blocks.flags.c_contiguous
+        ):
+            found = f"{getattr(blocks, 'dtype', type(blocks).__name__)}"
+            found += f" {getattr(blocks, 'shape', '')}"
+            raise ValueError(f"{name} must be C-contiguous uint8 [n, {block_bytes}], not {found}")
+
+
+def _copy_and_verify(run: FetchedRun, rows: Bytes2D) -> bool:
+    run.copy_to(rows)
+    return run.verify()

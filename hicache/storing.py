@@ -1,0 +1,198 @@
+"""Storing blocks: put (where do they go?), write them there, commit (they are visible).
+
+    offer first … last-1 ──▶ placement: slots of the blocks the cache lacks
+                             write ──▶ commit ──▶ some refused? offer again while room turns up
+
+Between put and commit the daemon holds the slots for us: whatever happens, the ticket is committed
+or given up, and only after writing has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.answers import Bytes2D, Greeting, Placement, read_committed, read_placement
+from hicache.channel import Part
+from hicache.connection import BYE_S, TROUBLE, Connection
+from hicache.keys import TOKEN_BYTES
+from hicache.tiers.arena import Arena
+from hicache.tiers.block import slot_bytes_for
+from hicache.wire import WireError
+
+Fill = Callable[[int, npt.NDArray[np.uint8]], object]
+"""Write block number `index` of the prompt into a uint8 array of block_bytes."""
+
+CHUNK_BYTES: Final = 1 << 30
+"""A ticket's blocks are written within its life: no more than this at once."""
+_FRAME_ROOM: Final = 64 << 10
+_PAUSE_S: Final = 0.002
+_PATIENCE_S: Final = 0.1
+
+
+@dataclass(slots=True)
+class Tally:
+    """Blocks of one call by what became of them so far."""
+
+    stored: int = 0
+    present: int = 0
+    busy: int = 0
+    is_durable: bool = True
+
+
+class Source:
+    """The blocks of a put: an array of them, or a function that writes one."""
+
+    def __init__(self, blocks: Bytes2D | Fill, first: int, block_bytes: int) -> None:
+        self._blocks = blocks
+        self._first = first
+        self._block_bytes = block_bytes
+
+    def copy_in(self, arena: Arena, placement: Placement) -> None:
+        indices, slots = placement.indices, placement.slots
+        if callable(self._blocks):
+            for index, slot in zip(indices.tolist(), slots.tolist(), strict=True):
+                self._blocks(index, arena.view(slot, self._block_bytes))
+            return
+        # Indices in a row are one slice of the caller's array: no gathering copy.
+        breaks = np.flatnonzero(np.diff(indices.astype(np.int64)) != 1) + 1
+        slot_bytes = slot_bytes_for(self._block_bytes)
+        for run, run_slots in zip(np.split(indices, breaks), np.split(slots, breaks), strict=True):
+            start = int(run[0]) - self._first
+            arena.copy_in(run_slots, self._blocks[start : start + len(run)], slot_bytes)
+
+    def parts(self, placement: Placement) -> list[Part]:
+        if callable(self._blocks):
+            parts: list[Part] = []
+            for index in placement.indices.tolist():
+                block = np.empty(self._block_bytes, np.uint8)
+                self._blocks(index, block)
+                parts.append(block.data)
+            return parts
+        return [self._blocks[i - self._first].data for i in placement.indices.tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Blocks `first … last-1` of a prompt, and until when they are to be stored."""
+
+    packed: bytes
+    first: int
+    last: int
+    source: Source
+    durable: bool
+    deadline_s: float
+
+
+class Storing:
+    """The put of one connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def put_chunks(
+        self,
+        packed: bytes,
+        first: int,
+        last: int,
+        source: Source,
+        durable: bool,
+        started_s: float,
+        tally: Tally,
+    ) -> None:
+        greeting = await self._connection.greeted(started_s + self._connection.timeouts.call_s)
+        last = min(last, greeting.max_prompt_tokens // greeting.block_tokens)
+        chunk_bytes = CHUNK_BYTES
+        if greeting.transport == "frames":
+            chunk_bytes = greeting.max_message_bytes - _FRAME_ROOM
+        step = chunk_bytes // greeting.block_bytes
+        if step < 1:
+            self._connection.last_error = "a block is larger than a message may be"
+            return
+        deadline_s = started_s + self._connection.timeouts.put_s
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            offer = Offer(packed, start, stop, source, durable, deadline_s)
+            if not await self._put_chunk(offer, tally):
+                return
+
+    async def _put_chunk(self, offer: Offer, tally: Tally) -> bool:
+        """Offer blocks until all are held, or no more room turns up. False: some were refused."""
+        stored, present, busy = 0, tally.present, tally.busy
+        pause_s, impatient_s = _PAUSE_S, 0.0
+        while True:
+            greeting, placement = await self._place(offer)
+            tally.present = present + max(0, placement.present - stored)
+            tally.busy = busy + placement.busy
+            committed = 0
+            if placement.ticket:
+                committed = await self._write(placement, offer, greeting, tally)
+                stored += committed
+            now_s = time.monotonic()
+            if not placement.refused or now_s >= offer.deadline_s:
+                return not placement.refused
+            if committed:
+                pause_s, impatient_s = _PAUSE_S, now_s + _PATIENCE_S
+            elif now_s >= impatient_s:
+                return False
+            else:  # what we stored is on its way down and makes room
+                await self._connection.pause(pause_s)
+                pause_s *= 2
+
+    async def _place(self, offer: Offer) -> tuple[Greeting, Placement]:
+        token_bytes = TOKEN_BYTES * self._connection.spec.block_tokens
+        body = {
+            "tokens": offer.packed[: offer.last * token_bytes],
+            "first": offer.first,
+            "last": offer.last,
+        }
+        deadline_s = min(offer.deadline_s, time.monotonic() + self._connection.timeouts.call_s)
+        greeting, reply, _ = await self._connection.ask("put", body, deadline_s)
+        arenas = self._connection.arenas if greeting.transport == "arena" else None
+        try:
+            placement = read_placement(reply, offer.first, offer.last, arenas, greeting.block_bytes)
+        except WireError:
+            await self._give_up_ticket(reply.get("ticket"), greeting)
+            raise
+        return greeting, placement
+
+    async def _write(
+        self, placement: Placement, offer: Offer, greeting: Greeting, tally: Tally
+    ) -> int:
+        """Write the blocks and commit them; the number that became visible."""
+        parts: list[Part] = []
+        try:
+            if greeting.transport == "arena":
+                arena = self._connection.arenas[placement.tier]
+                await self._connection.copy(partial(offer.source.copy_in, arena, placement))
+            else:
+                parts = await self._connection.copy(partial(offer.source.parts, placement))
+        except BaseException:  # the caller's `fill` raised, or it was cancelled: writing has ended
+            await self._give_up_ticket(placement.ticket, greeting)
+            raise
+        body = {
+            "ticket": placement.ticket,
+            "indices": placement.indices.tobytes(),
+            "durable": offer.durable,
+        }
+        deadline_s = time.monotonic() + self._connection.timeouts.call_s
+        if offer.durable:
+            deadline_s = max(deadline_s, offer.deadline_s)
+        reply, _ = await self._connection.exchange("commit", body, deadline_s, greeting, parts)
+        committed, is_durable = read_committed(reply)
+        tally.stored += committed
+        tally.is_durable = tally.is_durable and is_durable
+        return committed
+
+    async def _give_up_ticket(self, ticket: object, greeting: Greeting) -> None:
+        if type(ticket) is int and ticket > 0:
+            with suppress(*TROUBLE):
+                deadline_s = time.monotonic() + BYE_S
+                await self._connection.post("abort", {"ticket": ticket}, deadline_s, greeting)
