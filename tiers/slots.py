@@ -35,11 +35,11 @@ NO_SLOTS = np.empty(0, np.int32)
 class _Region:
     """Adjacent slabs of one class. `free[head:]` are its free slots, ascending once sorted."""
 
-    __slots__ = ("first_slab", "free", "head", "is_sorted", "num_slabs", "num_slots", "stride")
+    __slots__ = ("cls", "first_slab", "free", "head", "is_sorted", "num_slabs", "num_slots")
 
-    def __init__(self, first_slab: int, num_slabs: int, slab_pages: int, stride: int) -> None:
-        first = first_slab * slab_pages
-        self.first_slab, self.num_slabs, self.stride = first_slab, num_slabs, stride
+    def __init__(self, cls: _Class, first_slab: int, num_slabs: int, slab_pages: int) -> None:
+        first, stride = first_slab * slab_pages, cls.stride
+        self.cls, self.first_slab, self.num_slabs = cls, first_slab, num_slabs
         self.num_slots = num_slabs * slab_pages // stride
         self.free: Ids = np.arange(first, first + self.num_slots * stride, stride, dtype=np.int32)
         self.head = 0
@@ -93,8 +93,8 @@ class SlotPool:
     handed out for the first time: slots of another size may have covered these pages, so a mapped
     tier raises their generations there (`Arena.raise_range`).
 
-    `spare_pages` are set aside beside every slot (LMDB's page header makes a value of n pages take
-    n + 1); they count neither as used nor as room.
+    `pages_of(slot bytes)` says how many pages a slot takes in a medium that adds something of its
+    own to each (`record_pages` of the disk tier); what it adds counts neither as used nor as room.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SlotPool:
         capacity_bytes: int,
         slab_bytes: int | None = None,
         *,
-        spare_pages: int = 0,
+        pages_of: Callable[[int], int] = lambda slot_bytes: slot_bytes // PAGE_BYTES,
         reshaped: Callable[[int, int], None] | None = None,
     ) -> None:
         if not PAGE_BYTES <= capacity_bytes <= MAX_TIER_BYTES:
@@ -120,7 +120,7 @@ class SlotPool:
         self.quarantined_bytes = 0
         self.slab_pages = slab_bytes // PAGE_BYTES
         self.num_slabs = num_pages // self.slab_pages
-        self._spare_pages = spare_pages
+        self._pages_of = pages_of
         self._reshaped = reshaped
         self._free_slabs = bytearray(b"\x01" * self.num_slabs)
         self._num_free_slabs = self.num_slabs
@@ -131,8 +131,8 @@ class SlotPool:
 
     @property
     def max_slot_bytes(self) -> int:
-        """The largest slot an empty tier could hold."""
-        return (self.num_slabs * self.slab_pages - self._spare_pages) * PAGE_BYTES
+        """The largest slot an empty tier could hold, where a slot takes its own pages only."""
+        return self.num_slabs * self.slab_pages * PAGE_BYTES
 
     def allocate(self, slot_bytes: int, count: int) -> Ids:
         """Up to `count` slots of the class, from regions in use first, the lowest pages first."""
@@ -241,7 +241,7 @@ class SlotPool:
     # --- regions -------------------------------------------------------------------------------
 
     def _regions(self, cls: _Class) -> list[_Region]:
-        regions = {id(r): r for r in self._region_of if r is not None and r.stride == cls.stride}
+        regions = {id(r): r for r in self._region_of if r is not None and r.cls is cls}
         return list(regions.values())
 
     def _class(self, slot_bytes: int) -> _Class:
@@ -249,7 +249,7 @@ class SlotPool:
         if cls is None:
             if slot_bytes <= 0 or slot_bytes % PAGE_BYTES:
                 raise ValueError(f"{slot_bytes} bytes are not a whole number of pages")
-            stride = slot_bytes // PAGE_BYTES + self._spare_pages
+            stride = self._pages_of(slot_bytes)
             cls = _Class(self._free_code(), stride, self._spans(stride))
             self._classes[slot_bytes] = cls
         return cls
@@ -284,7 +284,7 @@ class SlotPool:
             first = self._free_slabs.find(b"\x01" * span)
             if first < 0:
                 continue
-            region = _Region(first, span, self.slab_pages, cls.stride)
+            region = _Region(cls, first, span, self.slab_pages)
             self._free_slabs[first : first + span] = bytes(span)
             self._region_of[first : first + span] = [region] * span
             self._num_free_slabs -= span

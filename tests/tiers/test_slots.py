@@ -31,7 +31,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = SlotPool(
             capacity * PAGE_BYTES,
             slab_bytes,
-            spare_pages=self.spare,
+            pages_of=lambda slot_bytes: slot_bytes // PAGE_BYTES + self.spare,
             reshaped=lambda first, pages: self.reshaped.append((first, pages)),
         )
         self.used: dict[int, int] = {}  # slot → pages

@@ -1,0 +1,108 @@
+"""A device path of the disk tier: who holds it, how it was left, and what is set aside.
+
+One per disk worker, for as long as the process lives. The lock is a flock, so a killed holder's is
+free at once; the clean mark says whether the page cache had been written out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+
+from hicache.tiers.base import TierUnavailable
+from hicache.tiers.disk_format import FORMAT, State, boot_id, read_state, write_state
+
+_PREFIX = "class-"
+
+
+class DiskDevice:
+    """The directory at `path`, locked. `notes` says in sentences what opening it had to do."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        durability: str,
+        *,
+        lock_wait_s: float = 0.0,
+        set_aside: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        self.notes: list[str] = []
+        self._durability = durability
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = _lock(self.path / "hicache.lock", lock_wait_s)
+        except OSError as error:
+            raise TierUnavailable(f"{self.path}: {error.strerror}") from error
+        try:
+            self._recover(set_aside)
+            self.mark(is_clean=False)
+        except BaseException:
+            self.close()
+            raise
+
+    def directory(self, slot_bytes: int) -> Path:
+        """Where the environment of one slot-size class lies."""
+        return self.path / f"{_PREFIX}{slot_bytes}"
+
+    def classes(self) -> list[int]:
+        """The slot-size classes that have a directory here."""
+        names = [path.name.removeprefix(_PREFIX) for path in self.path.glob(_PREFIX + "*")]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def mark(self, is_clean: bool) -> None:
+        """Note on the medium how the device is being left."""
+        write_state(self.path / "state.json", State(FORMAT, self._durability, is_clean, boot_id()))
+
+    def set_aside(self, slot_bytes: int, reason: str) -> None:
+        """Out of the way, but not lost: the newest such copy is kept for whoever wants to look."""
+        directory = self.directory(slot_bytes)
+        for old in self.path.glob(f"aside-*-{directory.name}"):
+            shutil.rmtree(old, ignore_errors=True)
+        target = self.path / f"aside-{time.strftime('%Y%m%dT%H%M%S')}-{directory.name}"
+        directory.rename(target)
+        self.notes.append(f"{directory} was set aside as {target.name}: {reason}")
+
+    def close(self) -> None:
+        """Give the lock up. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _recover(self, set_aside: bool) -> None:
+        """Decide by how the device was left whether what it holds may be opened at all."""
+        state = read_state(self.path / "state.json")
+        if set_aside:
+            reason = "its worker died more than once while it was open"
+        elif state is None:
+            reason = "there is no readable record of its format"
+        elif state.durability == "fast" and not state.is_clean and state.boot_id != boot_id():
+            reason = "the machine went down while it was open with durability 'fast'"
+        else:
+            return
+        for slot_bytes in self.classes():
+            self.set_aside(slot_bytes, reason)
+
+
+def _lock(file: Path, wait_s: float) -> int:
+    """An exclusive lock on the device, our pid written in it."""
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    give_up_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= give_up_s:
+                holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+                os.close(fd)
+                raise TierUnavailable(
+                    f"{file.parent} is in use by the process with pid {holder}"
+                ) from None
+            time.sleep(0.02)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    return fd

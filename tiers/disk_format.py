@@ -1,0 +1,172 @@
+"""What lies on the disk beside the bytes: a block's header, the state of a device, its budget.
+
+Pure functions and one small file. `docs/disk-format.md` is the same in prose.
+
+A header describes one block completely, so that an index lost or a record swapped can be told from
+the record alone:
+
+    magic  version  depth  hits  block bytes  created  XXH3 of the bytes
+    namespace  key  parent  number of token bytes  tokens …  XXH3 of all this
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from hicache.tiers.base import Identity, TierUnavailable
+from hicache.tiers.block import PAGE_BYTES
+
+FORMAT = 1
+MAGIC = b"hicB"
+MAX_TOKEN_BYTES = 1 << 20
+_FIXED = struct.Struct("<4sHHIIQdQ32s32s32sI")
+_CHECK = struct.Struct("<Q")
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A stored block's identity, length, age and checksum. It is itself an `Identity`."""
+
+    namespace: bytes
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    depth: int
+    hits: int
+    block_bytes: int
+    checksum: int
+    created_s: float
+
+    def names(self, identity: Identity) -> bool:
+        """Is this the block that is asked for? The tokens decide, not the key alone."""
+        return (
+            self.key == identity.key
+            and self.namespace == identity.namespace
+            and self.parent == identity.parent
+            and self.tokens == identity.tokens
+        )
+
+
+def pack_header(identity: Identity, block_bytes: int, checksum: int, created_s: float) -> bytes:
+    """The header of a block about to be stored."""
+    fixed = _FIXED.pack(
+        MAGIC,
+        FORMAT,
+        0,
+        min(identity.depth, 0xFFFFFFFF),
+        min(identity.hits, 0xFFFFFFFF),
+        block_bytes,
+        created_s,
+        checksum,
+        identity.namespace,
+        identity.key,
+        identity.parent,
+        len(identity.tokens),
+    )
+    described = fixed + identity.tokens
+    return described + _CHECK.pack(xxhash.xxh3_64_intdigest(described))
+
+
+def unpack_header(packed: bytes) -> Header | None:
+    """The header, or None when these bytes are not one, whole and unchanged."""
+    if len(packed) < _FIXED.size + _CHECK.size:
+        return None
+    described = packed[: -_CHECK.size]
+    if _CHECK.pack(xxhash.xxh3_64_intdigest(described)) != packed[-_CHECK.size :]:
+        return None
+    magic, version, _, depth, hits, block_bytes, created_s, checksum, *names, length = (
+        _FIXED.unpack_from(described)
+    )
+    tokens = described[_FIXED.size :]
+    if (magic, version, length) != (MAGIC, FORMAT, len(tokens)):
+        return None
+    namespace, key, parent = names
+    return Header(namespace, key, parent, tokens, depth, hits, block_bytes, checksum, created_s)
+
+
+def derive_key(namespace: bytes, parent: bytes, tokens: bytes) -> bytes:
+    """The block's key, as hicache/keys.py defines it: a row whose key is another one is dropped."""
+    return hashlib.blake2b(namespace + parent + tokens, digest_size=32).digest()
+
+
+def usable_bytes(capacity_bytes: int, batch_bytes: int) -> int:
+    """How many bytes of blocks a map of this capacity may hold: the rest lets LMDB breathe.
+
+    Pages freed by one commit serve only the one after the next, so up to three batches of room
+    are in flight; below 5 % the B-trees and the free list would not fit. 0: too small to be used.
+    """
+    return max(0, capacity_bytes - max(capacity_bytes // 20, 3 * batch_bytes))
+
+
+def record_pages(slot_bytes: int) -> int:
+    """How many pages of a map one block of this class takes, its share of B-trees included.
+
+    A value that fills its pages needs one more for LMDB's page header. Short runs of pages are
+    also broken up by the single pages of the B-trees, so the smallest classes get a second.
+    """
+    pages = slot_bytes // PAGE_BYTES
+    return pages + (2 if pages < 16 else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How the device was left. `is_clean`: closed in order; `boot_id`: the boot that opened it."""
+
+    format: int
+    durability: str
+    is_clean: bool
+    boot_id: str
+
+
+def boot_id() -> str:
+    """Changes with every boot of the machine: what the page cache held before is gone."""
+    return BOOT_ID_FILE.read_text().strip()
+
+
+def read_state(file: Path) -> State | None:
+    """None when there is none, or nothing that can be understood. A newer format is refused."""
+    try:
+        found = json.loads(file.read_text())
+        state = State(
+            int(found["format"]),
+            str(found["durability"]),
+            found["clean"] is True,
+            str(found["boot_id"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if state.format > FORMAT:
+        raise TierUnavailable(
+            f"{file.parent} was written by a newer hicache (format {state.format}; this one knows "
+            f"{FORMAT}): upgrade hicache, or give the disk tier another path"
+        )
+    return state
+
+
+def write_state(file: Path, state: State) -> None:
+    """Replace the file as a whole, and make that last."""
+    new = file.with_suffix(".new")
+    content = {
+        "format": state.format,
+        "durability": state.durability,
+        "clean": state.is_clean,
+        "boot_id": state.boot_id,
+    }
+    with new.open("w") as out:
+        json.dump(content, out)
+        out.flush()
+        os.fsync(out.fileno())
+    new.rename(file)
+    directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
