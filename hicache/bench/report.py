@@ -1,0 +1,130 @@
+"""How a benchmark tells: rows as a table for people, or as JSON; progress on stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Protocol
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+MIN_WIDTH = 100
+
+
+class BenchError(click.ClickException):
+    """The benchmark cannot go on; the message is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class RpcRow:
+    """One kind of call: microseconds of `n` calls, beside a bare echo of the same payload."""
+
+    op: str
+    tokens: int
+    p50_us: float
+    p99_us: float
+    floor_p50_us: float
+    ratio: float
+    n: int
+
+    @classmethod
+    def of(cls, op: str, tokens: int, seconds: list[float], floor: list[float]) -> RpcRow:
+        p50, p99 = np.percentile(seconds, (50, 99)) * 1e6
+        floor_p50 = float(np.median(floor)) * 1e6
+        ratio = round(float(p50) / floor_p50, 3)
+        p50_us, p99_us = round(float(p50), 2), round(float(p99), 2)
+        return cls(op, tokens, p50_us, p99_us, round(floor_p50, 2), ratio, len(seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRow:
+    """Blocks per second in GB (10⁹ bytes), from the median of `n` calls, beside a bare copy."""
+
+    op: str
+    value_bytes: int
+    blocks_per_call: int
+    gb_s: float
+    floor_gb_s: float
+    ratio: float
+    n: int
+
+    @classmethod
+    def of(
+        cls, op: str, value_bytes: int, blocks: int, seconds: list[float], floor: list[float]
+    ) -> StoreRow:
+        total = value_bytes * blocks / 1e9
+        speed, floor_speed = total / float(np.median(seconds)), total / float(np.median(floor))
+        figures = (round(speed, 3), round(floor_speed, 3), round(speed / floor_speed, 3))
+        return cls(op, value_bytes, blocks, *figures, len(seconds))
+
+
+Row = RpcRow | StoreRow
+
+
+class Step(Protocol):
+    """Called as work goes on."""
+
+    def __call__(self, what: str, done: int, total: int) -> None: ...
+
+
+class ProgressLine(AbstractContextManager["ProgressLine"]):
+    """One line on stderr that says what is measured now."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._progress.add_task("starting", total=None)
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self._progress.update(self._task, description=what, completed=done, total=total)
+
+    def __enter__(self) -> ProgressLine:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def tell(rows: Sequence[Row], title: str, json_target: str | None) -> None:
+    """A table on stdout; or JSON, on stdout (`-`) or into a file beside the table."""
+    data = json.dumps({"rows": [asdict(row) for row in rows]}, indent=2)
+    if json_target == "-":
+        click.echo(data)
+        return
+    if json_target:
+        Path(json_target).write_text(data + "\n")
+    wide_console().print(_table(rows, title))
+
+
+def wide_console() -> Console:
+    """Stdout, never narrower than our tables when it is a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(MIN_WIDTH, console.width))
+
+
+def _table(rows: Sequence[Row], title: str) -> Table:
+    table = Table(title=title)
+    for position, field in enumerate(fields(rows[0])):
+        table.add_column(field.name, justify="right" if position else "left")
+    for row in rows:
+        table.add_row(*(_shown(value) for value in asdict(row).values()))
+    return table
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,134 @@
+"""Round trips: ping, and match of prompts that are wholly held or not at all.
+
+Batches of calls through the client alternate with as many bare echoes of the same bytes, both over
+`ipc://`, each with its server in another process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.bench.floor import Echo
+from hicache.bench.lodging import lodging
+from hicache.bench.report import BenchError, RpcRow, Step
+from hicache.client import Client, LayerGroup, Match, NamespaceSpec
+from hicache.wire import pack
+
+TOKENS = (8192, 512, 32768, 131072)
+BLOCK_BYTES = 4096
+BATCH = 20
+WARM_UP = 100
+
+Prompt = npt.NDArray[np.uint32]
+
+
+def run(endpoint: str | None, block_tokens: int, num_calls: int, step: Step) -> list[RpcRow]:
+    """The rows, at least `num_calls` calls each. Raises BenchError."""
+    config = {"block_tokens": block_tokens, "tiers": {"dram": {"size": "128MiB"}}}
+    with lodging(endpoint, config) as (daemon, folder):
+        floor = f"ipc://{folder}/floor.sock"
+        with Client(_spec(block_tokens), daemon, name="bench rpc") as client, Echo(floor) as echo:
+            return _Rpc(client, echo, block_tokens, num_calls, step).rows()
+
+
+def _spec(block_tokens: int) -> NamespaceSpec:
+    return NamespaceSpec(
+        model_digest="bench",
+        weights_digest=f"bench {time.time_ns()}",
+        dtype="uint8",
+        groups=(LayerGroup(1, 1, BLOCK_BYTES // block_tokens, "bench"),),
+        block_tokens=block_tokens,
+        block_bytes=BLOCK_BYTES,
+        name="bench rpc",
+    )
+
+
+class _Rpc:
+    def __init__(
+        self, client: Client, echo: Echo, block_tokens: int, num_calls: int, step: Step
+    ) -> None:
+        self._client = client
+        self._echo = echo
+        self._block_tokens = block_tokens
+        self._num_batches = -(-num_calls // BATCH)
+        self._step = step
+        self._rng = np.random.default_rng(1)
+
+    def rows(self) -> list[RpcRow]:
+        rows = [self._measure("ping", 0, _payload("ping"), self._ping, _nothing)]
+        for num_tokens in TOKENS:
+            for op, prompt in (
+                ("match", self._held(num_tokens)),
+                ("match_miss", self._random(num_tokens)),
+            ):
+                wanted = num_tokens // self._block_tokens if op == "match" else 0
+
+                def call(prompt: Prompt = prompt, wanted: int = wanted) -> Match:
+                    match = self._client.match(prompt)
+                    if not match.is_answered or match.hit_blocks != wanted:
+                        raise BenchError(f"a match went wrong: {match.decision.sentence}")
+                    return match
+
+                payload = _payload("match", tokens=prompt.tobytes())
+                rows.append(self._measure(op, num_tokens, payload, call, self._client.release))
+        return rows
+
+    def _measure(
+        self,
+        op: str,
+        num_tokens: int,
+        payload: bytes,
+        call: Callable[[], Any],
+        undo: Callable[[Any], object],
+    ) -> RpcRow:
+        """What `undo` does (giving leases back) is not timed."""
+        for _ in range(WARM_UP):
+            undo(call())
+            self._echo.call(payload)
+        seconds: list[float] = []
+        floor: list[float] = []
+        clock = time.perf_counter
+        for batch in range(self._num_batches):
+            self._step(f"{op}, {num_tokens:,} tokens", batch, self._num_batches)
+            for _ in range(BATCH):
+                start = clock()
+                answer = call()
+                seconds.append(clock() - start)
+                undo(answer)
+            for _ in range(BATCH):
+                start = clock()
+                self._echo.call(payload)
+                floor.append(clock() - start)
+        return RpcRow.of(op, num_tokens, seconds, floor)
+
+    def _ping(self) -> None:
+        if self._client.ping() is None:
+            raise BenchError(f"a ping went wrong: {self._client.last_error}")
+
+    def _random(self, num_tokens: int) -> Prompt:
+        return self._rng.integers(0, 2**32, num_tokens, np.uint32)
+
+    def _held(self, num_tokens: int) -> Prompt:
+        """A prompt whose blocks are all stored, and nothing else."""
+        self._client.clear()
+        prompt = self._random(num_tokens)
+        blocks = np.ones((num_tokens // self._block_tokens, BLOCK_BYTES), np.uint8)
+        result = self._client.put(prompt, blocks)
+        if result.stored != len(blocks):
+            raise BenchError(f"the prompt could not be stored: {result}; {self._client.last_error}")
+        return prompt
+
+
+def _payload(op: str, **body: bytes) -> bytes:
+    """A request as the client sends it."""
+    head = {"op": op, "id": 12345, "sent_s": time.monotonic(), "deadline_s": 0.9, **body}
+    return pack({**head, "s": bytes(16)} if op == "match" else head)
+
+
+def _nothing(_: object) -> None:
+    pass

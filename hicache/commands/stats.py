@@ -1,0 +1,271 @@
+"""`hicache stats`: what a daemon holds, does and decides, as tables or as data."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hicache.client import DaemonAbsent, DaemonError, admin_call
+from hicache.endpoint import default_endpoint
+
+MIN_WIDTH = 100
+Stats = Mapping[str, Any]
+
+
+@click.command()
+@click.option("--endpoint", help="Where the daemon listens.")
+@click.option("--timeout", "timeout_s", default=5.0, show_default=True, help="Seconds.")
+@click.option("--json", "as_json", is_flag=True, help="As data; with --watch, one line each time.")
+@click.option(
+    "--watch",
+    "watch_s",
+    is_flag=False,
+    flag_value=2.0,
+    type=click.FloatRange(min=0.05),
+    default=None,
+    metavar="[SECONDS]",
+    help="Again every so often, 2 seconds if not said.",
+)
+def stats(endpoint: str | None, timeout_s: float, as_json: bool, watch_s: float | None) -> None:
+    """Show what a daemon holds, does and decides. Exits 1 if none answers."""
+    endpoint = endpoint or default_endpoint(os.environ, os.getuid())
+    try:
+        if watch_s is None:
+            _show_once(admin_call(endpoint, "stats", timeout_s=timeout_s), as_json)
+        else:
+            _watch(endpoint, timeout_s, as_json, watch_s)
+    except (DaemonAbsent, DaemonError) as error:
+        click.echo(str(error), err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        pass
+
+
+def _show_once(reply: Stats, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(reply, indent=2, default=_as_text))
+    else:
+        _console().print(render(reply))
+
+
+def _watch(endpoint: str, timeout_s: float, as_json: bool, watch_s: float) -> None:
+    """The first answer must come; later a daemon may be away for a while."""
+    reply: Stats = admin_call(endpoint, "stats", timeout_s=timeout_s)
+    if as_json:
+        while True:
+            click.echo(json.dumps(reply, default=_as_text))
+            time.sleep(watch_s)
+            reply = admin_call(endpoint, "stats", timeout_s=timeout_s)
+    with Live(render(reply), console=_console(), auto_refresh=False, screen=False) as live:
+        while True:
+            time.sleep(watch_s)
+            try:
+                shown = render(admin_call(endpoint, "stats", timeout_s=timeout_s))
+            except (DaemonAbsent, DaemonError) as error:
+                shown = Text(str(error), style="red")
+            live.update(shown, refresh=True)
+
+
+def _console() -> Console:
+    """A pipe has no width of its own: tables must not be cut there."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(MIN_WIDTH, console.width))
+
+
+def _as_text(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def render(stats: Stats) -> RenderableType:
+    """All of it, in 100 columns. A key that an older daemon lacks shows as a dash."""
+    parts: list[RenderableType] = [_headline(stats), _tiers(stats), _traffic(stats)]
+    parts += _notes(stats)
+    if stats.get("links"):
+        parts.append(_links(stats))
+    if stats.get("planner"):
+        parts.append(_planner(stats["planner"]))
+    if stats.get("namespaces"):
+        parts.append(_namespaces(stats))
+    parts.append(_counts(stats))
+    return Group(*parts)
+
+
+def _headline(stats: Stats) -> Text:
+    index = stats.get("index") or {}
+    return Text(
+        f"hicache {stats.get('version', '?')}, pid {stats.get('pid', '?')}, up "
+        f"{_seconds(stats.get('uptime_s'))}; {_number(stats.get('sessions'))} sessions, "
+        f"{_number(stats.get('leases'))} leases; {_number(index.get('blocks'))} blocks "
+        f"({_number(index.get('tokens'))} tokens) in {_number(index.get('nodes'))} nodes"
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="right" if position else "left", overflow="fold")
+    return table
+
+
+def _tiers(stats: Stats) -> Table:
+    table = _table(
+        "tiers",
+        "tier",
+        "medium",
+        "state",
+        "capacity",
+        "used",
+        "full",
+        "held back",
+        "blocks",
+        "queue",
+    )
+    for tier in stats.get("tiers") or ():
+        queued = _number(tier.get("queue_depth"))
+        if tier.get("queue_bytes"):
+            queued += f" ({_bytes(tier['queue_bytes'])})"
+        table.add_row(
+            str(tier.get("name", "–")),
+            str(tier.get("medium", "–")),
+            str(tier.get("state", "–")),
+            _bytes(tier.get("capacity_bytes")),
+            _bytes(tier.get("used_bytes")),
+            _share(tier.get("used_bytes"), tier.get("capacity_bytes")),
+            _bytes(tier.get("quarantined_bytes")),
+            _number(tier.get("blocks")),
+            queued,
+        )
+    return table
+
+
+def _traffic(stats: Stats) -> Table:
+    table = _table(
+        "what they did",
+        "tier",
+        "hits",
+        "hit tokens",
+        "served",
+        "saved",
+        "promoted",
+        "demoted",
+        "evicted",
+        "removed",
+    )
+    for tier in stats.get("tiers") or ():
+        table.add_row(
+            str(tier.get("name", "–")),
+            _number(tier.get("hits")),
+            _number(tier.get("hit_tokens")),
+            _bytes(tier.get("bytes_served")),
+            _seconds(tier.get("seconds_saved")),
+            *(
+                _number(tier.get(key))
+                for key in ("promotions", "demotions", "evictions", "removed")
+            ),
+        )
+    return table
+
+
+def _notes(stats: Stats) -> Iterator[Text]:
+    for tier in stats.get("tiers") or ():
+        if tier.get("note"):
+            yield Text(f"{tier.get('name', '?')}: {tier['note']}", style="yellow")
+
+
+def _links(stats: Stats) -> Table:
+    table = _table("links", "from → to", "speed", "latency", "moves", "failed")
+    for link in stats["links"]:
+        speed = link.get("bytes_per_s")
+        table.add_row(
+            f"{link.get('src', '?')} → {link.get('dst', '?')}",
+            "–" if speed is None else f"{_bytes(speed)}/s",
+            _seconds(link.get("latency_s")),
+            _number(link.get("moves")),
+            _number(link.get("failed")),
+        )
+    return table
+
+
+def _planner(planner: Stats) -> Table:
+    table = _table(
+        "planner", "mode", "reload", "partial", "recompute", "mean error", "relative", "prefill"
+    )
+    decisions = planner.get("decisions") or {}
+    relative, speed = planner.get("mean_relative_error"), planner.get("prefill_tokens_per_s")
+    table.add_row(
+        str(planner.get("mode", "–")),
+        *(_number(decisions.get(name)) for name in ("reload", "partial", "recompute")),
+        _seconds(planner.get("mean_abs_error_s")),
+        "–" if relative is None else f"{relative:.1%}",
+        "–" if speed is None else f"{speed:,.0f} tokens/s",
+    )
+    return table
+
+
+def _namespaces(stats: Stats) -> Table:
+    table = _table("namespaces", "name", "digest", "tokens/block", "bytes/block", "blocks")
+    for space in stats["namespaces"]:
+        digest = space.get("digest", "")
+        table.add_row(
+            str(space.get("name") or "–"),
+            (digest.hex() if isinstance(digest, bytes) else str(digest))[:16],
+            _number(space.get("block_tokens")),
+            _bytes(space.get("block_bytes")),
+            _number(space.get("blocks")),
+        )
+    return table
+
+
+def _counts(stats: Stats) -> Text:
+    """Counters by name, those that are not zero."""
+    lines = []
+    for title in ("puts", "requests", "errors"):
+        counts = stats.get(title) or {}
+        listed = ", ".join(f"{name} {_number(count)}" for name, count in counts.items() if count)
+        lines.append(f"{title}: {listed or 'none'}")
+    return Text("\n".join(lines))
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+
+
+def _share(part: Any, whole: Any) -> str:
+    return f"{part / whole:.0%}" if whole and part is not None else "–"
+
+
+def _bytes(value: Any) -> str:
+    if value is None:
+        return "–"
+    size, unit = float(value), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:,.0f} {unit}" if unit == "B" or size >= 100 else f"{size:,.1f} {unit}"
+
+
+def _seconds(value: Any) -> str:
+    if value is None:
+        return "–"
+    seconds = float(value)
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    if seconds >= 120:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    if seconds >= 1 or seconds == 0:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
