@@ -106,6 +106,9 @@ class Evictor:
         if len(ids) < len(node):
             house.queue(house.index.split(node, len(node) - len(ids), namespace.step))
         freed = self._send_away(node, tier, ids)
+        if not freed:  # asked again when a lease or a move has ended, not in this round
+            house.park(node, tier)
+            return 0
         house.queue(node)
         if node.parent is not None and node.parent.parent is not None:
             house.queue(node.parent)
@@ -139,7 +142,6 @@ class Evictor:
         if elsewhere:
             return self._give_up_copy(ids, tier)
         if below is not None and self.room_is_coming(below):
-            house.park(node, tier)
             return 0
         return self.drop(node, tier)
 
@@ -181,7 +183,6 @@ class Evictor:
     def drop(self, node: Node, tier: int) -> int:
         """Forget the blocks of a leaf that has no other place. Not while anything hangs below."""
         if node.children:
-            self.residency.park(node, tier)
             return 0
         ids = node.block_ids()
         self.dropped += len(ids)
