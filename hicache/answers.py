@@ -250,26 +250,29 @@ def read_greeting(reply: Mapping[str, Any], block_tokens: int, block_bytes: int)
     return greeting
 
 
+_DECISION_FIELDS: Final = (
+    ("name", str),
+    ("reload_blocks", int),
+    ("reason", str),
+    ("sentence", str),
+    ("reload_s", float),
+    ("prefill_s", float),
+    ("recompute_s", float),
+)
+_MATCH_FIELDS: Final = (("lease", int), ("hit_blocks", int), ("runs", list), ("decision", dict))
+
+
 def read_match(reply: Mapping[str, Any], session: bytes) -> Match:
-    fields = _get(reply, "decision", dict)
-    decision = Decision(
-        name=_get(fields, "name", str),
-        reload_blocks=_count(fields, "reload_blocks"),
-        reason=_get(fields, "reason", str),
-        sentence=_get(fields, "sentence", str),
-        reload_s=_seconds(fields, "reload_s"),
-        prefill_s=_seconds(fields, "prefill_s"),
-        recompute_s=_seconds(fields, "recompute_s"),
-    )
+    lease, hit_blocks, runs, fields = _read(reply, _MATCH_FIELDS)
+    decision = Decision(*_read(fields, _DECISION_FIELDS))
     if decision.name not in _DECISIONS:
         raise WireError("malformed", f"decision: {decision.name[:40]!r} is not known")
-    runs = tuple(_tier_run(run) for run in _get(reply, "runs", list))
-    match = Match(
-        _count(reply, "lease"), _count(reply, "hit_blocks"), runs, decision, session=session
-    )
-    if decision.reload_blocks > match.hit_blocks:
+    if decision.reload_blocks > hit_blocks:
         raise WireError("malformed", "decision: more blocks to reload than are held")
-    return match
+    for run in runs:
+        if type(run) is not list or len(run) != 2 or (type(run[0]), type(run[1])) != (str, int):
+            raise WireError("malformed", "runs: each must be [tier, n]")
+    return Match(lease, hit_blocks, tuple(map(tuple, runs)), decision, True, session)
 
 
 def read_runs(
@@ -354,6 +357,19 @@ def read_count(reply: Mapping[str, Any], name: str) -> int:
     return _count(reply, name)
 
 
+def _read(fields: Mapping[str, Any], table: Sequence[tuple[str, type]]) -> list[Any]:
+    """The fields of a table in order; on the way of every match, so one loop and no calls."""
+    values: list[Any] = []
+    for name, kind in table:
+        value = fields.get(name)
+        if type(value) is not kind:
+            value = _seconds(fields, name) if kind is float else _get(fields, name, kind)
+        elif isinstance(value, int) and value < 0:
+            raise WireError("malformed", f"{name}: {value} in a reply")
+        values.append(value)
+    return values
+
+
 def _get(fields: Mapping[str, Any], name: str, kind: type) -> Any:
     value = fields.get(name)
     if type(value) is not kind:
@@ -388,13 +404,6 @@ def _slots(fields: Mapping[str, Any], name: str) -> Ids:
     if len(slots) and int(slots.max()) >= 1 << 31:
         raise WireError("malformed", f"{name}: a slot's number has 31 bits")
     return slots.astype(np.int32)
-
-
-def _tier_run(run: object) -> tuple[str, int]:
-    match run:
-        case [str(tier), int(num)] if num >= 0:
-            return tier, num
-    raise WireError("malformed", "runs: each must be [tier, n]")
 
 
 def _arena_file(entry: object) -> ArenaFile:
