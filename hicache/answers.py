@@ -48,8 +48,8 @@ class Match:
 
     `hit_blocks` whole blocks are held; `runs` says in which tier, front to back, as (tier, number
     of blocks). The first `decision.reload_blocks` of them are worth fetching and are held for this
-    client under `lease` until `release` (0: nothing is held). `blocks_known` is false when no
-    daemon answered.
+    client under `lease` until `release` (0: nothing is held). `is_answered` is false when no
+    daemon answered; `session` is whose lease it is.
     """
 
     lease: int

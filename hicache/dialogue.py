@@ -242,5 +242,8 @@ class Dialogue:
 
 
 def _copy_and_verify(run: FetchedRun, rows: Bytes2D) -> bool:
-    run.copy_to(rows)
+    try:
+        run.copy_to(rows)
+    except ValueError:  # another task opened a new session, whose arena took this one's place
+        return False
     return run.verify()
