@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_rows_as_data_and_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
 
 
-def bench(*arguments: str) -> list[dict[str, float]]:
+def bench(*arguments: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "hicache", "bench", *arguments, "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
