@@ -80,9 +80,10 @@ class Connection:
         self._spec_fields = spec.to_wire()
         self._port = port
         # A path of another host may exist here too: over tcp, sharing memory must be asked for.
+        # On ipc `auto` lets the daemon choose: it shares memory if it can see this process die.
         self._may_fall_back = transport == "auto"
-        shares_host = transport == "arena" or (transport == "auto" and ipc_path(endpoint))
-        self._wished = "arena" if shares_host else "frames"
+        is_remote = transport == "auto" and ipc_path(endpoint) is None
+        self._wished: str = "frames" if is_remote else transport
         self._name = name[:200]
         self._retired: list[Arena] = []
         self._num_copying = 0

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -707,7 +708,7 @@ def test_blocks_are_written_to_and_read_from_the_arena(
     daemon.on("commit", commit_all)
     client = connect()
     assert client.put(TOKENS, rows(4)).stored == 3
-    assert daemon.wait_for("hello").body["transport"] == "arena"
+    assert daemon.wait_for("hello").body["transport"] == "auto"
     assert daemon.wait_for("commit").parts == []
     for slot, block in ((4, 0), (5, 1), (2, 3)):
         assert (arena.view(slot, 64) == rows(4)[block]).all()
@@ -785,9 +786,10 @@ def test_an_arena_that_cannot_be_mapped_means_frames(
     connect: Any, daemon: ScriptedDaemon, arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
     def by_transport(seen: Seen) -> dict[str, Any]:
-        wished = seen.body["transport"]
+        if seen.body["transport"] == "frames":
+            return greeting()
         missing = [{"tier": "dram", "path": "/nowhere/arena", "bytes": 4096}]
-        return greeting(transport=wished, arenas=missing if wished == "arena" else [])
+        return greeting(transport="arena", arenas=missing)
 
     daemon.on("hello", by_transport)
     daemon.on("match", hit(1))
@@ -808,6 +810,31 @@ def test_an_arena_that_was_asked_for_and_cannot_be_mapped_is_a_miss(
     daemon.on("hello", greeting(transport="arena", arenas=missing))
     client = connect(transport="arena")
     assert "/nowhere/arena" in client.match(TOKENS).decision.sentence
+
+
+@pytest.mark.parametrize(
+    ("transport", "scheme", "said"),
+    [
+        ("auto", "ipc", "auto"),
+        ("auto", "tcp", "frames"),
+        ("arena", "tcp", "arena"),
+        ("frames", "ipc", "frames"),
+    ],
+)
+def test_which_transport_is_asked_for(
+    endpoint: str, transport: Any, scheme: str, said: str
+) -> None:
+    """Over tcp the arena's path is another host's, unless the caller knows better."""
+    if scheme == "tcp":
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    with (
+        ScriptedDaemon(endpoint) as daemon,
+        Client(SPEC, endpoint, timeout_s=PLENTY_S, transport=transport) as client,
+    ):
+        daemon.on("match", hit(0))
+        assert client.match(TOKENS).is_answered
+        assert daemon.wait_for("hello").body["transport"] == said
 
 
 # --- asyncio alone ------------------------------------------------------------------------------
