@@ -91,7 +91,8 @@ class BlockTable:
 
     def free(self, ids: Ids) -> None:
         """Forget blocks that have no copy left and no lease."""
-        assert not self.tags[ids].any() and not self.leases[ids].any(), "a held block was freed"
+        assert not self.tags[ids].any(), "a block with copies was freed"
+        assert not self.leases[ids].any(), "a leased block was freed"
         self.node[ids] = -1
         self.hits[ids] = 0
         top = self._num_free

@@ -100,9 +100,10 @@ class CacheEngine:
         """Fill in `identity` of moves that touch a durable tier, just before they leave."""
         self.identities.fill(moves)
 
-    def configure(self, settings: EngineSettings) -> None:
-        """Apply what can change while serving."""
+    def configure(self, settings: EngineSettings, tiers: Sequence[TierSpec]) -> None:
+        """Apply what can change while serving: settings, and the tiers' watermarks."""
         self.settings = settings
+        self.residency.tiers = tuple(tiers)
         self.planner.settings = settings.planner
         self.evictor.max_moving_bytes = settings.max_moving_bytes
 
@@ -296,7 +297,6 @@ class CacheEngine:
         new = event.last - known
         wanted = len(lacking) + new
         if wanted == 0:
-            self._count_put(0, present, busy, 0)
             return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, 0, False)
         pinned = path.ids()  # the path itself must not be given up to make room for its end
         house.blocks.leases[pinned] += 1
@@ -304,7 +304,6 @@ class CacheEngine:
         house.blocks.leases[pinned] -= 1
         house.unpark()
         refused = wanted - len(slots)
-        self._count_put(0, present, busy, 0)
         if len(slots) == 0:
             coming = any(map(self.evictor.room_is_coming, range(len(house.tiers))))
             self._make_progress()
@@ -355,7 +354,6 @@ class CacheEngine:
         namespace = house.namespaces[ticket.namespace]
         house.blocks.change(ticket.tier, done, State.READY)
         house.blocks.vacate(ticket.tier, undone, namespace.slot_bytes)
-        self._count_put(len(done), 0, 0, len(undone))
         house.settle(ticket.ids)
         if len(done):
             if event.durable or self.settings.write_policy == "write_through":
@@ -584,13 +582,6 @@ class CacheEngine:
         if lease is None:
             raise p.UnknownLease(lease_id)
         return lease
-
-    def _count_put(self, stored: int, present: int, busy: int, refused: int) -> None:
-        puts = self.ledger.puts
-        puts["stored"] += stored
-        puts["present"] += present
-        puts["busy"] += busy
-        puts["refused"] += refused
 
     def story(self, block: int) -> str:
         """One block in words."""

@@ -27,7 +27,6 @@ from hicache.engine.plan import Move, Priority, ReadyRun
 from hicache.engine.residency import NO_TIER, Namespace, Residency
 from hicache.tiers.block import Ids
 
-
 Positions = npt.NDArray[np.intp]
 """Positions within a lease: shape [n]."""
 

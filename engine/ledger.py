@@ -31,9 +31,6 @@ class Ledger:
         default_factory=lambda: {"reload": 0, "partial": 0, "recompute": 0}
     )
     reasons: dict[str, int] = field(default_factory=dict)
-    puts: dict[str, int] = field(
-        default_factory=lambda: {"stored": 0, "present": 0, "busy": 0, "refused": 0}
-    )
     num_judged: int = 0
     abs_error_s: float = 0.0
     relative_error: float = 0.0

@@ -1,0 +1,200 @@
+"""From a configuration to the parts of a daemon: tiers, workers, cache engine. Wiring, no policy.
+
+Adding a tier means one more `_…_tier` here, its link's WorkerConfig, and its row of config.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hicache.config import Config, TiersConfig
+from hicache.config.models import TierConfig
+from hicache.engine.core import CacheEngine
+from hicache.engine.cost import PrefillPrior
+from hicache.engine.planner import PlannerSettings
+from hicache.engine.settings import EngineSettings
+from hicache.tiers.arena import Arena
+from hicache.tiers.block import TierSpec
+from hicache.tiers.disk_format import record_pages, usable_bytes
+from hicache.tiers.dram import DramTier
+from hicache.tiers.hbm import HostPool, pick_device
+from hicache.tiers.slots import SlotPool
+from hicache.transfer.messages import WorkerConfig
+
+ARENA_PREFIX = "hicache-"
+Progress = Callable[[str, int, int], None]
+"""(what, bytes done, bytes in all)."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a daemon is made of. Tiers fastest first; `media` says in words what each one is."""
+
+    tiers: list[TierSpec] = field(default_factory=list)
+    pools: list[SlotPool] = field(default_factory=list)
+    media: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    mapped: list[DramTier] = field(default_factory=list)
+    workers: list[WorkerConfig] = field(default_factory=list)
+    links: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def arenas(self) -> dict[str, Arena]:
+        """The mapped tiers' arenas by tier name."""
+        named = [spec.name for spec in self.tiers if spec.mapped]
+        return {name: tier.arena for name, tier in zip(named, self.mapped, strict=True)}
+
+    def close(self) -> None:
+        """Unmap and remove the arenas."""
+        for tier in self.mapped:
+            tier.close()
+
+
+def assemble(config: Config, progress: Progress) -> Parts:
+    """Make the tiers (memory is allocated and touched here, with progress).
+
+    Raises ArenaError with a sentence when the memory cannot be had; nothing is left behind then.
+    """
+    parts = Parts()
+    try:
+        _add_tiers(parts, config.tiers, config.planner.probe_links, progress)
+    except BaseException:
+        parts.close()
+        raise
+    parts.links = _links(parts.tiers, parts.workers)
+    return parts
+
+
+def engine_settings(config: Config) -> EngineSettings:
+    """The cache engine's own piece of the configuration."""
+    planner = config.planner
+    default = PrefillPrior()
+    return EngineSettings(
+        write_policy=config.write_policy,
+        selective_hits=config.selective_hits,
+        planner=PlannerSettings(planner.mode, planner.recompute_band, planner.exploration),
+        prior=PrefillPrior(
+            default.fixed_s if planner.prior_fixed_s is None else planner.prior_fixed_s,
+            default.per_token_s if planner.prior_per_token_s is None else planner.prior_per_token_s,
+            planner.prior_per_token_squared_s or default.per_pair_s,
+        ),
+        max_moving_bytes=min(config.limits.max_queued_bytes, 256 << 20),
+    )
+
+
+def new_engine(config: Config, parts: Parts) -> CacheEngine:
+    """A cache engine over these parts."""
+    return CacheEngine(
+        parts.tiers, parts.pools, parts.links, engine_settings(config), random.random
+    )
+
+
+def tier_specs(config: Config, specs: Sequence[TierSpec]) -> list[TierSpec]:
+    """The tiers with the configuration's watermarks, for a live change."""
+    changed = []
+    for spec in specs:
+        tier: TierConfig = getattr(config.tiers, spec.name)
+        changed.append(_spec(spec.name, spec.capacity_bytes, tier, spec.mapped, spec.durable))
+    return changed
+
+
+def _add_tiers(parts: Parts, tiers: TiersConfig, probe: bool, progress: Progress) -> None:
+    dram = DramTier(
+        tiers.dram.path,
+        f"{ARENA_PREFIX}dram-",
+        tiers.dram.size_bytes,
+        huge_pages=tiers.dram.huge_pages,
+        progress=_report(progress, "dram") if tiers.dram.pretouch else None,
+    )
+    try:
+        if tiers.hbm is not None:
+            _add_hbm(parts, tiers, dram.arena, probe, progress)
+    finally:
+        parts.tiers.append(_spec("dram", dram.pool.capacity_bytes, tiers.dram, True, False))
+        parts.pools.append(dram.pool)
+        parts.mapped.append(dram)
+        parts.media["dram"] = "shared memory"
+    if tiers.disk is not None:
+        _add_disk(parts, tiers, dram.arena, probe)
+
+
+def _add_hbm(
+    parts: Parts, tiers: TiersConfig, dram: Arena, probe: bool, progress: Progress
+) -> None:
+    assert tiers.hbm is not None
+    device = pick_device(tiers.hbm.device)
+    parts.notes["hbm"] = device.reason
+    if device.kind == "host":
+        pool = HostPool(
+            tiers.hbm.path,
+            f"{ARENA_PREFIX}hbm-",
+            tiers.hbm.size_bytes,
+            progress=_report(progress, "hbm"),
+        )
+        parts.mapped.append(pool)
+        parts.pools.append(pool.pool)
+        parts.media["hbm"] = "host memory (emulated)"
+        far: dict[str, Any] = {"kind": "memory", "far_path": str(pool.path)}
+    else:
+        parts.pools.append(SlotPool(tiers.hbm.size_bytes))
+        parts.media["hbm"] = f"GPU {device.index}"
+        far = {"kind": "cuda", "gpu": device.index}
+    gpu = max(0, device.index)
+    capacity = parts.pools[-1].capacity_bytes
+    parts.tiers.append(_spec("hbm", capacity, tiers.hbm, device.kind == "host", False))
+    parts.workers.append(
+        WorkerConfig(
+            device=f"gpu:{gpu}",
+            title=f"hicache-gpu-{gpu}",
+            near="dram",
+            near_path=str(dram.path),
+            far="hbm",
+            capacity_bytes=capacity,
+            probe_bytes=(8 << 20) if probe else 0,
+            **far,
+        )
+    )
+
+
+def _add_disk(parts: Parts, tiers: TiersConfig, dram: Arena, probe: bool) -> None:
+    disk = tiers.disk
+    assert disk is not None
+    pool = SlotPool(usable_bytes(disk.size_bytes, disk.batch_bytes), pages_of=record_pages)
+    parts.pools.append(pool)
+    parts.tiers.append(_spec("disk", pool.capacity_bytes, disk, False, True))
+    parts.media["disk"] = "LMDB"
+    parts.workers.append(
+        WorkerConfig(
+            device=f"disk:{disk.path}",
+            title="hicache-disk-0",
+            kind="disk",
+            near="dram",
+            near_path=str(dram.path),
+            far="disk",
+            far_path=str(disk.path),
+            capacity_bytes=disk.size_bytes,
+            durability=disk.durability,
+            read_ahead=disk.read_ahead,
+            probe_bytes=(8 << 20) if probe else 0,
+        )
+    )
+
+
+def _links(tiers: Sequence[TierSpec], workers: Sequence[WorkerConfig]) -> list[tuple[int, int]]:
+    number = {tier.name: index for index, tier in enumerate(tiers)}
+    links = []
+    for worker in workers:
+        near, far = number[worker.near], number[worker.far]
+        links += [(near, far), (far, near)]
+    return links
+
+
+def _spec(name: str, capacity: int, tier: TierConfig, mapped: bool, durable: bool) -> TierSpec:
+    return TierSpec(name, capacity, mapped, durable, tier.high_watermark, tier.low_watermark)
+
+
+def _report(progress: Progress, what: str) -> Callable[[int, int], None]:
+    return lambda done, total: progress(what, done, total)

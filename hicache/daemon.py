@@ -1,0 +1,470 @@
+"""The daemon's one loop: socket → event → plan → mover → reply. Wiring, no policy.
+
+Single-threaded: everything of the cache engine, the sessions and the mover happens here, between
+two polls. It never opens a disk environment and never touches CUDA (workers do), and never waits
+for anything but the poll.
+
+    ROUTER ──▶ Service ──▶ CacheEngine ──▶ Mover ──▶ workers
+       ▲          │                          │
+       └─ replies ┴──────── news ◀───────────┘
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+from hicache import __version__
+from hicache import statistics as figures
+from hicache.assembly import Parts, engine_settings, new_engine, tier_specs
+from hicache.config import Config, LoadedConfig, diff_live
+from hicache.endpoint import ipc_path
+from hicache.engine import plan as p
+from hicache.instance import Instance
+from hicache.keys import NamespaceSpec
+from hicache.restoring import Restoring
+from hicache.service import Asked, Service
+from hicache.session import Sessions
+from hicache.transfer.mover import (
+    Mover,
+    News,
+    WorkerDown,
+    WorkerMeasured,
+    WorkerRows,
+    WorkerUp,
+)
+from hicache.waiting import Peer
+from hicache.wire import WireError, decode_request, error_reply, pack
+
+TICK_S: Final = 0.1
+MAX_DRAIN: Final = 64
+"""Requests served between two polls, so that workers and timers get their turn."""
+
+log = logging.getLogger("hicache")
+
+
+class Daemon:
+    """Serves until `stop`. `load()` reads the configuration again (for SIGHUP and `reload`)."""
+
+    def __init__(
+        self, config: Config, parts: Parts, instance: Instance, load: Callable[[str], LoadedConfig]
+    ) -> None:
+        self.config = config
+        self.parts = parts
+        self.epoch = secrets.token_hex(8)
+        self.started_s = time.monotonic()
+        self._instance = instance
+        self._load = load
+        self._is_stopping = False
+        self._wants_reload = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._undispatched: list[p.Outcome] = []
+        self._worker_notes: dict[str, str] = {}
+        self.engine = new_engine(config, parts)
+        self.sessions = Sessions(config.limits.max_sessions, config.limits.session_ttl_s)
+        self.mover = Mover(
+            parts.workers,
+            parts.arenas,
+            self.engine.identify,
+            max_queued=config.limits.max_queued_moves,
+        )
+        self.restoring = Restoring(self.engine, self._do)
+        self.service = Service(
+            self.engine,
+            self.sessions,
+            parts.arenas,
+            min(tier.pool.max_slot_bytes for tier in parts.mapped),
+            self.epoch,
+            os.getpid(),
+            config.deadlines,
+            config.limits,
+            self._send,
+            self._dispatch,
+            self._describe,
+        )
+        self._context = zmq.Context()
+        self._router = self._open_socket()
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self.mover.fileno(), zmq.POLLIN)
+        self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
+        self._watched: set[int] = set()
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until a signal or `stop`, then drain and close. Blocks."""
+        self._catch_signals()
+        now_s = time.monotonic()
+        far = {worker.far for worker in self.parts.workers}
+        for spec in self.parts.tiers:
+            if spec.name not in far:
+                self._do(p.TierUp(spec.name, now_s))
+        self.mover.start(now_s)
+        next_tick_s = now_s
+        while not self._is_stopping:
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                self._tick(now_s)
+                next_tick_s = now_s + TICK_S
+            self._watch_processes()
+            self._turn(max(0.0, next_tick_s - time.monotonic()))
+        self._drain()
+        self._close()
+
+    def stop(self) -> None:
+        """End the loop soon; safe in a signal handler."""
+        self._is_stopping = True
+
+    def _turn(self, wait_s: float) -> None:
+        """One poll, and everything that was ready."""
+        events = dict(self._poller.poll(math.ceil(wait_s * 1000)))
+        if self.mover.fileno() in events:
+            self._take_news(self.mover.on_readable(time.monotonic()))
+        for pidfd in self._watched & events.keys():
+            for session in self.sessions.of_dead(pidfd):
+                log.info("client %s (pid %d) is gone", session.client or "?", session.pid)
+                self.service.end(session, time.monotonic())
+        if self._wake_read.fileno() in events:
+            self._wake_read.recv(4096)
+        if self._router in events:
+            self._serve_requests()
+        if self._wants_reload:
+            self._wants_reload = False
+            self._reload_or_complain()
+        self._flush_refused()
+
+    def _tick(self, now_s: float) -> None:
+        self._take_news(self.mover.tick(now_s))
+        self.service.tick(now_s)
+        if self.config.debug:
+            self.engine.validate()
+
+    def _watch_processes(self) -> None:
+        """Poll the pidfds of the processes behind the sessions of now."""
+        wanted = set(self.sessions.pidfds())
+        if wanted != self._watched:
+            for gone in self._watched - wanted:
+                self._poller.unregister(gone)
+            for new in wanted - self._watched:
+                self._poller.register(new, zmq.POLLIN)
+            self._watched = wanted
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def _open_socket(self) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.linger = 0
+        router.setsockopt(zmq.MAXMSGSIZE, self.config.limits.max_message_bytes)
+        router.setsockopt(zmq.SNDHWM, self.config.socket.hwm)
+        router.setsockopt(zmq.RCVHWM, self.config.socket.hwm)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        endpoint = self.config.socket.endpoint
+        path = ipc_path(endpoint)
+        before = os.umask(0o177)
+        try:
+            router.bind(endpoint)
+        finally:
+            os.umask(before)
+        if path is not None:
+            Path(path).chmod(0o600)
+        return router
+
+    def _serve_requests(self) -> None:
+        for _ in range(MAX_DRAIN):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._serve(frames)
+
+    def _serve(self, frames: Sequence[zmq.Frame]) -> None:
+        """One request, one reply: nothing that a peer sends gets past here as an exception."""
+        peer = Peer(frames[0].bytes, 0)
+        if len(frames) < 2:
+            return
+        now_s = time.monotonic()
+        try:
+            request = decode_request(frames[1].buffer)
+            peer.request_id = request.id
+            late_s = now_s - request.sent_s
+            if request.sent_s and 0 < request.deadline_s < late_s < 3600 and self._is_ipc:
+                raise WireError("expired", f"it came {late_s:.3f} s after it was sent")
+            if request.op in _ADMIN:
+                self._send(
+                    peer, {"id": request.id, "ok": True, **_ADMIN[request.op](self, request)}
+                )
+                return
+            if self._is_stopping:
+                raise WireError("stopping", "")
+            pid = _peer_pid(frames[1]) if request.op == "hello" and self._is_ipc else 0
+            parts = [frame.buffer for frame in frames[2:]]
+            self.service.handle(Asked(peer, request, parts, pid, now_s))
+        except WireError as error:
+            self.service.errors[error.code] += 1
+            request_id = peer.request_id or error.request_id
+            self._send(peer, error_reply(request_id, error.code, error.message))
+        except Exception:  # a fault of ours: the client gets a miss, the log gets the story
+            self.service.errors["internal"] += 1
+            log.exception("a request could not be served")
+            self._send(peer, error_reply(peer.request_id, "internal"))
+
+    @property
+    def _is_ipc(self) -> bool:
+        return self.config.socket.endpoint.startswith("ipc://")
+
+    def _send(
+        self, peer: Peer, message: Mapping[str, Any], parts: Sequence[bytes | memoryview] = ()
+    ) -> None:
+        """A reply. A peer that is gone or does not read loses it: its deadline answers for us."""
+        try:
+            self._router.send_multipart([peer.routing_id, pack(message), *parts], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.service.errors["unsent"] += 1
+
+    # --- moves ----------------------------------------------------------------------------------
+
+    def _do(self, event: p.Event[Any]) -> Any:
+        plan = self.engine.handle(event)
+        self._dispatch(plan)
+        return plan.answer
+
+    def _dispatch(self, plan: p.Plan[Any]) -> None:
+        if plan.cancel:
+            self._undispatched += self.mover.cancel(plan.cancel)
+        if plan.moves:
+            refused = self.mover.submit(plan.moves, time.monotonic())
+            self._undispatched += [p.Outcome(m.id, False, error="refused") for m in refused]
+
+    def _flush_refused(self) -> None:
+        """Moves that never left come back as failed, after the event that wanted them is over."""
+        if self._undispatched:
+            outcomes, self._undispatched = self._undispatched, []
+            now_s = time.monotonic()
+            self.service.news(self._do(p.MovesDone(outcomes, now_s)), now_s)
+
+    def _take_news(self, news: Sequence[News]) -> None:
+        now_s = time.monotonic()
+        outcomes: list[p.Outcome] = []
+        for item in news:
+            if isinstance(item, p.Outcome):
+                outcomes.append(item)
+                continue
+            if outcomes:
+                self.service.news(self._do(p.MovesDone(outcomes, now_s)), now_s)
+                outcomes = []
+            self._take_worker_news(item, now_s)
+        if outcomes:
+            self._log_corrupt(outcomes)
+            self.service.news(self._do(p.MovesDone(outcomes, now_s)), now_s)
+
+    def _take_worker_news(
+        self, item: WorkerUp | WorkerMeasured | WorkerRows | WorkerDown, now_s: float
+    ) -> None:
+        match item:
+            case WorkerMeasured():
+                self._do(p.LinkMeasured(item.src, item.dst, item.num_bytes, item.seconds))
+            case WorkerRows():
+                self.restoring.add(item.tier, item.namespace, item.rows)
+            case WorkerUp():
+                self._do(p.TierUp(item.tier, now_s))
+                forget = self.restoring.finish(item.tier, now_s)
+                if forget:
+                    self.mover.forget(item.device, forget)
+                self._worker_notes[item.tier] = " ".join(item.notes)
+                log.info("%s is up (pid %d) %s", item.tier, item.pid, " ".join(item.notes))
+            case WorkerDown():
+                self.restoring.drop(item.tier)
+                self._worker_notes[item.tier] = item.error
+                log.warning(
+                    "%s is down: %s; tried again in %.1f s", item.tier, item.error, item.retry_s
+                )
+                self.service.news(self._do(p.TierDown(item.tier, now_s)), now_s)
+
+    def _log_corrupt(self, outcomes: Sequence[p.Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.corrupt:
+                log.warning("a stored block was not what it should be: %s", outcome.error)
+
+    def _describe(self, spec: NamespaceSpec) -> None:
+        for worker in self.parts.workers:
+            if worker.kind == "disk":
+                self.mover.describe(worker.device, spec.digest(), spec.to_wire())
+
+    # --- operators' questions -------------------------------------------------------------------
+
+    def _ping(self, _: Any) -> dict[str, Any]:
+        states = self._tier_states()
+        return {
+            "epoch": self.epoch,
+            "version": __version__,
+            "pid": os.getpid(),
+            "uptime_s": time.monotonic() - self.started_s,
+            "ready": "starting" not in states.values() and not self._is_stopping,
+            "tiers": states,
+            "block_tokens": self.config.block_tokens,
+        }
+
+    def _stats(self, _: Any) -> dict[str, Any]:
+        service = self.service
+        notes = {**self.parts.notes, **{k: v for k, v in self._worker_notes.items() if v}}
+        return {
+            "uptime_s": time.monotonic() - self.started_s,
+            "epoch": self.epoch,
+            "pid": os.getpid(),
+            "version": __version__,
+            "sessions": len(self.sessions),
+            "leases": len(self.engine.residency.leases.leases),
+            "waiting": len(service.waiting),
+            "namespaces": figures.namespace_rows(service),
+            "index": figures.index_row(self.engine),
+            "tiers": figures.tier_rows(self.engine, self.parts.media, notes, self._tier_states()),
+            "links": figures.link_rows(self.engine),
+            "planner": figures.planner_row(service),
+            "requests": dict(service.requests),
+            "errors": dict(service.errors),
+            "puts": dict(service.puts),
+            "dropped_blocks": self.engine.evictor.dropped,
+            "workers": self.mover.pids(),
+        }
+
+    def _health(self, _: Any) -> dict[str, Any]:
+        """Healthy while every configured tier serves; a tier that is down says why."""
+        states = self._tier_states()
+        problems = {
+            tier: self._worker_notes.get(tier, "starting")
+            for tier, state in states.items()
+            if state != "up"
+        }
+        return {"healthy": not problems, "tiers": states, "problems": problems}
+
+    def _tier_states(self) -> dict[str, str]:
+        devices = self.mover.states()
+        states = {spec.name: "up" for spec in self.parts.tiers}
+        for worker in self.parts.workers:
+            states[worker.far] = devices[worker.device]
+        return states
+
+    def _reload(self, request: Any) -> dict[str, Any]:
+        from hicache.config import ConfigError
+
+        try:
+            applied = self._apply(self._load(request.body["file"]).config)
+        except ConfigError as error:
+            raise WireError("refused", str(error)) from None
+        return applied
+
+    def _reload_or_complain(self) -> None:
+        from hicache.config import ConfigError
+
+        try:
+            applied = self._apply(self._load("").config)
+        except ConfigError as error:
+            log.error("the configuration was not reloaded: %s", error)
+            return
+        log.info("applied: %s", ", ".join(applied["live"]) or "nothing")
+        if applied["restart"]:
+            log.warning("needs a restart: %s", ", ".join(applied["restart"]))
+
+    def _apply(self, config: Config) -> dict[str, Any]:
+        """Apply what can change live; what cannot keeps its old value until a restart."""
+        diff = diff_live(self.config, config)
+        if diff.live:
+            tiers = self.config.tiers.model_copy(
+                update={
+                    spec.name: _with_watermarks(
+                        getattr(self.config.tiers, spec.name), getattr(config.tiers, spec.name)
+                    )
+                    for spec in self.parts.tiers
+                    if getattr(config.tiers, spec.name, None) is not None
+                }
+            )
+            live = ("planner", "deadlines", "limits", "write_policy", "selective_hits")
+            update = {name: getattr(config, name) for name in (*live, "log_level", "debug")}
+            self.config = self.config.model_copy(update={**update, "tiers": tiers})
+            self.engine.configure(
+                engine_settings(self.config), tier_specs(self.config, self.parts.tiers)
+            )
+            self.service.deadlines = self.config.deadlines
+            self.service.limits = self.config.limits
+            self.sessions.max_sessions = self.config.limits.max_sessions
+            self.sessions.session_ttl_s = self.config.limits.session_ttl_s
+            logging.getLogger().setLevel(self.config.log_level.upper())
+        return {"live": list(diff.live), "restart": list(diff.restart)}
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> None:
+        self._wake_write.setblocking(False)
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: self.stop())
+        signal.signal(signal.SIGINT, lambda *_: self.stop())
+
+        def hang_up(*_: object) -> None:
+            self._wants_reload = True
+
+        signal.signal(signal.SIGHUP, hang_up)
+
+    def _drain(self) -> None:
+        """Refuse requests; write down what the durable tier lacks, within `shutdown_s`."""
+        give_up_s = time.monotonic() + self.config.deadlines.shutdown_s
+        left = -1
+        while (now_s := time.monotonic()) < give_up_s:
+            left = self._do(p.Flush(now_s))
+            self._flush_refused()
+            if not left:
+                break
+            self._take_news(self.mover.tick(now_s))
+            self._turn(min(TICK_S, give_up_s - now_s))
+        if left:
+            log.warning("stopped with %d writes to disk still to do: shutdown was too short", left)
+
+    def _close(self) -> None:
+        self._router.close()
+        left_s = max(2.0, self.config.deadlines.shutdown_s / 2)
+        self.mover.close(left_s)
+        self.sessions.close_all()
+        self._context.destroy(linger=0)
+        self.parts.close()
+        self._instance.close()
+        signal.set_wakeup_fd(-1)
+        self._wake_read.close()
+        self._wake_write.close()
+        log.info("stopped")
+
+
+_ADMIN: Final[Mapping[str, Callable[[Daemon, Any], dict[str, Any]]]] = {
+    "ping": Daemon._ping,
+    "stats": Daemon._stats,
+    "health": Daemon._health,
+    "reload": Daemon._reload,
+}
+
+
+def _peer_pid(frame: zmq.Frame) -> int:
+    """The pid of the process at the other end of an ipc socket, 0 when it is not visible.
+
+    From the kernel through the socket itself (SO_PEERCRED), never from the message. ZeroMQ's own
+    "Peer-Address" says the same as `host:uid:gid:pid`.
+    """
+    try:
+        pid = int(str(frame.get("Peer-Address")).rsplit(":", 1)[1])
+    except (zmq.ZMQError, ValueError, IndexError):
+        return 0
+    return pid if pid > 0 else 0
+
+
+def _with_watermarks(old: Any, new: Any) -> Any:
+    update = {"high_watermark": new.high_watermark, "low_watermark": new.low_watermark}
+    return old.model_copy(update=update)

@@ -1,0 +1,54 @@
+"""One daemon per socket: a lock beside the socket names the daemon that holds it.
+
+The lock is the kernel's (flock), so a daemon killed with -9 leaves nothing to clean up but files,
+and a live one is never robbed. Used at start and at the end, from the main thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from hicache.endpoint import ipc_path
+
+
+class AlreadyServed(Exception):
+    """Another daemon holds this endpoint; the message is a sentence for the operator."""
+
+
+class Instance:
+    """Holds the endpoint until `close`. For `tcp://` the bind itself is the lock."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self._fd = -1
+        self._socket: Path | None = None
+        path = ipc_path(endpoint)
+        if path is None:
+            return
+        self._socket = Path(path)
+        self._socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = self._socket.with_name(self._socket.name + ".lock")
+        self._fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            self._fd = -1
+            raise AlreadyServed(
+                f"a hicache daemon (pid {pid}) already serves {endpoint}: stop it first, or give "
+                "this one another socket.endpoint and other tier paths"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        self._socket.unlink(missing_ok=True)  # of a daemon that is dead: the lock is ours
+
+    def close(self) -> None:
+        """Give the endpoint back. The lock file stays: removing it would race with a successor."""
+        if self._fd >= 0:
+            if self._socket is not None:
+                self._socket.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1

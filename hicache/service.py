@@ -1,0 +1,489 @@
+"""What a request means, and what we answer: wire structs ↔ events of the cache engine.
+
+No sockets and no workers here: replies go to `send`, moves to `dispatch`, time comes in. The daemon
+calls `handle` for every request, `news` for every answer of the cache engine that concerns somebody
+who waits, and `tick` when time passed. Used from the daemon's loop only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from hicache import __version__
+from hicache.config import DeadlinesConfig, LimitsConfig
+from hicache.engine import plan as p
+from hicache.engine.core import CacheEngine
+from hicache.keys import NamespaceSpec
+from hicache.session import RememberedMatch, Session, Sessions
+from hicache.tiers.arena import Arena
+from hicache.tiers.block import slot_bytes_for
+from hicache.waiting import Peer, Waiting, WaitingCommit, WaitingFetch, WaitingPut
+from hicache.wire import PROTOCOL, Request, WireError
+
+Answer = TypeVar("Answer")
+Part = bytes | memoryview
+Send = Callable[[Peer, Mapping[str, Any], Sequence[Part]], None]
+TRANSPORTS: Final = ("auto", "arena", "frames")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request with where it came from. `pid` is 0 where the socket does not tell it."""
+
+    peer: Peer
+    request: Request
+    parts: Sequence[Part]
+    pid: int
+    now_s: float
+
+
+class Service:
+    """All operations. `arenas` are the mapped tiers' by name; `describe` writes a namespace's
+    readable description beside its blocks."""
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        sessions: Sessions,
+        arenas: Mapping[str, Arena],
+        max_slot_bytes: int,
+        epoch: str,
+        pid: int,
+        deadlines: DeadlinesConfig,
+        limits: LimitsConfig,
+        send: Send,
+        dispatch: Callable[[p.Plan[Any]], None],
+        describe: Callable[[NamespaceSpec], None],
+    ) -> None:
+        self.engine = engine
+        self.sessions = sessions
+        self.arenas = arenas
+        self.max_slot_bytes = max_slot_bytes
+        self.epoch = epoch
+        self.pid = pid
+        self.deadlines = deadlines
+        self.limits = limits
+        self.waiting = Waiting()
+        self.namespaces: dict[bytes, NamespaceSpec] = {}
+        self.requests: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.puts: Counter[str] = Counter({"stored": 0, "present": 0, "busy": 0, "refused": 0})
+        self._send = send
+        self._dispatch = dispatch
+        self._describe = describe
+        self._handlers: dict[str, Callable[[Asked, Session], None]] = {
+            "match": self._match,
+            "fetch": self._fetch,
+            "release": self._release,
+            "put": self._put,
+            "commit": self._commit,
+            "abort": self._abort,
+            "observe": self._observe,
+            "heartbeat": self._heartbeat,
+            "bye": self._bye,
+            "clear": self._clear,
+        }
+
+    def handle(self, asked: Asked) -> None:
+        """Serve one request. Raises WireError for the one error reply it gets instead."""
+        request = asked.request
+        self.requests[request.op] += 1
+        if request.op == "hello":
+            self._hello(asked)
+            return
+        session = self.sessions.get(request.session, asked.now_s)
+        try:
+            self._handlers[request.op](asked, session)
+        except p.UnknownLease:
+            raise WireError("unknown_lease", "", request.id) from None
+        except p.UnknownTicket:
+            raise WireError("unknown_ticket", "", request.id) from None
+
+    def do(self, event: p.Event[Answer]) -> Answer:
+        """One event through the cache engine, its moves to the mover."""
+        plan = self.engine.handle(event)
+        self._dispatch(plan)
+        return plan.answer
+
+    # --- sessions -------------------------------------------------------------------------------
+
+    def _hello(self, asked: Asked) -> None:
+        body = asked.request.body
+        if body["protocol"] != PROTOCOL:
+            raise WireError(
+                "version", f"this daemon speaks protocol {PROTOCOL}, not {body['protocol']}"
+            )
+        if body["transport"] not in TRANSPORTS:
+            raise WireError("malformed", f"transport: must be one of {', '.join(TRANSPORTS)}")
+        try:
+            spec = NamespaceSpec.from_wire(body["spec"])
+        except ValueError as error:
+            raise WireError("spec", f"spec: {error}") from None
+        self._check_spec(spec)
+        self.sessions.check_room()
+        digest = spec.digest()
+        if digest not in self.namespaces and len(self.namespaces) >= self.limits.max_namespaces:
+            raise WireError(
+                "refused",
+                f"{len(self.namespaces)} namespaces are in use, which is limits.max_namespaces",
+            )
+        number = self.do(p.OpenNamespace(digest, spec.block_tokens, spec.block_bytes))
+        if digest not in self.namespaces:
+            self.namespaces[digest] = spec
+            self._describe(spec)
+        by_frames = body["transport"] == "frames" or (body["transport"] == "auto" and not asked.pid)
+        session = self.sessions.open(
+            number,
+            spec,
+            "frames" if by_frames else "arena",
+            body["client"],
+            body["group"],
+            asked.pid,
+            asked.now_s,
+        )
+        self._reply(
+            asked.peer,
+            session=session.token,
+            group=session.group.token,
+            epoch=self.epoch,
+            version=__version__,
+            pid=self.pid,
+            namespace=digest,
+            block_tokens=spec.block_tokens,
+            block_bytes=spec.block_bytes,
+            slot_bytes=slot_bytes_for(spec.block_bytes),
+            transport=session.transport,
+            arenas=[
+                {"tier": tier, "path": str(arena.path), "bytes": arena.data_bytes}
+                for tier, arena in self.arenas.items()
+            ]
+            if session.transport == "arena"
+            else [],
+            lease_ttl_s=self.limits.lease_ttl_s,
+            heartbeat_s=self.limits.session_ttl_s / 3,
+            max_message_bytes=self.limits.max_message_bytes,
+            max_prompt_tokens=self.limits.max_prompt_tokens,
+            capabilities=["match", "fetch", "put", "durable", "observe", "frames", "clear"],
+        )
+
+    def _check_spec(self, spec: NamespaceSpec) -> None:
+        if len(spec.groups) > 1:
+            raise WireError("spec", "protocol 1 holds models with one layer group, not several")
+        if spec.groups[0].window:
+            raise WireError("spec", "protocol 1 holds full attention, not a sliding window")
+        if spec.tp_size != 1 or spec.pp_size != 1:
+            raise WireError("spec", "protocol 1 holds one rank, not several")
+        if slot_bytes_for(spec.block_bytes) > self.max_slot_bytes:
+            raise WireError(
+                "spec",
+                f"a block of {spec.block_bytes} bytes does not fit: at most {self.max_slot_bytes} "
+                "bytes with these tier sizes; use fewer tokens per block or larger tiers",
+            )
+
+    def _heartbeat(self, asked: Asked, session: Session) -> None:
+        self._reply(asked.peer)
+
+    def _bye(self, asked: Asked, session: Session) -> None:
+        self.end(session, asked.now_s)
+        self._reply(asked.peer)
+
+    def end(self, session: Session, now_s: float) -> None:
+        """The session said goodbye, or its process is dead: nobody writes its slots any more."""
+        for lease, fetch in list(self.waiting.fetches.items()):
+            if fetch.session == session.token:
+                del self.waiting.fetches[lease]
+        self.waiting.puts = [put for put in self.waiting.puts if put.session != session.token]
+        group = self.sessions.close(session)
+        if group is not None:
+            self.do(p.WriterGone(group.number, now_s))
+
+    # --- asking for a prefix --------------------------------------------------------------------
+
+    def _match(self, asked: Asked, session: Session) -> None:
+        body = asked.request.body
+        self._check_tokens(body["tokens"])
+        if body["request"]:
+            known = session.matches.get(body["request"])
+            if known is not None and self._is_same(known, body):
+                self._reply(asked.peer, **known.reply)
+                return
+        matched = self.do(
+            p.Match(
+                session.namespace,
+                body["tokens"],
+                session.group.number,
+                asked.now_s,
+                self.limits.lease_ttl_s,
+                body["hop_bytes_per_s"],
+                body["skip_blocks"],
+            )
+        )
+        decision = matched.decision
+        reply: dict[str, Any] = {
+            "lease": matched.lease,
+            "hit_blocks": matched.hit_blocks,
+            "runs": [[run.tier, run.num_blocks] for run in matched.runs],
+            "decision": {
+                "name": decision.name,
+                "reload_blocks": decision.reload_blocks,
+                "reason": decision.reason,
+                "sentence": decision.sentence,
+                "reload_s": decision.reload_s,
+                "prefill_s": decision.prefill_s,
+                "recompute_s": decision.recompute_s,
+            },
+        }
+        if body["request"]:
+            session.remember(
+                body["request"],
+                RememberedMatch(body["tokens"], body["skip_blocks"], matched.lease, reply),
+            )
+        self._reply(asked.peer, **reply)
+
+    def _is_same(self, known: RememberedMatch, body: Mapping[str, Any]) -> bool:
+        """Idempotent: the same request asking the same gets the same lease while it lasts."""
+        same = known.tokens == body["tokens"] and known.skip_blocks == body["skip_blocks"]
+        return same and known.lease in self.engine.residency.leases.leases
+
+    def _fetch(self, asked: Asked, session: Session) -> None:
+        lease = self._own_lease(asked, session)
+        if lease in self.waiting.fetches:
+            raise WireError("refused", "this lease is being fetched already")
+        deadline_s = self._deadline(asked, self.deadlines.fetch_s)
+        fetched = self.do(p.Fetch(lease, asked.now_s, deadline_s))
+        leased = self.engine.residency.leases.leases[lease]
+        fetch = WaitingFetch(
+            asked.peer, session.token, lease, deadline_s, bytearray(len(leased.ids))
+        )
+        is_last = not fetched.waiting and not fetched.unplaced
+        self._tell(fetch, session, fetched.ready, is_last)
+        if not is_last:
+            self.waiting.fetches[lease] = fetch
+
+    def _tell(
+        self, fetch: WaitingFetch, session: Session, runs: Sequence[p.ReadyRun], is_last: bool
+    ) -> None:
+        """One message of a fetch: the runs readable now; the last says how long the prefix is."""
+        ready: list[list[Any]] = []
+        parts: list[Part] = []
+        for run in runs:
+            count = len(run.slots)
+            fetch.arrived[run.first : run.first + count] = b"\1" * count
+            if session.transport == "arena":
+                generations = self.arenas[run.tier].generations(run.slots)
+                ready.append(
+                    [
+                        run.first,
+                        run.tier,
+                        run.slots.astype("<u4").tobytes(),
+                        generations.astype("<u4").tobytes(),
+                        count,
+                    ]
+                )
+                continue
+            ready.append([run.first, run.tier, b"", b"", count])
+            arena = self.arenas[run.tier]
+            parts.extend(
+                # A copy: the slot may be given to somebody else before ZeroMQ has sent it.
+                arena.view(slot, session.spec.block_bytes).tobytes()
+                for slot in run.slots.tolist()
+            )
+        if is_last:
+            self._reply(fetch.peer, parts, ready=ready, blocks=fetch.prefix_blocks(), waiting=0)
+        elif ready:
+            self._reply(fetch.peer, parts, more=True, ready=ready)
+
+    def _release(self, asked: Asked, session: Session) -> None:
+        body = asked.request.body
+        lease = body["lease"]
+        leased = self.engine.residency.leases.leases.get(lease)
+        if leased is None or leased.owner != session.group.number:
+            self._reply(asked.peer, released=False)
+            return
+        self.do(p.ObserveReload(lease, body["hop_bytes"], body["hop_s"], body["total_s"]))
+        fetch = self.waiting.fetches.pop(lease, None)
+        if fetch is not None:  # given up while blocks were still on their way
+            self._tell(fetch, session, (), is_last=True)
+        self._reply(asked.peer, released=self.do(p.Release(lease, asked.now_s)))
+
+    # --- handing blocks over --------------------------------------------------------------------
+
+    def _put(self, asked: Asked, session: Session) -> None:
+        body = asked.request.body
+        self._check_tokens(body["tokens"])
+        whole = len(body["tokens"]) // (4 * session.spec.block_tokens)
+        if not body["first"] < body["last"] <= whole:
+            raise WireError(
+                "malformed",
+                f"first and last: blocks {body['first']} … {body['last']} of {whole} whole blocks",
+            )
+        event = p.Put(
+            session.namespace,
+            body["tokens"],
+            body["first"],
+            body["last"],
+            session.group.number,
+            asked.now_s,
+            self.limits.lease_ttl_s,
+        )
+        placed = self.do(event)
+        if not placed.ticket and placed.refused and placed.room_coming:
+            deadline_s = self._deadline(asked, self.deadlines.put_s)
+            self.waiting.puts.append(WaitingPut(asked.peer, session.token, event, deadline_s))
+            return
+        self._placed(asked.peer, placed)
+
+    def _placed(self, peer: Peer, placed: p.Placed) -> None:
+        self.puts["present"] += placed.present
+        self.puts["busy"] += placed.busy
+        self.puts["refused"] += placed.refused
+        if placed.ticket:
+            self.arenas[placed.tier].raise_generations(placed.slots)
+        self._reply(
+            peer,
+            ticket=placed.ticket,
+            tier=placed.tier,
+            indices=placed.indices.astype("<u4").tobytes(),
+            slots=placed.slots.astype("<u4").tobytes(),
+            present=placed.present,
+            busy=placed.busy,
+            refused=placed.refused,
+        )
+
+    def _commit(self, asked: Asked, session: Session) -> None:
+        body = asked.request.body
+        ticket = self.engine.residency.leases.tickets.get(body["ticket"])
+        if ticket is None or ticket.owner != session.group.number:
+            raise p.UnknownTicket(body["ticket"])
+        indices = np.frombuffer(body["indices"], "<u4").astype(np.int32)
+        if session.transport == "frames":
+            self._take_parts(asked, session, indices)
+        committed = self.do(p.Commit(body["ticket"], indices, asked.now_s, body["durable"]))
+        self.puts["stored"] += committed
+        if body["durable"] and committed and self.engine.writedown.tier is not None:
+            deadline_s = self._deadline(asked, self.deadlines.put_s)
+            commit = WaitingCommit(asked.peer, body["ticket"], committed, deadline_s)
+            self.waiting.commits[body["ticket"]] = commit
+            return
+        self._reply(asked.peer, committed=committed, durable=False)
+
+    def _take_parts(self, asked: Asked, session: Session, indices: Any) -> None:
+        """Blocks that came as message parts are written by us into the ticket's slots."""
+        ticket = self.engine.residency.leases.tickets[asked.request.body["ticket"]]
+        size = session.spec.block_bytes
+        if len(asked.parts) != len(indices) or any(len(part) != size for part in asked.parts):
+            raise WireError("malformed", f"commit needs one part of {size} bytes for every index")
+        house = self.engine.residency
+        slot_of = dict(
+            zip(
+                ticket.indices.tolist(),
+                house.blocks.slot[ticket.tier][ticket.ids].tolist(),
+                strict=True,
+            )
+        )
+        arena = self.arenas[house.tiers[ticket.tier].name]
+        for index, part in zip(indices.tolist(), asked.parts, strict=True):
+            if index in slot_of:
+                np.copyto(arena.view(slot_of[index], size), np.frombuffer(part, np.uint8))
+
+    def _abort(self, asked: Asked, session: Session) -> None:
+        book = self.engine.residency.leases
+        number = asked.request.body["ticket"]
+        held = book.tickets.get(number) or book.quarantine.get(number)
+        if held is None or held.owner != session.group.number:
+            raise p.UnknownTicket(number)
+        # The client says it: it writes those slots no more.
+        aborted = self.do(p.Abort(number, asked.now_s, writer_gone=True))
+        self._reply(asked.peer, aborted=aborted)
+
+    def _clear(self, asked: Asked, session: Session) -> None:
+        cleared = self.do(p.Clear(session.namespace, asked.now_s))
+        self._reply(asked.peer, cleared=cleared)
+
+    def _observe(self, asked: Asked, session: Session) -> None:
+        body = asked.request.body
+        self.do(
+            p.Observe(
+                session.namespace,
+                body["num_requests"],
+                body["sum_n"],
+                body["sum_nc"],
+                body["seconds"],
+            )
+        )
+        self._reply(asked.peer)
+
+    # --- those who wait -------------------------------------------------------------------------
+
+    def news(self, arrivals: p.Arrivals, now_s: float) -> None:
+        """Blocks arrived, were freed, or became durable: tell whoever waits for that."""
+        for lease, runs in arrivals.arrived.items():
+            fetch = self.waiting.fetches.get(lease)
+            if fetch is not None and lease not in arrivals.finished:
+                self._tell(fetch, self.sessions.by_token[fetch.session], runs, is_last=False)
+        for lease in arrivals.finished:
+            fetch = self.waiting.fetches.pop(lease, None)
+            if fetch is not None:
+                session = self.sessions.by_token[fetch.session]
+                self._tell(fetch, session, arrivals.arrived.get(lease, ()), is_last=True)
+        for ticket in arrivals.durable:
+            commit = self.waiting.commits.pop(ticket, None)
+            if commit is not None:
+                self._reply(commit.peer, committed=commit.committed, durable=True)
+        if arrivals.freed and self.waiting.puts:
+            self._try_puts(now_s)
+
+    def _try_puts(self, now_s: float) -> None:
+        """Oldest first, once each: what is still without room goes on waiting."""
+        waiting, self.waiting.puts = self.waiting.puts, []
+        for put in waiting:
+            placed = self.do(put.event)
+            may_wait = not placed.ticket and placed.refused and placed.room_coming
+            if may_wait and now_s < put.deadline_s:
+                self.waiting.puts.append(put)
+            else:
+                self._placed(put.peer, placed)
+
+    def tick(self, now_s: float) -> None:
+        """Answer what is overdue with what there is, end silent sessions, let leases expire."""
+        for session in self.sessions.silent(now_s):
+            self.end(session, now_s)
+        self.news(self.do(p.Tick(now_s)), now_s)
+        for fetch in self.waiting.overdue_fetches(now_s):
+            self._tell(fetch, self.sessions.by_token[fetch.session], (), is_last=True)
+        for commit in self.waiting.overdue_commits(now_s):
+            self._reply(commit.peer, committed=commit.committed, durable=False)
+        if any(put.deadline_s <= now_s for put in self.waiting.puts):
+            self._try_puts(now_s)
+
+    # --- small things ---------------------------------------------------------------------------
+
+    def _reply(self, peer: Peer, parts: Sequence[Part] = (), **fields: Any) -> None:
+        self._send(peer, {"id": peer.request_id, "ok": True, **fields}, parts)
+
+    def _deadline(self, asked: Asked, default_s: float) -> float:
+        """When the caller stops waiting, or our own limit, whichever is first."""
+        request = asked.request
+        wait_s = min(request.deadline_s or default_s, default_s)
+        # A little earlier than the caller gives up, so that what arrived is not lost on the way.
+        return asked.now_s + 0.95 * wait_s
+
+    def _own_lease(self, asked: Asked, session: Session) -> int:
+        lease: int = asked.request.body["lease"]
+        leased = self.engine.residency.leases.leases.get(lease)
+        if leased is None or leased.owner != session.group.number:
+            raise p.UnknownLease(lease)
+        return lease
+
+    def _check_tokens(self, tokens: bytes) -> None:
+        if len(tokens) > 4 * self.limits.max_prompt_tokens:
+            raise WireError(
+                "too_large",
+                f"{len(tokens) // 4} tokens; at most {self.limits.max_prompt_tokens} "
+                "(limits.max_prompt_tokens)",
+            )

@@ -1,0 +1,189 @@
+"""Who is connected: sessions, the groups they form, and the processes behind them.
+
+A session belongs to a group (one inference engine's instance: its scheduler and ranks share the
+group's token). Leases and tickets belong to the group. Sessions are named by tokens, not by ZeroMQ
+routing ids, which change when a socket reconnects.
+
+Who is alive: on `ipc` the peer's pid comes from the socket, never from the message, and a pidfd
+tells of its death within milliseconds. Where the pid is not visible (tcp, another pid namespace)
+a session that is silent for `session_ttl_s` is taken for dead. Used from the daemon's loop only.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hicache.keys import NamespaceSpec
+from hicache.wire import SESSION_BYTES, WireError
+
+MAX_REMEMBERED_MATCHES: Final = 4096
+
+
+@dataclass(slots=True)
+class RememberedMatch:
+    """A match's answer, to be given again when the same request id asks the same."""
+
+    tokens: bytes
+    skip_blocks: int
+    lease: int
+    reply: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Group:
+    """One inference engine's instance. `number` is the owner of its leases in the cache engine."""
+
+    number: int
+    token: bytes
+    num_sessions: int = 0
+
+
+@dataclass(slots=True)
+class Session:
+    """One client. `pid` is 0 where it is not visible."""
+
+    token: bytes
+    group: Group
+    namespace: int
+    spec: NamespaceSpec
+    transport: str
+    client: str
+    pid: int
+    last_seen_s: float
+    matches: OrderedDict[str, RememberedMatch] = field(default_factory=OrderedDict)
+
+    def remember(self, request: str, match: RememberedMatch) -> None:
+        """Keep a match's answer for its request id; the oldest are forgotten."""
+        self.matches[request] = match
+        while len(self.matches) > MAX_REMEMBERED_MATCHES:
+            self.matches.popitem(last=False)
+
+
+@dataclass(slots=True)
+class _Process:
+    """A peer's process: its pidfd tells of its death."""
+
+    pidfd: int
+    tokens: set[bytes]
+
+
+class Sessions:
+    """All sessions of this daemon."""
+
+    def __init__(self, max_sessions: int, session_ttl_s: float) -> None:
+        self.max_sessions = max_sessions
+        self.session_ttl_s = session_ttl_s
+        self.by_token: dict[bytes, Session] = {}
+        self.groups: dict[bytes, Group] = {}
+        self._processes: dict[int, _Process] = {}
+        self._pid_of: dict[int, int] = {}
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self.by_token)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self.by_token.values())
+
+    def check_room(self) -> None:
+        """Raises WireError('refused') when there are as many sessions as the limit allows."""
+        if len(self.by_token) >= self.max_sessions:
+            raise WireError(
+                "refused",
+                f"{self.max_sessions} sessions are open, which is limits.max_sessions; "
+                "close some clients or raise it",
+            )
+
+    def open(
+        self,
+        namespace: int,
+        spec: NamespaceSpec,
+        transport: str,
+        client: str,
+        group_token: bytes,
+        pid: int,
+        now_s: float,
+    ) -> Session:
+        """A new session. An unknown or empty group token starts a group of its own."""
+        group = self.groups.get(group_token)
+        if group is None:
+            self._serial += 1
+            group = Group(self._serial, secrets.token_bytes(SESSION_BYTES))
+            self.groups[group.token] = group
+        group.num_sessions += 1
+        token = secrets.token_bytes(SESSION_BYTES)
+        watched = pid if self._watch(pid, token) else 0
+        session = Session(token, group, namespace, spec, transport, client, watched, now_s)
+        self.by_token[token] = session
+        return session
+
+    def get(self, token: bytes, now_s: float) -> Session:
+        """The session of a request. Raises WireError('unknown_session')."""
+        session = self.by_token.get(token)
+        if session is None:
+            raise WireError("unknown_session", "no such session here: say hello again")
+        session.last_seen_s = now_s
+        return session
+
+    def close(self, session: Session) -> Group | None:
+        """Forget a session. Returns its group if that has ended with it."""
+        if self.by_token.pop(session.token, None) is None:
+            return None
+        process = self._processes.get(session.pid)
+        if process is not None:
+            process.tokens.discard(session.token)
+            if not process.tokens:
+                self._unwatch(session.pid)
+        session.group.num_sessions -= 1
+        if session.group.num_sessions:
+            return None
+        del self.groups[session.group.token]
+        return session.group
+
+    def pidfds(self) -> list[int]:
+        """To be polled for reading: readable means dead."""
+        return list(self._pid_of)
+
+    def of_dead(self, pidfd: int) -> list[Session]:
+        """The sessions of the process whose pidfd became readable."""
+        process = self._processes[self._pid_of[pidfd]]
+        return [self.by_token[token] for token in process.tokens]
+
+    def silent(self, now_s: float) -> list[Session]:
+        """Sessions without a visible process that have said nothing for `session_ttl_s`."""
+        return [
+            session
+            for session in self.by_token.values()
+            if not session.pid and now_s - session.last_seen_s > self.session_ttl_s
+        ]
+
+    def close_all(self) -> None:
+        """At the daemon's end."""
+        for pid in list(self._processes):
+            self._unwatch(pid)
+        self.by_token.clear()
+        self.groups.clear()
+
+    def _watch(self, pid: int, token: bytes) -> bool:
+        if not pid:
+            return False
+        process = self._processes.get(pid)
+        if process is None:
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:  # gone already, or of another pid namespace: heartbeats decide
+                return False
+            process = self._processes[pid] = _Process(pidfd, set())
+            self._pid_of[pidfd] = pid
+        process.tokens.add(token)
+        return True
+
+    def _unwatch(self, pid: int) -> None:
+        process = self._processes.pop(pid)
+        del self._pid_of[process.pidfd]
+        os.close(process.pidfd)

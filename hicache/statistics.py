@@ -1,0 +1,107 @@
+"""What `stats` and `health` answer: counters of the cache engine, the mover and the front door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hicache.engine.blocks import State
+from hicache.engine.core import CacheEngine
+from hicache.engine.plan import Priority
+from hicache.service import Service
+
+
+def tier_rows(
+    engine: CacheEngine,
+    media: Mapping[str, str],
+    notes: Mapping[str, str],
+    states: Mapping[str, str],
+) -> list[dict[str, Any]]:
+    """One row per tier, fastest first."""
+    house = engine.residency
+    rows = []
+    for number, spec in enumerate(house.tiers):
+        pool = house.pools[number]
+        counts = engine.ledger.tiers[spec.name]
+        states_of = house.blocks.counts[number]
+        into = [m for m in house.moves.values() if m.dst == spec.name]
+        rows.append(
+            {
+                "name": spec.name,
+                "medium": media.get(spec.name, ""),
+                "state": states.get(spec.name, "up" if house.is_up(number) else "down"),
+                "note": notes.get(spec.name, ""),
+                "capacity_bytes": pool.capacity_bytes,
+                "used_bytes": pool.used_bytes,
+                "quarantined_bytes": pool.quarantined_bytes,
+                "blocks": int(states_of[State.READY] + states_of[State.DRAINING]),
+                "hits": counts.hits,
+                "hit_tokens": counts.hit_tokens,
+                "bytes_served": counts.bytes_served,
+                "seconds_saved": counts.seconds_saved,
+                "promotions": house.promoted[number],
+                "demotions": house.demoted[number],
+                "evictions": house.evicted[number],
+                "queue_depth": len(into),
+                "queue_bytes": sum(move.block_bytes for move in into),
+            }
+        )
+    return rows
+
+
+def link_rows(engine: CacheEngine) -> list[dict[str, Any]]:
+    """What each link is believed to do, and what is on it."""
+    house = engine.residency
+    return [
+        {
+            "src": house.tiers[src].name,
+            "dst": house.tiers[dst].name,
+            "bytes_per_s": cost.bytes_per_s,
+            "latency_s": cost.latency_s,
+            "measurements": cost.num_measured,
+            "queued_bytes": house.bytes_moving((src, dst), Priority.DEMOTION),
+        }
+        for (src, dst), cost in engine.links.items()
+    ]
+
+
+def namespace_rows(service: Service) -> list[dict[str, Any]]:
+    """One row per namespace, those without a client included."""
+    house = service.engine.residency
+    rows = []
+    for namespace in house.namespaces:
+        spec = service.namespaces.get(namespace.digest)
+        prefill = service.engine.prefill[namespace.number]
+        blocks = sum(len(node) for node in house.index.subtree(namespace.root))
+        rows.append(
+            {
+                "digest": namespace.digest.hex(),
+                "name": spec.name if spec is not None else "",
+                "block_tokens": namespace.block_tokens,
+                "block_bytes": namespace.block_bytes,
+                "blocks": blocks,
+                "prefill_tokens_per_s": prefill.tokens_per_s() if prefill.num_observed else None,
+            }
+        )
+    return rows
+
+
+def planner_row(service: Service) -> dict[str, Any]:
+    """The planner's decisions and how well it foresaw what they took."""
+    engine = service.engine
+    observed = [cost.tokens_per_s() for cost in engine.prefill if cost.num_observed]
+    return {
+        "mode": engine.settings.planner.mode,
+        **engine.ledger.planner_summary(),
+        "prefill_tokens_per_s": observed[-1] if observed else None,
+    }
+
+
+def index_row(engine: CacheEngine) -> dict[str, Any]:
+    """The size of the index."""
+    house = engine.residency
+    tokens = 0
+    for namespace in house.namespaces:
+        nodes = house.index.subtree(namespace.root)
+        tokens += namespace.block_tokens * sum(len(node) for node in nodes)
+    return {"blocks": len(house.blocks), "nodes": house.index.num_nodes, "tokens": tokens}

@@ -1,0 +1,96 @@
+"""Requests that cannot be answered yet: fetches, puts without room, commits that want the disk.
+
+Each has a deadline; when it passes the request gets what there is by then. Exactly one final reply
+leaves for every request. Used from the daemon's loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class Asker(Protocol):
+    """Whoever waits: something that can be told the time has come."""
+
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class Peer:
+    """Where a reply goes, and for which request."""
+
+    routing_id: bytes
+    request_id: int
+
+
+@dataclass(slots=True)
+class WaitingFetch:
+    """`arrived` marks the lease's blocks that the client has been told of."""
+
+    peer: Peer
+    session: bytes
+    lease: int
+    deadline_s: float
+    arrived: bytearray
+
+    def prefix_blocks(self) -> int:
+        """How many blocks from the front have arrived without a gap."""
+        gap = self.arrived.find(0)
+        return len(self.arrived) if gap < 0 else gap
+
+
+@dataclass(slots=True)
+class WaitingPut:
+    """A put for which room may come. `event` is asked again whenever something was freed."""
+
+    peer: Peer
+    session: bytes
+    event: Any
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class WaitingCommit:
+    """A durable commit: `committed` blocks are visible and on their way to the durable tier."""
+
+    peer: Peer
+    ticket: int
+    committed: int
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Everything that waits, by what it waits for."""
+
+    fetches: dict[int, WaitingFetch] = field(default_factory=dict)
+    puts: list[WaitingPut] = field(default_factory=list)
+    commits: dict[int, WaitingCommit] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.fetches) + len(self.puts) + len(self.commits)
+
+    def next_deadline_s(self) -> float | None:
+        """The earliest deadline, None when nothing waits."""
+        return min((asker.deadline_s for asker in self._all()), default=None)
+
+    def overdue_fetches(self, now_s: float) -> list[WaitingFetch]:
+        """Taken out."""
+        late = [fetch for fetch in self.fetches.values() if fetch.deadline_s <= now_s]
+        for fetch in late:
+            del self.fetches[fetch.lease]
+        return late
+
+    def overdue_commits(self, now_s: float) -> list[WaitingCommit]:
+        """Taken out."""
+        late = [commit for commit in self.commits.values() if commit.deadline_s <= now_s]
+        for commit in late:
+            del self.commits[commit.ticket]
+        return late
+
+    def _all(self) -> Iterator[Asker]:
+        yield from self.fetches.values()
+        yield from self.puts
+        yield from self.commits.values()
