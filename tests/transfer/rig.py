@@ -1,0 +1,151 @@
+"""Real workers on real devices, driven from a test as the daemon's loop drives them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority
+from hicache.tiers.block import slot_bytes_for
+from hicache.tiers.dram import DramTier
+from hicache.tiers.hbm import HostPool
+from hicache.transfer.messages import WorkerConfig
+from hicache.transfer.mover import Mover
+from hicache.transfer.news import News, WorkerDown, WorkerUp
+from tests.tiers.blocks import content, name
+
+MIB = 1 << 20
+BLOCK = 40_000
+SLOT = slot_bytes_for(BLOCK)
+WAIT_S = 30.0
+DISK, GPU = "disk:test", "gpu:0"
+
+
+class Rig:
+    """Three tiers in a temporary folder and the mover over them. Block n lies at slot n's place in
+    every tier; its bytes and identity follow from n."""
+
+    def __init__(
+        self, path: Path, *, devices: Sequence[str] = (DISK, GPU), capacity_bytes: int = 32 * MIB
+    ) -> None:
+        self.dram = DramTier(path, "dram-", 16 * MIB)
+        self.hbm = HostPool(path, "hbm-", 16 * MIB)
+        self.disk_path = path / "disk"
+        near = {"near": "dram", "near_path": str(self.dram.path), "probe_bytes": 1 << 20}
+        configs = {
+            DISK: WorkerConfig(
+                device=DISK,
+                title="hicache-disk-0",
+                kind="disk",
+                far="disk",
+                far_path=str(self.disk_path),
+                capacity_bytes=capacity_bytes,
+                durability="fast",
+                **near,  # type: ignore[arg-type]
+            ),
+            GPU: WorkerConfig(
+                device=GPU,
+                title="hicache-gpu-0",
+                kind="memory",
+                far="hbm",
+                far_path=str(self.hbm.path),
+                **near,  # type: ignore[arg-type]
+            ),
+        }
+        self.arenas = {"dram": self.dram.arena, "hbm": self.hbm.arena}
+        self.news: list[News] = []
+        self.skew_s = 0.0
+        self.forgotten: set[int] = set()
+        self._next_id = 0
+        self.mover = Mover([configs[d] for d in devices], self.arenas, self.identify)
+        self.mover.start(self.now_s)
+        self.wait(lambda: sum(isinstance(n, WorkerUp) for n in self.news) == len(devices))
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() + self.skew_s
+
+    def identify(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            if move.block not in self.forgotten:
+                n = name(move.block)
+                fields = (n.namespace, n.key, n.parent, n.tokens, n.depth, n.hits)
+                move.identity = BlockIdentity(*fields)
+
+    def move(
+        self,
+        src: str,
+        dst: str | None,
+        block: int,
+        priority: Priority = Priority.DEMAND,
+        deadline_s: float | None = None,
+    ) -> Move:
+        self._next_id += 1
+        slot = block * (SLOT // 4096)
+        return Move(
+            self._next_id, block, src, slot, dst, slot, BLOCK, SLOT, priority, None, deadline_s
+        )
+
+    def fill(self, tier: str, *blocks: int) -> None:
+        for block in blocks:
+            self.view(tier, block)[:] = content(block, BLOCK)
+
+    def holds(self, tier: str, block: int) -> bool:
+        return bool(np.array_equal(self.view(tier, block), content(block, BLOCK)))
+
+    def view(self, tier: str, block: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        return self.arenas[tier].view(block * (SLOT // 4096), BLOCK)
+
+    def submit(self, *moves: Move) -> list[Move]:
+        return self.mover.submit(moves, self.now_s)
+
+    def run(self, *moves: Move) -> list[Outcome]:
+        """Submit and wait for all outcomes, in the order of the moves."""
+        assert not self.submit(*moves)
+        return self.outcomes(*moves)
+
+    def outcomes(self, *moves: Move) -> list[Outcome]:
+        ids = {move.id for move in moves}
+        self.wait(lambda: ids <= {o.move for o in self.heard()})
+        found = {outcome.move: outcome for outcome in self.heard()}
+        return [found[move.id] for move in moves]
+
+    def heard(self) -> list[Outcome]:
+        """Every outcome so far, in the order in which it came."""
+        outcomes = [news for news in self.news if isinstance(news, Outcome)]
+        ids = [outcome.move for outcome in outcomes]
+        assert len(ids) == len(set(ids)), "a move had two outcomes"
+        return outcomes
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Turn the loop until something is true."""
+        poller = select.poll()
+        poller.register(self.mover.fileno(), select.POLLIN)
+        give_up_s = time.monotonic() + WAIT_S
+        while not until():
+            assert time.monotonic() < give_up_s, f"waited too long; heard {self.news[-5:]}"
+            poller.poll(20)
+            self.news += self.mover.on_readable(self.now_s)
+            self.news += self.mover.tick(self.now_s)
+
+    def hold(self, device: str) -> None:
+        """The worker does not run from now on."""
+        os.kill(self.mover.pids()[device], signal.SIGSTOP)
+
+    def let_go(self, device: str) -> None:
+        os.kill(self.mover.pids()[device], signal.SIGCONT)
+
+    def downs(self) -> list[WorkerDown]:
+        return [news for news in self.news if isinstance(news, WorkerDown)]
+
+    def close(self) -> None:
+        self.news += self.mover.close(10.0)
+        self.heard()
+        self.dram.close()
+        self.hbm.close()

@@ -1,0 +1,108 @@
+"""The words between mover and worker survive the trip; anything else is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, StoredBlock
+from hicache.transfer import messages
+from hicache.transfer.messages import Batch, Done, MalformedMessage, Stream, WorkerConfig
+
+IDENTITY = BlockIdentity(b"n" * 32, b"k" * 32, b"p" * 32, b"t" * 64, 3, 7)
+
+
+def one(data: bytes) -> messages.Message:
+    (message,) = Stream().feed(data)
+    return message
+
+
+def test_a_batch_survives() -> None:
+    moves = [
+        Move(1, 0, "dram", 2, "disk", 3, 4, 4096, Priority.DEMAND, IDENTITY),
+        Move(2, 0, "disk", 5, None, 0, 4, 4096, Priority.DEMAND, None),
+    ]
+    assert messages.unpack_batch(one(messages.pack_batch(Batch(9, moves)))) == Batch(9, moves)
+
+
+def test_outcomes_survive_with_their_share_of_the_time() -> None:
+    outcomes = [Outcome(1, True), Outcome(2, False, error="no", corrupt=True)]
+    done = messages.unpack_done(one(messages.pack_done(Done(4, outcomes, 0.5, 100))))
+    assert (done.batch, done.seconds, done.num_bytes) == (4, 0.5, 100)
+    assert done.outcomes == [Outcome(1, True, 0.25), Outcome(2, False, 0.25, "no", True)]
+
+
+def test_rows_survive() -> None:
+    rows = [StoredBlock(b"k", b"p", b"t", 10, 2)]
+    found = messages.unpack_rows(one(messages.pack_rows(b"ns", rows)))
+    assert (found.namespace, found.rows) == (b"ns", rows)
+
+
+def test_a_stream_may_be_cut_anywhere() -> None:
+    data = messages.pack("stop") + messages.pack("broken", error="x", damaged=False)
+    stream = Stream()
+    found = [m["t"] for i in range(len(data)) for m in stream.feed(data[i : i + 1])]
+    assert found == ["stop", "broken"]
+
+
+@given(data=st.binary(max_size=40))
+def test_garbage_is_malformed_and_nothing_else(data: bytes) -> None:
+    try:
+        for message in Stream().feed(data):
+            assert isinstance(message, dict)
+    except MalformedMessage:
+        pass
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.binary(max_size=3) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=8),
+    max_leaves=12,
+)
+
+
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(["n", "moves", "out", "seconds", "bytes", "rows", "namespace", "keys"]),
+        VALUES,
+    )
+)
+def test_wrong_fields_are_malformed_and_nothing_else(fields: dict[str, Any]) -> None:
+    message = one(msgpack.packb({"t": "x"} | fields))
+    for unpack in (
+        messages.unpack_batch,
+        messages.unpack_done,
+        messages.unpack_rows,
+        messages.unpack_keys,
+    ):
+        with contextlib.suppress(MalformedMessage):
+            unpack(message)
+
+
+def config(**fields: Any) -> WorkerConfig:
+    start: dict[str, Any] = {
+        "device": "disk:x",
+        "title": "hicache-disk-0",
+        "kind": "disk",
+        "near": "dram",
+        "near_path": "/a",
+        "far": "disk",
+        "far_path": "/b",
+    }
+    return WorkerConfig(**(start | fields))
+
+
+def test_a_config_survives_and_is_checked() -> None:
+    fields = asdict(config())
+    assert WorkerConfig.from_fields(fields) == config()
+    for wrong in ({"kind": "tape"}, {"capacity_bytes": "8GiB"}, {"far_path": "b"}, {"colour": 1}):
+        with pytest.raises(MalformedMessage):
+            WorkerConfig.from_fields(fields | wrong)
+    with pytest.raises(ValueError, match="15 bytes"):
+        config(title="hicache-disk-number-0")

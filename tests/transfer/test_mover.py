@@ -1,0 +1,187 @@
+"""The mover with real worker processes over real sockets: copies, order, deadlines, cancelling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from hicache.engine.plan import Priority
+from hicache.transfer.mover import Mover
+from hicache.transfer.news import WorkerMeasured, WorkerRows, WorkerUp
+from tests.tiers.blocks import NAMESPACE, name
+from tests.transfer.rig import BLOCK, DISK, GPU, SLOT, Rig
+
+
+def slots(*blocks: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    return np.array(blocks, np.int32) * (SLOT // 4096)
+
+
+def test_a_block_goes_down_and_up_again(rig: Rig) -> None:
+    rig.fill("hbm", *range(70))
+    for src, dst in (("hbm", "dram"), ("dram", "disk")):
+        assert all(o.ok for o in rig.run(*[rig.move(src, dst, n) for n in range(70)]))
+    for arena in rig.arenas.values():
+        arena.data[:] = 0
+    assert all(o.ok for o in rig.run(*[rig.move("disk", "dram", n) for n in range(70)]))
+    assert all(rig.holds("dram", n) for n in range(70))
+    assert all(o.ok for o in rig.run(*[rig.move("dram", "hbm", n) for n in range(70)]))
+    assert all(rig.holds("hbm", n) for n in range(70))
+    assert all(o.ok for o in rig.run(*[rig.move("disk", None, n) for n in range(70)]))
+    (gone,) = rig.run(rig.move("disk", "dram", 3))
+    assert not gone.ok
+    assert gone.corrupt, "what is not there must not be asked for again"
+    assert not any(any(b.values()) for b in rig.mover.backlog().values())
+
+
+def test_every_link_was_probed_and_is_metered(rig: Rig) -> None:
+    probes = {(n.src, n.dst) for n in rig.news if isinstance(n, WorkerMeasured) and n.is_probe}
+    assert probes == {("dram", "hbm"), ("hbm", "dram"), ("dram", "disk"), ("disk", "dram")}
+    assert not (rig.disk_path / "probe").exists()
+    before = rig.mover.meters["dram", "disk"].num_bytes
+    rig.run(*[rig.move("dram", "disk", n) for n in range(3)])
+    assert rig.mover.meters["dram", "disk"].num_bytes == before + 3 * BLOCK
+    assert all(meter.bytes_per_s > 0 for meter in rig.mover.meters.values())
+
+
+def test_generations_are_raised_before_a_slot_is_written(rig: Rig) -> None:
+    before = rig.dram.arena.generations(slots(1, 2))
+    rig.hold(GPU)
+    assert not rig.submit(rig.move("hbm", "dram", 1))
+    assert (rig.dram.arena.generations(slots(1, 2)) - before).tolist() == [1, 0]
+    rig.let_go(GPU)
+
+
+def test_demand_overtakes_demotion_and_batches_are_bounded(rig: Rig) -> None:
+    rig.fill("dram", *range(120))
+    rig.hold(DISK)
+    low = [rig.move("dram", "disk", n, Priority.DEMOTION) for n in range(100)]
+    mid = [rig.move("dram", "disk", n, Priority.PREFETCH) for n in range(100, 110)]
+    high = [rig.move("dram", "disk", n) for n in range(110, 120)]
+    assert not rig.submit(*low)
+    assert not rig.submit(*mid, *high)
+    assert rig.mover.backlog()["dram", "disk"] == {0: 10 * BLOCK, 1: 10 * BLOCK, 2: 100 * BLOCK}
+    rig.let_go(DISK)
+    rig.outcomes(*low, *mid, *high)
+    ids = [outcome.move for outcome in rig.heard()]
+    sent_first, waited = low[:64], low[64:]
+    assert ids == [move.id for move in [*sent_first, *high, *mid, *waited]]
+
+
+def test_reads_do_not_wait_behind_writes(rig: Rig) -> None:
+    """The lanes are apart: with both of the write lane's places taken, a read is sent at once."""
+    rig.fill("dram", *range(200))
+    rig.run(rig.move("dram", "disk", 300))
+    rig.hold(DISK)
+    writes = [rig.move("dram", "disk", n, Priority.DEMOTION) for n in range(200)]
+    read = rig.move("disk", "dram", 300)
+    assert not rig.submit(*writes, read)
+    rig.let_go(DISK)
+    rig.outcomes(read, *writes)
+    order = [outcome.move for outcome in rig.heard()]
+    assert order.index(read.id) <= 65, "after no more than what was in flight before it"
+
+
+def test_a_queued_move_past_its_deadline_fails_unsent(rig: Rig) -> None:
+    rig.hold(GPU)
+    first = [rig.move("dram", "hbm", n) for n in range(64)]
+    late = rig.move("dram", "hbm", 100, deadline_s=rig.now_s + 5)
+    fine = rig.move("dram", "hbm", 101, deadline_s=rig.now_s + 500)
+    before = rig.hbm.arena.generations(slots(100))
+    assert not rig.submit(*first, late, fine)
+    rig.skew_s = 10.0
+    (outcome,) = rig.outcomes(late)
+    assert not outcome.ok
+    assert "deadline" in outcome.error
+    rig.let_go(GPU)
+    assert all(o.ok for o in rig.outcomes(*first, fine))
+    assert rig.hbm.arena.generations(slots(100)) == before, "never sent"
+
+
+def test_cancel_reaches_what_is_queued_only(rig: Rig) -> None:
+    rig.hold(GPU)
+    moves = [rig.move("dram", "hbm", n) for n in range(70)]
+    assert not rig.submit(*moves)
+    cancelled = rig.mover.cancel([moves[0].id, moves[69].id, moves[66].id, 12345])
+    assert [(o.move, o.ok, o.error) for o in cancelled] == [
+        (moves[69].id, False, "cancelled"),
+        (moves[66].id, False, "cancelled"),
+    ]
+    rig.let_go(GPU)
+    left = [move for move in moves if move not in (moves[69], moves[66])]
+    assert all(o.ok for o in rig.outcomes(*left))
+
+
+def test_a_full_queue_and_an_unknown_link_refuse(rig: Rig) -> None:
+    rig.hold(GPU)
+    moves = [rig.move("dram", "hbm", n % 100) for n in range(9000)]
+    refused = rig.submit(*moves, rig.move("hbm", "disk", 1))
+    assert len(refused) == 9001 - 8192
+    assert refused[-1].dst == "disk"
+    rig.let_go(GPU)
+
+
+def test_a_block_that_nobody_knows_any_more_fails_unsent(rig: Rig) -> None:
+    rig.forgotten.add(5)
+    five, six = rig.run(rig.move("dram", "disk", 5), rig.move("dram", "disk", 6))
+    assert (five.ok, six.ok) == (False, True)
+    assert "nobody knows" in five.error
+
+
+def test_a_slot_outside_the_arena_fails_alone(rig: Rig) -> None:
+    bad = rig.move("dram", "hbm", 1)
+    bad.src_slot = 1 << 20
+    good = rig.move("dram", "hbm", 2)
+    bad_outcome, good_outcome = rig.run(bad, good)
+    assert (bad_outcome.ok, good_outcome.ok) == (False, True)
+    assert "leaves the arena" in bad_outcome.error
+
+
+def test_what_is_stored_comes_as_rows_after_a_restart(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, devices=[DISK])
+    rig.run(*[rig.move("dram", "disk", n) for n in range(5)])
+    rig.mover.describe(DISK, NAMESPACE, {"name": "smol"})
+    rig.close()
+    again = Rig(tmp_path, devices=[DISK])
+    rows = [n for n in again.news if isinstance(n, WorkerRows)]
+    up = next(n for n in again.news if isinstance(n, WorkerUp))
+    assert again.news.index(rows[-1]) < again.news.index(up)
+    assert {row.key for n in rows for row in n.rows} == {name(n).key for n in range(5)}
+    assert {(n.namespace, n.tier, n.is_first) for n in rows} == {(NAMESPACE, "disk", True)}
+    assert (again.disk_path / "namespaces" / f"{NAMESPACE.hex()}.json").exists()
+    again.mover.forget(DISK, [(SLOT, name(n).key) for n in range(4)])
+    outcomes = again.run(*[again.move("disk", "dram", n) for n in range(5)])
+    again.close()
+    # `forget` is in the writer's order, not the reader's: look again after a stop.
+    last = Rig(tmp_path, devices=[DISK])
+    assert outcomes[4].ok
+    kept = [row for n in last.news if isinstance(n, WorkerRows) for row in n.rows]
+    assert [row.key for row in kept] == [name(4).key]
+    last.close()
+
+
+def test_a_second_worker_on_a_path_says_whose_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    rig = Rig(tmp_path, devices=[DISK])
+    config = rig.mover._devices[DISK].config
+    second = Mover([replace(config, lock_wait_s=0.0)], rig.arenas, rig.identify)
+    second.start(rig.now_s)
+    news = second.close(10.0)  # `stop` waits behind the opening, which fails
+    assert not news
+    third = Mover([replace(config, lock_wait_s=0.0)], rig.arenas, rig.identify)
+    rig.mover, first = third, rig.mover
+    third.start(rig.now_s)
+    rig.wait(lambda: bool(rig.downs()))
+    rig.mover = first
+    third.close(10.0)
+    down = rig.downs()[0]
+    assert f"in use by the process with pid {first.pids()[DISK]}" in down.error
+    assert not down.lost
+    rig.close()
+
+
+def test_a_worker_has_its_name(rig: Rig) -> None:
+    for device, title in ((DISK, "hicache-disk-0"), (GPU, "hicache-gpu-0")):
+        pid = rig.mover.pids()[device]
+        assert Path(f"/proc/{pid}/comm").read_text().strip() == title

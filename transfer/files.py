@@ -1,0 +1,169 @@
+"""Between the arena and the disk tier: read, write, give up.
+
+The reader thread calls `DiskReader`; the writer thread calls `DiskWriter` and `DiskDeleter`, in the
+order in which the daemon sent the batches. Bytes go straight between the arena's mapping and the
+environment's: there is no copy in between.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hicache.engine.plan import BlockIdentity, Move, Outcome, StoredBlock
+from hicache.tiers.arena import Arena
+from hicache.tiers.base import TierDamaged, TierError
+from hicache.tiers.block import slot_bytes_for
+from hicache.tiers.disk import DiskTier
+from hicache.tiers.disk_format import derive_key
+from hicache.transfer.link import Link, Measured, by_size, failed
+from hicache.transfer.messages import MAX_ROWS, WorkerConfig
+
+
+class DiskReader:
+    """disk → arena. A block is ok only when its destination's bytes match the stored checksum."""
+
+    def __init__(self, src: str, tier: DiskTier, dst: str, arena: Arena) -> None:
+        self.src, self.dst = src, dst
+        self._tier, self._arena = tier, arena
+
+    def copy(self, batch: Sequence[Move]) -> list[Outcome]:
+        outcomes = []
+        for slot_bytes, moves in by_size(batch):
+            wanted = [
+                (_identity(move), self._arena.view(move.dst_slot, move.block_bytes))
+                for move in moves
+            ]
+            for move, problem in zip(moves, self._tier.read(slot_bytes, wanted), strict=True):
+                ok = Outcome(move.id, ok=True)
+                outcomes.append(ok if problem is None else failed(move, problem))
+        return outcomes
+
+
+class DiskWriter:
+    """arena → disk, as many blocks a transaction as the durability mode allows."""
+
+    def __init__(self, src: str, arena: Arena, dst: str, tier: DiskTier) -> None:
+        self.src, self.dst = src, dst
+        self._tier, self._arena = tier, arena
+
+    def copy(self, batch: Sequence[Move]) -> list[Outcome]:
+        outcomes = []
+        step = self._tier.blocks_per_commit
+        for slot_bytes, moves in by_size(batch):
+            for start in range(0, len(moves), step):
+                outcomes += self._commit(slot_bytes, moves[start : start + step])
+        return outcomes
+
+    def _commit(self, slot_bytes: int, moves: Sequence[Move]) -> list[Outcome]:
+        blocks = [
+            (_identity(move), self._arena.view(move.src_slot, move.block_bytes)) for move in moves
+        ]
+        try:
+            self._tier.put(slot_bytes, blocks)
+        except TierDamaged:
+            raise
+        except TierError as error:
+            return [failed(move, error) for move in moves]
+        return [Outcome(move.id, ok=True) for move in moves]
+
+
+class DiskDeleter:
+    """Gives up copies on disk, in a transaction of its own, ahead of the puts that follow."""
+
+    dst = None
+
+    def __init__(self, src: str, tier: DiskTier) -> None:
+        self.src = src
+        self._tier = tier
+
+    def copy(self, batch: Sequence[Move]) -> list[Outcome]:
+        for slot_bytes, moves in by_size(batch):
+            self._tier.delete(slot_bytes, [_identity(move).key for move in moves])
+        return [Outcome(move.id, ok=True) for move in batch]
+
+
+class DiskMedium:
+    """The disk tier as its worker opens it."""
+
+    def __init__(self, config: WorkerConfig, near: Arena) -> None:
+        self._config = config
+        self._tier = tier = DiskTier(
+            config.far_path,
+            config.capacity_bytes,
+            durability=config.durability,
+            read_ahead=config.read_ahead,
+            lock_wait_s=config.lock_wait_s,
+            set_aside=config.set_aside,
+        )
+        self.detail = f"LMDB at {config.far_path}, durability {config.durability}"
+        self.notes = tier.notes
+        self.readers: Sequence[Link] = [DiskReader(config.far, tier, config.near, near)]
+        self.writers: Sequence[Link] = [
+            DiskWriter(config.near, near, config.far, tier),
+            DiskDeleter(config.far, tier),
+        ]
+
+    def probe(self, num_bytes: int, block_bytes: int) -> list[Measured]:
+        """Through a small tier of its own beside the real one, removed afterwards. It is read after
+        its pages were dropped from the page cache: what a block that was not read lately costs."""
+        path = self._tier.path / "probe"
+        shutil.rmtree(path, ignore_errors=True)
+        slot_bytes = slot_bytes_for(block_bytes)
+        room = 4 * num_bytes + (1 << 20)
+        tokens = [
+            number.to_bytes(4, "little") for number in range(max(1, num_bytes // block_bytes))
+        ]
+        names = [
+            BlockIdentity(bytes(32), derive_key(bytes(32), bytes(32), t), bytes(32), t, 0, 0)
+            for t in tokens
+        ]
+        blocks = [(name, np.ones(block_bytes, np.uint8)) for name in names]
+        near, far = self._config.near, self._config.far
+        try:
+            with DiskTier(path, room, durability=self._config.durability) as tier:
+                start = time.perf_counter()
+                tier.put(slot_bytes, blocks)
+                write_s = time.perf_counter() - start
+            fd = os.open(path / f"class-{slot_bytes}" / "data.mdb", os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+            with DiskTier(path, room, durability=self._config.durability) as tier:
+                start = time.perf_counter()
+                problems = tier.read(slot_bytes, blocks)
+                read_s = time.perf_counter() - start
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+        if any(problems):
+            raise TierDamaged(f"the probe of {self._tier.path} read other bytes than it wrote")
+        copied = len(blocks) * block_bytes
+        return [Measured(near, far, copied, write_s), Measured(far, near, copied, read_s)]
+
+    def stored(self) -> Iterator[tuple[bytes, list[StoredBlock]]]:
+        for headers in self._tier.scan(MAX_ROWS):
+            if headers:
+                rows = [
+                    StoredBlock(h.key, h.parent, h.tokens, h.block_bytes, h.hits) for h in headers
+                ]
+                yield headers[0].namespace, rows
+
+    def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:
+        for slot_bytes, some in keys.items():
+            self._tier.delete(slot_bytes, some)
+
+    def describe(self, namespace: bytes, description: Mapping[str, Any]) -> None:
+        self._tier.describe_namespace(namespace, description)
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+def _identity(move: Move) -> BlockIdentity:
+    if move.identity is None:
+        raise TierError(f"move {move.id} does not say which block it carries")
+    return move.identity

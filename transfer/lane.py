@@ -1,0 +1,130 @@
+"""What waits for, and travels in, one direction of one device. Owned by the mover; pure.
+
+queued by priority:  demand … | prefetch … | demotion …
+             take ↓  one batch of one priority, all copies or all deletions
+in flight:           at most two batches, so that a new demand waits for little
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from hicache.engine.plan import Move, Outcome, Priority
+from hicache.transfer.messages import Batch
+
+MAX_BATCH_MOVES = 32
+MAX_BATCH_BYTES = 16 << 20
+MAX_IN_FLIGHT = 2
+
+
+class Lane:
+    """One direction's queues. `backlog` counts bytes by priority, queued and in flight."""
+
+    def __init__(self, max_queued: int) -> None:
+        self.in_flight: dict[int, tuple[Batch, float]] = {}  # batch → (batch, when it was sent)
+        self.backlog = dict.fromkeys(Priority, 0)
+        self._max_queued = max_queued
+        self._queues: dict[Priority, OrderedDict[int, Move]] = {
+            priority: OrderedDict() for priority in Priority
+        }
+        self._num_queued = 0
+
+    def push(self, move: Move) -> bool:
+        """False, and nothing changed, when the queue is full."""
+        if self._num_queued >= self._max_queued:
+            return False
+        self._queues[move.priority][move.id] = move
+        self._num_queued += 1
+        self.backlog[move.priority] += _weight(move)
+        return True
+
+    def take(self, now_s: float) -> tuple[list[Move], list[Outcome]]:
+        """The next batch's moves (none when two are in flight), and the outcomes of those found to
+        be past their deadlines on the way."""
+        batch: list[Move] = []
+        late: list[Outcome] = []
+        if len(self.in_flight) >= MAX_IN_FLIGHT:
+            return batch, late
+        for priority in Priority:
+            queue = self._queues[priority]
+            num_bytes = 0
+            while queue and len(batch) < MAX_BATCH_MOVES:
+                move = next(iter(queue.values()))
+                if _is_late(move, now_s):
+                    late.append(self._give_up(move, "its deadline passed while it waited"))
+                    continue
+                if batch and (batch[0].src, batch[0].dst) != (move.src, move.dst):
+                    break
+                num_bytes += move.block_bytes
+                if batch and num_bytes > MAX_BATCH_BYTES:
+                    break
+                del queue[move.id]
+                self._num_queued -= 1
+                batch.append(move)
+            if batch:
+                break
+        return batch, late
+
+    def sent(self, batch: Batch, now_s: float) -> None:
+        self.in_flight[batch.number] = (batch, now_s)
+
+    def done(self, number: int) -> Batch | None:
+        """The batch came back; None when it is not one of ours."""
+        batch, _ = self.in_flight.pop(number, (None, 0.0))
+        for move in batch.moves if batch is not None else ():
+            self.backlog[move.priority] -= _weight(move)
+        return batch
+
+    def drop(self, move: Move, error: str) -> Outcome:
+        """A move taken but not sent after all."""
+        self.backlog[move.priority] -= _weight(move)
+        return Outcome(move.id, ok=False, error=error)
+
+    def cancel(self, ids: Iterable[int]) -> list[Outcome]:
+        """Outcomes of those that were still queued; what travels cannot be called back."""
+        outcomes = []
+        for move_id in ids:
+            for queue in self._queues.values():
+                if move_id in queue:
+                    outcomes.append(self._give_up(queue[move_id], "cancelled"))
+        return outcomes
+
+    def cancel_all(self) -> list[Outcome]:
+        return self.cancel([move_id for queue in self._queues.values() for move_id in queue])
+
+    def expire(self, now_s: float) -> list[Outcome]:
+        """Queued moves whose deadline has passed, wherever they stand."""
+        moves = [move for queue in self._queues.values() for move in queue.values()]
+        error = "its deadline passed while it waited"
+        return [self._give_up(move, error) for move in moves if _is_late(move, now_s)]
+
+    def fail_all(self, error: str, corrupt_in_flight: bool = False) -> list[Outcome]:
+        """The worker is gone: everything queued and in flight has failed."""
+        outcomes = []
+        for number in list(self.in_flight):
+            batch = self.done(number)
+            for move in batch.moves if batch is not None else ():
+                failure = Outcome(move.id, ok=False, error=error, corrupt=corrupt_in_flight)
+                outcomes.append(failure)
+        for queue in self._queues.values():
+            outcomes += [self._give_up(move, error) for move in list(queue.values())]
+        return outcomes
+
+    def oldest_s(self) -> float | None:
+        """When the batch that is out longest was sent."""
+        return min((sent_s for _, sent_s in self.in_flight.values()), default=None)
+
+    def _give_up(self, move: Move, error: str) -> Outcome:
+        del self._queues[move.priority][move.id]
+        self._num_queued -= 1
+        return self.drop(move, error)
+
+
+def _weight(move: Move) -> int:
+    """Bytes to copy; a deletion copies none."""
+    return 0 if move.dst is None else move.block_bytes
+
+
+def _is_late(move: Move, now_s: float) -> bool:
+    return move.deadline_s is not None and move.deadline_s <= now_s

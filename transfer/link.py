@@ -1,0 +1,103 @@
+"""A link copies blocks from one tier to one other. One per direction of a device, in its worker.
+
+Called from one thread of the worker process, a batch at a time. A link owns nothing but the slots
+that the moves of its batch name. It reports an outcome for every move and raises only when the
+medium itself is broken (`TierDamaged`): then the worker ends and the daemon recovers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+from hicache.engine.plan import Move, Outcome, StoredBlock
+from hicache.tiers.base import TierCorrupt, TierDamaged, TierMissing
+
+
+class Link(Protocol):
+    """One source, one destination (None: the link gives copies up)."""
+
+    @property
+    def src(self) -> str: ...
+    @property
+    def dst(self) -> str | None: ...
+
+    def copy(self, batch: Sequence[Move]) -> list[Outcome]:
+        """An outcome for every move. A failed one left nothing to be believed at its destination.
+        Raises TierDamaged only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A link copied so much in so long."""
+
+    src: str
+    dst: str
+    num_bytes: int
+    seconds: float
+
+
+class Medium(Protocol):
+    """What a worker opens: one device, the links to and from it, and what it remembers.
+
+    `readers` are called from the reader thread; `writers`, `forget` and `describe` from the writer
+    thread; the rest before those two start or after they have ended.
+    """
+
+    detail: str
+    notes: list[str]
+    readers: Sequence[Link]
+    writers: Sequence[Link]
+
+    def probe(self, num_bytes: int, block_bytes: int) -> list[Measured]:
+        """Copy a few blocks each way, for real and outside every slot, and say how long it took."""
+
+    def stored(self) -> Iterator[tuple[bytes, list[StoredBlock]]]:
+        """What a durable medium holds: (namespace, rows), parents before children."""
+
+    def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:
+        """Remove records, given by slot size, that nobody knows of any more."""
+
+    def describe(self, namespace: bytes, description: Mapping[str, Any]) -> None:
+        """Leave a readable account of a namespace."""
+
+    def close(self) -> None:
+        """Leave the device in order."""
+
+
+class Forgetful:
+    """The half of a Medium that a medium without a memory shares."""
+
+    def stored(self) -> Iterator[tuple[bytes, list[StoredBlock]]]:
+        return iter(())
+
+    def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:
+        pass
+
+    def describe(self, namespace: bytes, description: Mapping[str, Any]) -> None:
+        pass
+
+
+def failed(move: Move, error: Exception) -> Outcome:
+    """The outcome of a move that met this error. What the source lacks or holds wrongly must not
+    be asked for again, so it is reported corrupt."""
+    is_corrupt = isinstance(error, TierCorrupt | TierMissing)
+    return Outcome(move.id, ok=False, error=str(error) or repr(error), corrupt=is_corrupt)
+
+
+def copy_or_fail(link: Link, batch: Sequence[Move]) -> list[Outcome]:
+    """`link.copy`, with any fault but a broken medium turned into failed outcomes."""
+    try:
+        return link.copy(batch)
+    except TierDamaged:
+        raise
+    except Exception as error:
+        return [failed(move, error) for move in batch]
+
+
+def by_size(batch: Sequence[Move]) -> Iterator[tuple[int, list[Move]]]:
+    """The batch's moves by slot-size class, in order."""
+    for slot_bytes, moves in groupby(batch, key=lambda move: move.slot_bytes):
+        yield slot_bytes, list(moves)

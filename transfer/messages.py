@@ -1,0 +1,239 @@
+"""What the daemon's mover and a worker process say to each other: bytes ↔ structs, no sockets.
+
+A stream of msgpack maps over one socket pair, self-delimiting, no pickle. Both sides check types
+and lengths before they act, although both are ours: a damaged worker may say anything.
+
+    daemon → worker   config · batch · forget · describe · stop
+    worker → daemon   opened · measured* · rows* · ready · done* · broken
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+import msgpack
+
+from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, StoredBlock
+
+MAX_MESSAGE_BYTES: Final = 64 << 20
+MAX_ROWS: Final = 1000
+
+Message = dict[str, Any]
+
+
+class MalformedMessage(ValueError):
+    """The peer said something that this protocol does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """The first message a worker reads: which device it is and between which tiers it copies.
+
+    `near` is the tier whose arena the daemon owns (`dram`), mapped from `near_path`. `far` is the
+    device's own tier: by `kind` an LMDB device at `far_path` (`disk`), a second arena at
+    `far_path` (`memory`), or memory of GPU `gpu` (`cuda`). Paths are absolute.
+    `title` (at most 15 bytes) names the process; `probe_bytes` are copied each way at start.
+    `set_aside` is the mover's to set: the last two workers died by a signal.
+    """
+
+    device: str
+    title: str
+    kind: Literal["disk", "memory", "cuda"]
+    near: str
+    near_path: str
+    far: str
+    far_path: str = ""
+    capacity_bytes: int = 0
+    durability: Literal["fast", "batched", "sync"] = "batched"
+    read_ahead: bool = True
+    lock_wait_s: float = 5.0
+    gpu: int = 0
+    probe_bytes: int = 8 << 20
+    probe_block_bytes: int = 1 << 20
+    set_aside: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("disk", "memory", "cuda"):
+            raise ValueError(f"kind {self.kind!r} of {self.device}: disk, memory or cuda")
+        if len(self.title.encode()) > 15:
+            raise ValueError(f"title {self.title!r}: at most 15 bytes")
+        paths = [self.near_path] + ([] if self.kind == "cuda" else [self.far_path])
+        for path in paths:
+            if not path.startswith("/"):
+                raise ValueError(f"{self.device}: the path {path!r} must be absolute")
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> WorkerConfig:
+        """MalformedMessage on a field that is unknown or of the wrong type."""
+        try:
+            config = cls(**fields)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise MalformedMessage(str(error)) from error
+        for name, default in asdict(cls("", "", "cuda", "", "/", "")).items():
+            if type(getattr(config, name)) is not type(default):
+                raise MalformedMessage(f"config: {name} must be {type(default).__name__}")
+        return config
+
+
+@dataclass(slots=True)
+class Batch:
+    """Moves of one direction of one device, all copies or all deletions."""
+
+    number: int
+    moves: list[Move]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A batch's outcomes. `seconds` and `num_bytes` tell what copying it really took."""
+
+    batch: int
+    outcomes: list[Outcome]
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Stored blocks of one namespace, parents before children."""
+
+    namespace: bytes
+    rows: list[StoredBlock]
+
+
+@dataclass(slots=True)
+class Stream:
+    """Turns the bytes read from a socket into messages."""
+
+    _unpacker: Any = field(
+        default_factory=lambda: msgpack.Unpacker(raw=False, max_buffer_size=MAX_MESSAGE_BYTES)
+    )
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that are complete now. MalformedMessage ends the conversation."""
+        try:
+            self._unpacker.feed(data)
+            for message in self._unpacker:
+                if not isinstance(message, dict) or type(message.get("t")) is not str:
+                    raise MalformedMessage(f"not a message: {str(message)[:80]}")
+                yield message
+        except MalformedMessage:
+            raise
+        except (ValueError, msgpack.exceptions.UnpackException, msgpack.BufferFull) as error:
+            raise MalformedMessage(f"not msgpack: {error!r}") from error
+
+
+def pack(kind: str, **fields: Any) -> bytes:
+    """One message as bytes."""
+    packed: bytes = msgpack.packb({"t": kind} | fields, use_bin_type=True)
+    return packed
+
+
+def pack_batch(batch: Batch) -> bytes:
+    """Moves as lists; priority and deadline stay with the daemon."""
+    moves = [
+        [
+            move.id,
+            move.src,
+            move.src_slot,
+            move.dst,
+            move.dst_slot,
+            move.block_bytes,
+            move.slot_bytes,
+            None if identity is None else _identity_fields(identity),
+        ]
+        for move in batch.moves
+        for identity in (move.identity,)
+    ]
+    return pack("batch", n=batch.number, moves=moves)
+
+
+def unpack_batch(message: Message) -> Batch:
+    return Batch(_int(message.get("n")), [_move(fields) for fields in _list(message, "moves")])
+
+
+def pack_done(done: Done) -> bytes:
+    outcomes = [[o.move, o.ok, o.error, o.corrupt] for o in done.outcomes]
+    return pack("done", n=done.batch, seconds=done.seconds, bytes=done.num_bytes, out=outcomes)
+
+
+def unpack_done(message: Message) -> Done:
+    seconds = _float(message.get("seconds"))
+    found = _list(message, "out")
+    share = seconds / max(1, len(found))
+    outcomes = []
+    for fields in found:
+        if not isinstance(fields, list) or [type(f) for f in fields] != [int, bool, str, bool]:
+            raise MalformedMessage("done: an outcome is [move, ok, error, corrupt]")
+        move, is_ok, error, is_corrupt = fields
+        outcomes.append(Outcome(move, is_ok, share, error, is_corrupt))
+    return Done(_int(message.get("n")), outcomes, seconds, _int(message.get("bytes")))
+
+
+def pack_rows(namespace: bytes, rows: Sequence[StoredBlock]) -> bytes:
+    packed = [[r.key, r.parent, r.tokens, r.block_bytes, r.hits] for r in rows]
+    return pack("rows", namespace=namespace, rows=packed)
+
+
+def unpack_rows(message: Message) -> Rows:
+    namespace, rows = message.get("namespace"), _list(message, "rows")
+    if type(namespace) is not bytes or len(rows) > MAX_ROWS:
+        raise MalformedMessage("rows: a namespace and at most 1000 rows")
+    for fields in rows:
+        if not isinstance(fields, list) or [type(f) for f in fields] != [bytes] * 3 + [int] * 2:
+            raise MalformedMessage("rows: a row is [key, parent, tokens, block bytes, hits]")
+    return Rows(namespace, [StoredBlock(*fields) for fields in rows])
+
+
+def unpack_keys(message: Message) -> dict[int, list[bytes]]:
+    """The keys of a `forget`, by slot size."""
+    keys: dict[int, list[bytes]] = {}
+    for fields in _list(message, "keys"):
+        if not isinstance(fields, list) or [type(f) for f in fields] != [int, bytes]:
+            raise MalformedMessage("forget: a key is [slot bytes, key]")
+        keys.setdefault(fields[0], []).append(fields[1])
+    return keys
+
+
+def _identity_fields(identity: BlockIdentity) -> list[Any]:
+    i = identity
+    return [i.namespace, i.key, i.parent, i.tokens, i.depth, i.hits]
+
+
+def _move(fields: Any) -> Move:
+    if not isinstance(fields, list) or len(fields) != 8:
+        raise MalformedMessage("batch: a move has 8 fields")
+    number, src, src_slot, dst, dst_slot, block_bytes, slot_bytes, about = fields
+    if [type(f) for f in fields[:3] + fields[4:7]] != [int, str, int, int, int, int]:
+        raise MalformedMessage("batch: a move's numbers and names")
+    if dst is not None and type(dst) is not str:
+        raise MalformedMessage("batch: a move's destination")
+    identity = None
+    if about is not None:
+        if not isinstance(about, list) or [type(f) for f in about] != [bytes] * 4 + [int] * 2:
+            raise MalformedMessage("batch: a block's identity")
+        identity = BlockIdentity(*about)
+    return Move(
+        number, 0, src, src_slot, dst, dst_slot, block_bytes, slot_bytes, Priority.DEMAND, identity
+    )
+
+
+def _list(message: Message, name: str) -> list[Any]:
+    value = message.get(name)
+    if not isinstance(value, list):
+        raise MalformedMessage(f"{message['t']}: {name} must be a list")
+    return value
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise MalformedMessage(f"a number is missing: {value!r}")
+    return value
+
+
+def _float(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise MalformedMessage(f"a number is missing: {value!r}")
+    return float(value)
