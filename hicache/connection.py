@@ -166,7 +166,7 @@ class Connection:
         self, op: str, body: Mapping[str, Any], deadline_s: float
     ) -> tuple[Greeting, Reply, list[Part]]:
         """Ask within a session; a session that the daemon does not know is opened anew, once."""
-        greeting = await self.greeted(deadline_s)
+        greeting = self.greeting or await self.greeted(deadline_s)
         try:
             return greeting, *await self.exchange(op, body, deadline_s, greeting)
         except DaemonError as error:

@@ -62,7 +62,7 @@ class Dialogue:
         try:
             self._connection.begin(started_s)
             deadline_s = started_s + self._connection.timeouts.call_s
-            greeting = await self._connection.greeted(deadline_s)
+            greeting = self._connection.greeting or await self._connection.greeted(deadline_s)
             if len(packed) > greeting.max_prompt_tokens * TOKEN_BYTES:
                 whole = greeting.max_prompt_tokens // greeting.block_tokens * greeting.block_tokens
                 body["tokens"] = packed[: whole * TOKEN_BYTES]

@@ -91,7 +91,8 @@ class _Store:
         ]
 
     def _prompt(self) -> Prompt:
-        return self._rng.integers(0, 2**32, BLOCKS * self._spec.block_tokens, np.uint32)
+        """One token more than the blocks: something is always left to prefill."""
+        return self._rng.integers(0, 2**32, BLOCKS * self._spec.block_tokens + 1, np.uint32)
 
     def _put(self, prompt: Prompt) -> float:
         start = time.perf_counter()
