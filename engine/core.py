@@ -135,8 +135,8 @@ class CacheEngine:
         namespace = house.namespaces[event.namespace]
         num_tokens = len(event.tokens) // 4
         path = house.index.match(namespace.root, event.tokens, namespace.step)
-        if path.num_blocks:
-            self._touch(path, namespace, event.now_s)
+        if path.num_blocks and self._touch(path, namespace, event.now_s):
+            path = house.index.match(namespace.root, event.tokens, namespace.step)
         runs, hit_blocks = self._runs(path)
         loadable = max(0, (num_tokens - 1) // namespace.block_tokens)
         kept = _slice_runs(runs, event.skip_blocks, min(hit_blocks, loadable))
@@ -165,21 +165,24 @@ class CacheEngine:
             house.leases.open(lease)
         return p.Matched(lease_id, tuple(runs), hit_blocks, decision)
 
-    def _touch(self, path: Path, namespace: Namespace, now_s: float) -> None:
-        """The path is used: youngest, one hit more, written down if that makes it worth it."""
+    def _touch(self, path: Path, namespace: Namespace, now_s: float) -> bool:
+        """The path is used: youngest, one hit more, written down if that makes it worth it.
+
+        Returns whether the tree's nodes may have changed under the path."""
         house = self.residency
         house.index.cut(path, namespace.step)
-        house.touch(path, now_s)
         hits = house.blocks.hits
         hits[path.ids()] += 1
-        durable = self.writedown.tier
-        if self.settings.write_policy != "write_through_selective" or durable is None:
-            return
         last = path.nodes[-1]
-        wanted = last.tiers and not last.tiers >> durable & 1
-        if wanted and hits[int(last.block_ids()[0])] >= self.settings.selective_hits:
-            self.writedown.want(last)
-            self.writedown.advance()
+        is_stale = house.touch(path, now_s)
+        durable = self.writedown.tier
+        if self.settings.write_policy == "write_through_selective" and durable is not None:
+            wanted = last.tiers and not last.tiers >> durable & 1
+            if wanted and hits[int(last.block_ids()[0])] >= self.settings.selective_hits:
+                self.writedown.want(last)
+                self.writedown.advance()
+                return True
+        return is_stale
 
     def _runs(self, path: Path) -> tuple[list[p.TierRun], int]:
         """The readable prefix of a path, grouped by each block's fastest tier."""
@@ -311,7 +314,9 @@ class CacheEngine:
         fill_ids: Ids = ids[lacking[: len(slots)]]
         indices = (lacking[: len(slots)] + event.first).astype(np.int32)
         num_new = len(slots) - len(fill_ids)
-        if num_new:
+        if num_new:  # making room may have split and merged nodes along the path
+            path = house.index.match(namespace.root, event.tokens[: event.last * step], step)
+            assert path.num_blocks == known
             node = house.index.extend(namespace.root, path, event.tokens, step, num_new)
             node.touched_s = event.now_s
             fill_ids = np.concatenate([fill_ids, node.block_ids()])

@@ -241,20 +241,29 @@ class Residency:
 
     # --- the tree follows ---------------------------------------------------------------------
 
-    def touch(self, path: Path, now_s: float) -> None:
-        """The path was used: it is the youngest, and nothing of it is leaving any more."""
+    def touch(self, path: Path, now_s: float) -> bool:
+        """The path was used: it is the youngest, and nothing of it is leaving any more.
+
+        Returns whether anything was rescued: then nodes may have merged and the path is stale."""
+        leaving = []
         for node in path.nodes:
             node.touched_s = now_s
             if node.leaving:
-                self._rescue_node(node)
+                leaving.append(node)
+        for node in leaving:
+            self._rescue_node(node)
+        return bool(leaving)
 
     def settle(self, ids: Ids) -> None:
         """After copies changed: retag the nodes, forget the empty ones, merge, queue candidates."""
-        for node in self.index.nodes_of(ids):
-            if node.parent is None:
-                continue
-            step = self.namespaces[node.namespace].step
-            pieces = self.index.retag(node, step)
+        # All tags first: a neighbour that is not retagged yet may look equal, and be merged wrongly.
+        settled = [
+            self.index.retag(node, self.namespaces[node.namespace].step)
+            for node in self.index.nodes_of(ids)
+            if node.parent is not None
+        ]
+        for pieces in settled:
+            step = self.namespaces[pieces[0].namespace].step
             above = pieces[0].parent
             for piece in reversed(pieces):
                 if not piece.tiers:
