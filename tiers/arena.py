@@ -18,6 +18,7 @@ Races, and who wins:
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -73,8 +74,9 @@ class Arena:
         huge_pages: bool = False,
         pretouch: Progress | None = None,
     ) -> Arena:
-        """A new arena, all of its memory allocated, locked by this process. ArenaError leaves no
-        file behind; a file that is there already is never touched."""
+        """A new arena, all of its memory allocated, locked by this process; with `pretouch` also
+        mapped, page by page, before anybody waits for it. ArenaError leaves no file behind; a file
+        that is there already is never touched."""
         path = Path(path)
         data_bytes = -(-data_bytes // PAGE_BYTES) * PAGE_BYTES
         if not PAGE_BYTES <= data_bytes <= MAX_TIER_BYTES:
@@ -92,7 +94,8 @@ class Arena:
             raise
         arena.is_owner = True
         arena.huge_pages = huge_pages and arena._ask_for_huge_pages()
-        arena._touch(pretouch)
+        if pretouch is not None:
+            arena._touch(pretouch)
         epoch = arena.epoch.encode()
         header = (MAGIC, VERSION, PAGE_BYTES, data_bytes, data_offset, os.getpid(), epoch)
         arena._map[: _HEADER.size] = _HEADER.pack(*header)
@@ -168,6 +171,15 @@ class Arena:
         """Owner only, before these pages are cut into slots anew (race 2)."""
         self._generations[first_page : first_page + num_pages] += np.uint32(1)
 
+    def populate(self) -> None:
+        """Map every page into this process, in small steps beside whatever else it does: a first
+        touch costs several times the copy that causes it. Ends early when the arena is closed."""
+        total = len(self._map)
+        with contextlib.suppress(ValueError, OSError):  # closed; a kernel before 5.14
+            for start in range(0, total, _HUGE_PAGE_BYTES):
+                step = min(_HUGE_PAGE_BYTES, total - start)
+                self._map.madvise(_MADV_POPULATE_WRITE, start, step)
+
     # --- lifetime ------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -195,7 +207,7 @@ class Arena:
             return False  # a kernel without them: slower, not wrong
         return True
 
-    def _touch(self, progress: Progress | None) -> None:
+    def _touch(self, progress: Progress) -> None:
         """Map every page now: a first touch later costs more than the copy that causes it."""
         total = len(self._map)
         for start in range(0, total, _STEP_BYTES):
@@ -204,8 +216,7 @@ class Arena:
                 self._map.madvise(_MADV_POPULATE_WRITE, start, step)
             except OSError:  # a kernel before 5.14
                 np.frombuffer(self._map, np.uint8)[start : start + step : PAGE_BYTES] = 0
-            if progress is not None:
-                progress(total // 2 + (start + step) // 2, total)
+            progress(total // 2 + (start + step) // 2, total)
 
 
 def stale_arenas(directory: str | os.PathLike[str], prefix: str) -> list[Path]:

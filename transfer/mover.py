@@ -47,6 +47,8 @@ from hicache.transfer.meter import Meter
 from hicache.transfer.news import News, WorkerDown, WorkerMeasured, WorkerRows, WorkerUp
 from hicache.transfer.process import WorkerProcess
 
+__all__ = ["Mover", "News", "WorkerDown", "WorkerMeasured", "WorkerRows", "WorkerUp"]
+
 FIRST_DELAY_S, LAST_DELAY_S = 0.2, 10.0
 HEALTHY_S = 60.0
 KILL_S = 5.0

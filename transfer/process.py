@@ -17,13 +17,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import hicache
 from hicache.transfer.messages import Message, Stream, WorkerConfig, pack
 
 _RECEIVE_BYTES = 1 << 20
 _BUFFER_BYTES = 4 << 20
 _MODULE = "hicache.transfer.worker"
-_ROOT = Path(hicache.__file__).resolve().parents[1]
+_ROOT = Path(__file__).absolute().parents[2]  # not resolved: hicache/transfer may be a link
 
 
 class WorkerProcess:

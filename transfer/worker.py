@@ -217,6 +217,7 @@ def main(fd: int) -> int:
             near = Arena.attach(config.near_path)
             medium = _open(config, near)
             worker = Worker(sock, medium)
+            threading.Thread(target=near.populate, name="hicache-touch", daemon=True).start()
             worker.introduce(config.probe_bytes, config.probe_block_bytes)
             worker.serve(stream, messages[1:])
             medium.close()

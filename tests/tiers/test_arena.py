@@ -125,6 +125,16 @@ def test_closing_with_views_held_is_fine(tmp_path: Path) -> None:
     view[:] = 1  # still mapped: a client may be in the middle of a copy
 
 
+def test_populating_changes_nothing_and_may_be_cut_short(tmp_path: Path) -> None:
+    owner = Arena.create(tmp_path / "a", 5 * MIB)
+    owner.data[:] = 9
+    other = Arena.attach(tmp_path / "a")
+    other.populate()
+    assert (other.data == 9).all()
+    other.close()
+    other.populate()
+
+
 HOLD = """
 import sys
 from hicache.tiers.arena import Arena
