@@ -174,8 +174,8 @@ class Arena:
     def populate(self) -> None:
         """Map every page into this process, in small steps beside whatever else it does: a first
         touch costs several times the copy that causes it. Ends early when the arena is closed."""
-        total = len(self._map)
         with contextlib.suppress(ValueError, OSError):  # closed; a kernel before 5.14
+            total = len(self._map)
             for start in range(0, total, _HUGE_PAGE_BYTES):
                 step = min(_HUGE_PAGE_BYTES, total - start)
                 self._map.madvise(_MADV_POPULATE_WRITE, start, step)

@@ -339,7 +339,7 @@ def test_turnovers_within_usable_bytes_never_meet_a_full_map(
     tmp_path: Path, slot_bytes: int
 ) -> None:
     """The pool that the daemon builds bounds live bytes; evictions commit ahead of puts."""
-    capacity, batch = 32 * MIB, 8
+    capacity, batch = 12 * MIB, 8
     pool = SlotPool(usable_bytes(capacity, batch * slot_bytes), pages_of=record_pages)
     rng = np.random.default_rng(1)
     data = content(0, slot_bytes)

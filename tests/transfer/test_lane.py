@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.engine.plan import Move, Priority
@@ -82,6 +82,7 @@ def test_deadlines_pass_in_the_queue() -> None:
     assert [o.move for o in lane.expire(2.0)] == [3]
 
 
+@settings(deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

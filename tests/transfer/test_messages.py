@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, StoredBlock
@@ -51,6 +51,7 @@ def test_a_stream_may_be_cut_anywhere() -> None:
     assert found == ["stop", "broken"]
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=40))
 def test_garbage_is_malformed_and_nothing_else(data: bytes) -> None:
     try:
@@ -67,6 +68,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     fields=st.dictionaries(
         st.sampled_from(["n", "moves", "out", "seconds", "bytes", "rows", "namespace", "keys"]),
