@@ -27,6 +27,8 @@ Vector = npt.NDArray[np.float64]
 FORGET: Final = 0.97
 RELATIVE_NOISE: Final = 0.2
 HUBER: Final = 3.0
+LEAST_NOISE_S: Final = 1e-6
+"""No step is timed more finely; weights of less noise would drown the prior and the solver."""
 _SCALE: Final = np.array([1.0, 1e-3, 1e-6])
 """Features in requests, thousands of tokens, millions of token pairs: all near 1 in use."""
 
@@ -62,6 +64,7 @@ class PrefillCost:
         x = np.array([num_requests, sum_n, sum_nc]) * _SCALE
         expected = float(x @ self._solve())
         scale = RELATIVE_NOISE * (max(expected, 0.25 * seconds) if self.num_observed else seconds)
+        scale = max(scale, LEAST_NOISE_S)
         surprise = abs(seconds - expected) / scale
         weight = min(1.0, HUBER / surprise) if self.num_observed > 2 and surprise else 1.0
         weight /= scale * scale
@@ -98,7 +101,10 @@ def _non_negative(info: Vector, vector: Vector) -> Vector:
     for size in (3, 2, 1):
         for kept in combinations(range(3), size):
             rows = list(kept)
-            part = np.linalg.solve(info[np.ix_(rows, rows)], vector[rows])
+            try:
+                part = np.linalg.solve(info[np.ix_(rows, rows)], vector[rows])
+            except np.linalg.LinAlgError:  # what was seen cannot tell these terms apart
+                continue
             if (part < 0).any():
                 continue
             value = -0.5 * float(vector[rows] @ part)

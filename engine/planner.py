@@ -21,6 +21,16 @@ from typing import Literal
 
 from hicache.engine.plan import Decision, DecisionName, TierRun
 
+_WHY_RELOAD = {
+    "mode": "because the planner's mode is always_reload",
+    "exploration": "to keep the estimates alive, although recomputing looked no slower",
+}
+_WHY_RECOMPUTE = {
+    "slower": "the best reload would take {best}",
+    "tie": "the best reload ({best}) is not clearly faster",
+    "mode": "the planner's mode is always_recompute",
+}
+
 Mode = Literal["measured", "always_reload", "always_recompute"]
 
 
@@ -105,11 +115,10 @@ class Planner:
         tokens = blocks * hit.block_tokens
         rest = hit.prompt_tokens - ends[cut]
         sources = " and ".join(dict.fromkeys(run.tier for run in hit.runs[: cut + 1]))
-        why = {
-            "faster": f"against {_ms(recompute_s)} to recompute everything",
-            "mode": "because the planner's mode is always_reload",
-            "exploration": "to keep the estimates alive, although recomputing looked no slower",
-        }[reason]
+        if reason == "faster":
+            why = f"against {_ms(recompute_s)} to recompute everything"
+        else:
+            why = _WHY_RELOAD[reason]
         sentence = (
             f"Reload {tokens} tokens from {sources} ({_ms(reload_s)}) and prefill {rest} "
             f"({_ms(totals[cut] - reload_s)}), {why}."
@@ -121,11 +130,7 @@ class Planner:
     def _recompute(
         self, hit: Hit, best: int, totals: Sequence[float], recompute_s: float, reason: str
     ) -> Decision:
-        why = {
-            "slower": f"the best reload would take {_ms(totals[best])}",
-            "tie": f"the best reload ({_ms(totals[best])}) is not clearly faster",
-            "mode": "the planner's mode is always_recompute",
-        }[reason]
+        why = _WHY_RECOMPUTE[reason].format(best=_ms(totals[best]))
         sentence = f"Recompute all {hit.prompt_tokens} tokens ({_ms(recompute_s)}): {why}."
         return Decision("recompute", 0, reason, sentence, 0.0, recompute_s, recompute_s)
 

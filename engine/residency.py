@@ -256,7 +256,7 @@ class Residency:
 
     def settle(self, ids: Ids) -> None:
         """After copies changed: retag the nodes, forget the empty ones, merge, queue candidates."""
-        # All tags first: a neighbour that is not retagged yet may look equal, and be merged wrongly.
+        # All tags first: a neighbour not retagged yet may look equal, and be merged wrongly.
         settled = [
             self.index.retag(node, self.namespaces[node.namespace].step)
             for node in self.index.nodes_of(ids)

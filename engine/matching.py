@@ -1,0 +1,161 @@
+"""A prompt comes in: what of it is held, how much is worth reloading, and who holds it meanwhile.
+
+Matching itself changes no tree and no byte. Being asked for does: the path becomes the youngest,
+what was draining of it is rescued, and what is planned to be reloaded is leased before anybody
+else can have it evicted. Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hicache.engine import plan as p
+from hicache.engine.cost import LinkCost, PrefillCost
+from hicache.engine.index import Path
+from hicache.engine.lease import Lease
+from hicache.engine.ledger import Ledger
+from hicache.engine.planner import Hit, Planner
+from hicache.engine.residency import NO_TIER, Namespace, Residency
+from hicache.engine.settings import EngineSettings
+from hicache.engine.writedown import WriteDown
+
+
+@dataclass(slots=True)
+class Estimates:
+    """What is believed about speeds: of links by (from, to), of prefill and last hop by namespace."""
+
+    links: dict[tuple[int, int], LinkCost]
+    prefill: list[PrefillCost] = field(default_factory=list)
+    hop_s_per_byte: list[float] = field(default_factory=list)
+
+
+class Matching:
+    """Answers Match."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        estimates: Estimates,
+        planner: Planner,
+        writedown: WriteDown,
+        ledger: Ledger,
+        settings: EngineSettings,
+    ) -> None:
+        self.residency = residency
+        self.estimates = estimates
+        self.planner = planner
+        self.writedown = writedown
+        self.ledger = ledger
+        self.settings = settings
+
+    def match(self, event: p.Match) -> p.Matched:
+        house = self.residency
+        namespace = house.namespaces[event.namespace]
+        num_tokens = len(event.tokens) // 4
+        path = house.index.match(namespace.root, event.tokens, namespace.step)
+        if path.num_blocks and self._touch(path, namespace, event.now_s):
+            path = house.index.match(namespace.root, event.tokens, namespace.step)
+        runs, hit_blocks = self._runs(path)
+        loadable = max(0, (num_tokens - 1) // namespace.block_tokens)
+        kept = _slice_runs(runs, event.skip_blocks, min(hit_blocks, loadable))
+        hop = event.hop_bytes_per_s
+        hop_s = 1.0 / hop if hop else self.estimates.hop_s_per_byte[event.namespace]
+        decision = self.planner.decide(
+            Hit(
+                num_tokens,
+                namespace.block_tokens,
+                min(event.skip_blocks * namespace.block_tokens, num_tokens),
+                kept,
+                self._reload_seconds(namespace, kept, hop_s),
+                self.estimates.prefill[event.namespace].seconds,
+            )
+        )
+        self.ledger.decided(decision.name, decision.reason)
+        lease_id = 0
+        if decision.reload_blocks:
+            ids = path.ids()[event.skip_blocks : event.skip_blocks + decision.reload_blocks]
+            lease_id = house.leases.next_id()
+            expires_s = event.now_s + event.ttl_s
+            lease = Lease(
+                lease_id, event.owner, event.namespace, ids, expires_s, tuple(kept), decision
+            )
+            lease.failed_at = len(ids)
+            house.leases.open(lease)
+        return p.Matched(lease_id, tuple(runs), hit_blocks, decision)
+
+    def _touch(self, path: Path, namespace: Namespace, now_s: float) -> bool:
+        """The path is used: youngest, one hit more, written down if that makes it worth it.
+
+        Returns whether the tree's nodes may have changed under the path."""
+        house = self.residency
+        house.index.cut(path, namespace.step)
+        hits = house.blocks.hits
+        hits[path.ids()] += 1
+        last = path.nodes[-1]
+        is_stale = house.touch(path, now_s)
+        durable = self.writedown.tier
+        if self.settings.write_policy == "write_through_selective" and durable is not None:
+            wanted = last.tiers and not last.tiers >> durable & 1
+            if wanted and hits[int(last.block_ids()[0])] >= self.settings.selective_hits:
+                self.writedown.want(last)
+                self.writedown.advance()
+                return True
+        return is_stale
+
+    def _runs(self, path: Path) -> tuple[list[p.TierRun], int]:
+        """The readable prefix of a path, grouped by each block's fastest tier."""
+        house = self.residency
+        runs: list[tuple[int, int]] = []
+        total = 0
+        for node in path.nodes:
+            tier = house.fastest(node.staying)
+            if tier == NO_TIER:
+                break
+            count = len(node)
+            total += count
+            if runs and runs[-1][0] == tier:
+                runs[-1] = (tier, runs[-1][1] + count)
+            else:
+                runs.append((tier, count))
+        return [p.TierRun(house.tiers[tier].name, count) for tier, count in runs], total
+
+    def _reload_seconds(
+        self, namespace: Namespace, runs: Sequence[p.TierRun], hop_s_per_byte: float
+    ) -> list[float]:
+        """Per run, expected seconds until it and those before it are in the engine.
+
+        Links work side by side; the last hop takes every byte one after another."""
+        house = self.residency
+        loaded: dict[tuple[int, int], float] = {}
+        seconds = []
+        total = 0.0
+        for run in runs:
+            num_bytes = run.num_blocks * namespace.block_bytes
+            total += num_bytes
+            src = house.number_of(run.tier)
+            if not house.tiers[src].mapped:
+                for link in self.estimates.links:
+                    if link[0] == src and house.tiers[link[1]].mapped:
+                        loaded[link] = loaded.get(link, 0.0) + num_bytes
+                        break
+            links_s = [
+                self.estimates.links[link].seconds(
+                    size, house.bytes_moving(link, p.Priority.DEMAND)
+                )
+                for link, size in loaded.items()
+            ]
+            seconds.append(max(links_s, default=0.0) + total * hop_s_per_byte)
+        return seconds
+
+
+def _slice_runs(runs: Sequence[p.TierRun], first: int, last: int) -> list[p.TierRun]:
+    """The part of the runs that covers blocks first … last-1."""
+    kept = []
+    position = 0
+    for run in runs:
+        begin, end = max(first, position), min(last, position + run.num_blocks)
+        if begin < end:
+            kept.append(p.TierRun(run.tier, end - begin))
+        position += run.num_blocks
+    return kept

@@ -1,0 +1,171 @@
+"""New blocks come in: which are wanted, where they are to be written, and when they are visible.
+
+    put ──▶ ticket (slots, filling) ──▶ commit ──▶ ready
+                       │                  └──────▶ blocks not written: given up
+                       └─▶ abort, expiry, death ─▶ given up; slots quarantined while the writer
+                                                   may still write them
+
+A block is stored once: blocks that are there are `present`, blocks that somebody else is writing
+are `busy`. Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+import numpy as np
+
+from hicache.engine import plan as p
+from hicache.engine.blocks import State
+from hicache.engine.evictor import Evictor
+from hicache.engine.lease import Quarantined, Ticket
+from hicache.engine.residency import Namespace, Residency
+from hicache.engine.settings import EngineSettings
+from hicache.engine.writedown import WriteDown
+from hicache.tiers.block import Ids
+
+MAX_DURABLE_WAITS: Final = 1024
+_NO_IDS: Final = np.empty(0, np.int32)
+
+
+class Storing:
+    """Answers Put, Commit and Abort."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        evictor: Evictor,
+        writedown: WriteDown,
+        settings: EngineSettings,
+    ) -> None:
+        self.residency = residency
+        self.evictor = evictor
+        self.writedown = writedown
+        self.settings = settings
+        self._durable_waits: OrderedDict[int, Ids] = OrderedDict()
+
+    def put(self, event: p.Put) -> p.Placed:
+        house = self.residency
+        namespace = house.namespaces[event.namespace]
+        step = namespace.step
+        path = house.index.match(namespace.root, event.tokens[: event.last * step], step)
+        known = path.num_blocks
+        asked = event.last - event.first
+        if event.first > known:  # blocks without their parents would be unreachable
+            return p.Placed(0, "", _NO_IDS, _NO_IDS, 0, 0, asked, False)
+        ids = path.ids()[event.first :]
+        held = house.blocks.tags[ids] != 0
+        filling = np.zeros(len(ids), bool)
+        for state in house.blocks.state:
+            filling |= (state[ids] == State.FILLING) | (state[ids] == State.CANCELLED)
+        lacking = np.flatnonzero(~held & ~filling)
+        present, busy = int(held.sum()), int((filling & ~held).sum())
+        new = event.last - known
+        wanted = len(lacking) + new
+        if wanted == 0:
+            return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, 0, False)
+        pinned = path.ids()  # the path itself must not be given up to make room for its end
+        house.blocks.leases[pinned] += 1
+        tier, slots = self._place(namespace, wanted)
+        house.blocks.leases[pinned] -= 1
+        house.unpark()
+        refused = wanted - len(slots)
+        if len(slots) == 0:
+            coming = any(map(self.evictor.room_is_coming, range(len(house.tiers))))
+            return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, refused, coming)
+        fill_ids: Ids = ids[lacking[: len(slots)]]
+        indices = (lacking[: len(slots)] + event.first).astype(np.int32)
+        num_new = len(slots) - len(fill_ids)
+        if num_new:  # making room may have split and merged nodes along the path
+            path = house.index.match(namespace.root, event.tokens[: event.last * step], step)
+            assert path.num_blocks == known
+            node = house.index.extend(namespace.root, path, event.tokens, step, num_new)
+            node.touched_s = event.now_s
+            fill_ids = np.concatenate([fill_ids, node.block_ids()])
+            indices = np.concatenate([indices, np.arange(known, known + num_new, dtype=np.int32)])
+        house.blocks.fill(tier, fill_ids, slots)
+        ticket = Ticket(
+            house.leases.next_id(),
+            event.owner,
+            event.namespace,
+            tier,
+            fill_ids,
+            indices,
+            event.now_s + event.ttl_s,
+        )
+        house.leases.tickets[ticket.id] = ticket
+        name = house.tiers[tier].name
+        return p.Placed(ticket.id, name, indices, slots, present, busy, refused, refused > 0)
+
+    def _place(self, namespace: Namespace, count: int) -> tuple[int, Ids]:
+        """Slots for new blocks: the fastest mapped tier that has room, or can make some at once."""
+        house = self.residency
+        mapped = [n for n, tier in enumerate(house.tiers) if tier.mapped and house.is_up(n)]
+        for tier in mapped:
+            if house.pools[tier].available(namespace.slot_bytes) >= count:
+                return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
+        for tier in mapped:
+            if self.evictor.make_room(tier, namespace.slot_bytes, count):
+                return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
+        return 0, _NO_IDS
+
+    def commit(self, event: p.Commit) -> int:
+        house = self.residency
+        ticket = house.leases.tickets.get(event.ticket)
+        if ticket is None:
+            raise p.UnknownTicket(event.ticket)
+        written = np.isin(ticket.indices, event.indices)
+        del house.leases.tickets[ticket.id]
+        done, undone = ticket.ids[written], ticket.ids[~written]
+        namespace = house.namespaces[ticket.namespace]
+        house.blocks.change(ticket.tier, done, State.READY)
+        house.blocks.vacate(ticket.tier, undone, namespace.slot_bytes)
+        house.settle(ticket.ids)
+        if len(done):
+            if event.durable or self.settings.write_policy == "write_through":
+                self.writedown.want(house.index.node_of(int(done[-1])))
+            if event.durable:
+                self._durable_waits[ticket.id] = done
+        return len(done)
+
+    def abort(self, event: p.Abort) -> int:
+        house = self.residency
+        ticket = house.leases.tickets.pop(event.ticket, None)
+        if ticket is None:  # an expired ticket's writer acknowledges
+            return self.end_quarantine(event.ticket)
+        namespace = house.namespaces[ticket.namespace]
+        if event.writer_gone:
+            house.blocks.vacate(ticket.tier, ticket.ids, namespace.slot_bytes)
+        else:
+            slots = house.blocks.slot[ticket.tier][ticket.ids]
+            house.blocks.change(ticket.tier, ticket.ids, State.ABSENT)
+            house.pools[ticket.tier].quarantine(namespace.slot_bytes, slots)
+            house.leases.quarantine[ticket.id] = Quarantined(
+                ticket.owner, ticket.tier, namespace.slot_bytes, slots
+            )
+        house.settle(ticket.ids)
+        return len(ticket.ids)
+
+    def end_quarantine(self, ticket: int) -> int:
+        held = self.residency.leases.quarantine.pop(ticket, None)
+        if held is None:
+            return 0
+        self.residency.pools[held.tier].end_quarantine(held.slot_bytes, held.slots)
+        return len(held.slots)
+
+    def durable_now(self) -> list[int]:
+        """Tickets whose blocks have all reached the durable tier."""
+        tier = self.writedown.tier
+        if tier is None:
+            return []
+        readable = [
+            ticket
+            for ticket, ids in self._durable_waits.items()
+            if (self.residency.blocks.tags[ids] >> tier & 1).all()
+        ]
+        for ticket in readable:
+            del self._durable_waits[ticket]
+        while len(self._durable_waits) > MAX_DURABLE_WAITS:  # waits whose blocks never got there
+            self._durable_waits.popitem(last=False)
+        return readable
