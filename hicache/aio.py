@@ -33,7 +33,7 @@ from hicache.dialogue import Dialogue
 from hicache.endpoint import default_endpoint
 from hicache.keys import NamespaceSpec, Tokens
 from hicache.storing import Fill
-from hicache.wire import WireError
+from hicache.wire import WireError, decode_reply
 
 T = TypeVar("T")
 
@@ -53,6 +53,7 @@ class AsyncChannel:
     def __init__(self, endpoint: str, max_part_bytes: int = 0) -> None:
         self.endpoint = endpoint
         self.mailbox = Mailbox()
+        self.has_parts = False
         self._max_part_bytes = max_part_bytes
         self._context: zmq.asyncio.Context | None = None
         self._link: _Link | None = None
@@ -149,10 +150,11 @@ class AsyncChannel:
         while True:
             frames = await link.socket.recv_multipart()
             try:
-                request_id = self.mailbox.deliver(frames)
+                reply = decode_reply(frames[0])
             except WireError as error:
                 return self._hang_up(link, f"the daemon answered garbage: {error}")
-            if (event := self._waiting.get(request_id)) is not None:
+            self.mailbox.deliver(reply, list[Part](frames[1:]))
+            if (event := self._waiting.get(reply["id"])) is not None:
                 event.set()
 
     async def _watch(self, link: _Link) -> None:

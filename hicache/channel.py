@@ -35,6 +35,7 @@ Sock = TypeVar("Sock", bound=zmq.Socket[Any])
 
 _SLICE_S: Final = 0.02
 """How often a wait for a reply looks whether the connection still stands."""
+_NOBLOCK: Final = int(zmq.NOBLOCK)
 _HIGH_WATER: Final = 1024
 _MAX_LATE: Final = 1024
 
@@ -49,6 +50,20 @@ _EVENTS: Final = (
 _monitor_numbers = itertools.count()
 
 
+class Lineage:
+    """How many forks lie between this process and the first import. Cheaper than asking for the
+    pid, which every call would have to."""
+
+    generation = 0
+
+    @classmethod
+    def forked(cls) -> None:
+        cls.generation += 1
+
+
+os.register_at_fork(after_in_child=Lineage.forked)
+
+
 class DaemonAbsent(Exception):
     """No answer came, and none will. `str()` is a sentence that says why."""
 
@@ -61,6 +76,8 @@ class Port(Protocol):
     """What `hicache.dialogue` needs of a channel; the blocking one never suspends."""
 
     mailbox: Mailbox
+    has_parts: bool
+    """Whether replies may have parts behind their map (the transport `frames`)."""
 
     @property
     def connected(self) -> bool: ...
@@ -192,16 +209,14 @@ class Mailbox:
     def expect(self, request_id: int) -> None:
         self._awaited[request_id] = deque()
 
-    def deliver(self, frames: Sequence[Part]) -> int:
-        """Sort one message in; returns the request it answers. Raises WireError on garbage."""
-        reply = decode_reply(frames[0])
+    def deliver(self, reply: Reply, parts: list[Part]) -> None:
+        """Sort one message in."""
         request_id: int = reply["id"]
         queue = self._awaited.get(request_id)
         if queue is not None:
-            queue.append((reply, list(frames[1:])))
+            queue.append((reply, parts))
         elif request_id in self._given_up:
             self.late.append((*self._given_up.pop(request_id), reply))
-        return request_id
 
     def take(self, request_id: int) -> tuple[Reply, list[Part]] | None:
         """The next reply, None if there is none yet. Raises DaemonAbsent if none will come."""
@@ -233,6 +248,7 @@ class Channel:
     def __init__(self, endpoint: str, max_part_bytes: int = 0) -> None:
         self.endpoint = endpoint
         self.mailbox = Mailbox()
+        self.has_parts = False
         self._max_part_bytes = max_part_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -252,7 +268,7 @@ class Channel:
     async def send(self, frames: Sequence[Part], deadline_s: float) -> None:
         if self._socket is not None:
             try:
-                self._socket.send_multipart(frames, zmq.NOBLOCK)
+                self._pass_on(self._socket, frames)
                 return
             except zmq.Again:  # the daemon has gone since the last call, or takes no more
                 if not self._is_broken():
@@ -261,7 +277,7 @@ class Channel:
         self._connect(deadline_s)
         assert self._socket is not None
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._pass_on(self._socket, frames)
         except zmq.Again:
             self._hang_up(self._gone())
             raise absent(self.endpoint) from None
@@ -270,9 +286,13 @@ class Channel:
         while (answer := self.mailbox.take(request_id)) is None:
             frames = self._next_message(deadline_s)
             try:
-                self.mailbox.deliver(frames)
+                reply = decode_reply(frames[0])
             except WireError as error:
                 self._hang_up(f"the daemon answered garbage: {error}")
+                continue
+            if reply["id"] == request_id:
+                return reply, frames[1:]
+            self.mailbox.deliver(reply, frames[1:])
         return answer
 
     async def work(self, task: Callable[[], T]) -> T:
@@ -304,15 +324,26 @@ class Channel:
             self._hang_up(self._gone())
             raise absent(self.endpoint)
 
-    def _next_message(self, deadline_s: float) -> Sequence[Part]:
+    # One `send`, `recv` instead of `…_multipart` saves 11 µs of a call's 70 (processor time).
+
+    def _pass_on(self, socket: zmq.Socket[bytes], frames: Sequence[Part]) -> None:
+        if len(frames) == 1:
+            socket.send(frames[0], _NOBLOCK)
+        else:
+            socket.send_multipart(frames, _NOBLOCK)
+
+    def _take_in(self, socket: zmq.Socket[bytes], flags: int) -> list[Part]:
+        return list(socket.recv_multipart(flags)) if self.has_parts else [socket.recv(flags)]
+
+    def _next_message(self, deadline_s: float) -> list[Part]:
         """The fast way is one blocking receive: nothing is polled before a slice has passed."""
         while self._socket is not None:
             left_s = deadline_s - time.monotonic()
             try:
                 if left_s > _SLICE_S:
-                    return self._socket.recv_multipart()
+                    return self._take_in(self._socket, 0)
                 if self._socket.poll(max(0, int(left_s * 1000))):
-                    return self._socket.recv_multipart(zmq.NOBLOCK)
+                    return self._take_in(self._socket, _NOBLOCK)
             except zmq.Again:
                 pass
             if self._is_broken() and not self._socket.poll(0):  # all that arrived is read

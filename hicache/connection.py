@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
 from hicache.answers import Greeting, Match, read_greeting
-from hicache.channel import Breaker, DaemonAbsent, Held, Mailbox, Part, Port, Reply
+from hicache.channel import Breaker, DaemonAbsent, Held, Lineage, Mailbox, Part, Port, Reply
 from hicache.endpoint import ipc_path
 from hicache.keys import NamespaceSpec
 from hicache.tiers.arena import Arena, ArenaError
@@ -89,7 +88,7 @@ class Connection:
         self._num_copying = 0
         self._breaker = Breaker()
         self._ids = itertools.count(1)
-        self._pid = os.getpid()
+        self._lineage = Lineage.generation
 
     @property
     def connected(self) -> bool:
@@ -106,7 +105,11 @@ class Connection:
         await self._port.pause(seconds)
 
     async def close(self) -> None:
-        if os.getpid() == self._pid and self.greeting is not None and self._port.connected:
+        if (
+            self._lineage == Lineage.generation
+            and self.greeting is not None
+            and self._port.connected
+        ):
             deadline_s = time.monotonic() + BYE_S
             with suppress(*TROUBLE):
                 await self.exchange("bye", {}, deadline_s, self.greeting)
@@ -117,8 +120,8 @@ class Connection:
     # --- one request ------------------------------------------------------------------------
 
     def begin(self, now_s: float) -> None:
-        if os.getpid() != self._pid:
-            self._pid = os.getpid()
+        if self._lineage != Lineage.generation:
+            self._lineage = Lineage.generation
             self._port.forked()
             self._breaker = Breaker()
             self._drop_arenas()
@@ -185,19 +188,17 @@ class Connection:
     ) -> tuple[Reply, list[Part]]:
         """One request and its one reply. Raises TROUBLE."""
         request_id = await self.send(op, body, deadline_s, greeting, parts)
-        is_answered = False
+        mailbox = self._port.mailbox
         try:
-            answer = await self.answer(request_id, deadline_s, greeting)
-            is_answered = True
+            return await self.answer(request_id, deadline_s, greeting)
         except DaemonError:
-            is_answered = True
+            raise
+        except BaseException:
+            if op in _WANTS_CLEANING and greeting is not None:
+                mailbox.give_up(request_id, op, greeting.session)
             raise
         finally:
-            if op in _WANTS_CLEANING and greeting is not None and not is_answered:
-                self.mailbox.give_up(request_id, op, greeting.session)
-            else:
-                self.mailbox.done(request_id)
-        return answer
+            mailbox.done(request_id)
 
     async def send(
         self,
@@ -208,7 +209,8 @@ class Connection:
         parts: Sequence[Part] = (),
         is_awaited: bool = True,
     ) -> int:
-        if self.mailbox.late:
+        mailbox = self._port.mailbox
+        if mailbox.late:
             await self._clean_up()
         request_id = next(self._ids)
         now_s = time.monotonic()
@@ -223,7 +225,7 @@ class Connection:
             head["s"] = greeting.session
         await self._port.send([pack(head), *parts], deadline_s)
         if is_awaited:  # after sending, which may have closed a broken connection first
-            self.mailbox.expect(request_id)
+            mailbox.expect(request_id)
         return request_id
 
     async def post(
@@ -298,7 +300,9 @@ class Connection:
             reply, _ = await self.exchange("hello", body, deadline_s, None)
         except DaemonError as error:
             raise DaemonAbsent(f"the daemon refused: {error}") from None
-        return read_greeting(reply, self.spec.block_tokens, self.spec.block_bytes)
+        greeting = read_greeting(reply, self.spec.block_tokens, self.spec.block_bytes)
+        self._port.has_parts = greeting.transport == "frames"
+        return greeting
 
     def _attach_arenas(self, greeting: Greeting) -> None:
         """All of them, or (raising) the ones mapped before stay."""
