@@ -23,7 +23,7 @@ from hicache.engine.writedown import WriteDown
 
 @dataclass(slots=True)
 class Estimates:
-    """What is believed about speeds: of links by (from, to), of prefill and last hop by namespace."""
+    """What is believed about speeds: links by (from, to), prefill and last hop by namespace."""
 
     links: dict[tuple[int, int], LinkCost]
     prefill: list[PrefillCost] = field(default_factory=list)

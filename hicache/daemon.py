@@ -188,7 +188,7 @@ class Daemon:
     def _serve_requests(self) -> None:
         for _ in range(MAX_DRAIN):
             self._serve(self._router.recv_multipart(zmq.NOBLOCK, copy=False))
-            if not self._router.get(zmq.EVENTS) & _READABLE:
+            if not int(self._router.get(zmq.EVENTS)) & _READABLE:
                 return  # asked, since an exception for "nothing there" costs more than a request
 
     def _serve(self, frames: Sequence[zmq.Frame]) -> None:
