@@ -32,6 +32,25 @@ MAX_TIERS: Final = 8
 LEAVING_SHIFT: Final = 8
 
 
+Span = slice | Ids
+"""Block ids as an index into the arrays: a slice where they are consecutive, which is faster."""
+
+
+def span_of(ids: Ids) -> Span:
+    """The ids as a slice if they are consecutive, as they are if not."""
+    first, count = int(ids[0]), len(ids)
+    if int(ids[-1]) - first == count - 1 and bool((ids[1:] - ids[:-1] == 1).all()):
+        return slice(first, first + count)
+    return ids
+
+
+def part_of(span: Span, first: int, last: int) -> Span:
+    """Positions first … last-1 of a span."""
+    if isinstance(span, slice):
+        return slice(span.start + first, span.start + last)
+    return span[first:last]
+
+
 class State(IntEnum):
     """What one copy is doing."""
 

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
+from hicache.engine.blocks import LEAVING_SHIFT, BlockTable, Span, part_of, span_of
 from hicache.tiers.block import Ids
 
 ID_BYTES: Final = 4
@@ -31,7 +31,8 @@ MAX_EDGE_BYTES: Final = 256 << 10
 
 
 class Node:
-    """A run of blocks. `edge` holds their symbols, `ids` their block ids (int32, as bytes).
+    """A run of blocks. `edge` holds their symbols, `ids` their block ids (int32, as bytes), `span`
+    the same ids as an index into the arrays.
 
     `tiers`, `leaving`: bit sets, as in BlockTable.tags. `holding[t]` counts children that stay in
     tier t: a node is a leaf of t when it stays in t and no child does. `queued`: the policies that
@@ -49,6 +50,7 @@ class Node:
         "number",
         "parent",
         "queued",
+        "span",
         "tiers",
         "touched_s",
     )
@@ -61,6 +63,7 @@ class Node:
         self.parent = parent
         self.edge = edge
         self.ids = ids
+        self.span: Span = span_of(self.block_ids()) if ids else slice(0, 0)
         self.depth = depth
         self.children: dict[bytes, Node] = {}
         self.tiers = 0
@@ -101,6 +104,17 @@ class Path:
         """Block ids along the path, shape [num_blocks]."""
         joined = b"".join([node.ids for node in self.nodes])
         return np.frombuffer(joined, np.int32)[: self.num_blocks]
+
+    def spans(self, first: int, last: int) -> list[Span]:
+        """Blocks first … last-1 of the path, as indices into the arrays."""
+        spans: list[Span] = []
+        for node in self.nodes:
+            begin, end = node.depth, node.depth + len(node)
+            if first <= begin and end <= last:
+                spans.append(node.span)
+            elif first < end and begin < last:
+                spans.append(part_of(node.span, max(first - begin, 0), min(last, end) - begin))
+        return spans
 
 
 class Index:
@@ -146,8 +160,10 @@ class Index:
         assert edge[:step] not in parent.children
         ids = self.blocks.allocate(count)
         node = self._new_node(root.namespace, parent, edge, ids.tobytes(), path.num_blocks)
-        self.blocks.node[ids] = node.number
-        self.blocks.depth[ids] = np.arange(path.num_blocks, path.num_blocks + count, dtype=np.int32)
+        self.blocks.node[node.span] = node.number
+        self.blocks.depth[node.span] = np.arange(
+            path.num_blocks, path.num_blocks + count, dtype=np.int32
+        )
         parent.children[edge[:step]] = node
         path.nodes.append(node)
         path.num_blocks += count
@@ -177,13 +193,14 @@ class Index:
         node.parent.children[upper.edge[:step]] = upper
         node.parent = upper
         node.edge = node.edge[count * step :]
+        node.span = part_of(node.span, count, len(node))
         node.ids = node.ids[count * ID_BYTES :]
         node.depth += count
         upper.children[node.edge[:step]] = node
         staying = node.staying
         for tier in range(len(self.blocks.tiers)):
             upper.holding[tier] = staying >> tier & 1
-        self.blocks.node[upper.block_ids()] = upper.number
+        self.blocks.node[upper.span] = upper.number
         return upper
 
     def try_merge(self, node: Node, step: int) -> Node | None:
@@ -199,9 +216,10 @@ class Index:
             or len(parent.edge) + len(node.edge) > MAX_EDGE_BYTES
         ):
             return None
-        self.blocks.node[parent.block_ids()] = node.number
+        self.blocks.node[parent.span] = node.number
         node.edge = parent.edge + node.edge
         node.ids = parent.ids + node.ids
+        node.span = span_of(node.block_ids())
         node.depth = parent.depth
         node.parent = parent.parent
         parent.parent.children[node.edge[:step]] = node
@@ -224,7 +242,7 @@ class Index:
 
         Returns the resulting nodes, top first; the last is `node` itself.
         """
-        tags = self.blocks.tags[node.block_ids()]
+        tags = self.blocks.tags[node.span]
         pieces: list[Node] = []
         if (tags != tags[0]).any():
             cuts = np.flatnonzero(tags[1:] != tags[:-1]) + 1
@@ -317,6 +335,7 @@ class Index:
             ids = node.block_ids()
             num_blocks += len(ids)
             assert len(ids)
+            assert (np.arange(len(self.blocks.tags), dtype=np.int32)[node.span] == ids).all()
             assert len(node.edge) == len(ids) * step
             assert (self.blocks.node[ids] == node.number).all()
             depths = np.arange(node.depth, node.depth + len(ids))

@@ -11,20 +11,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hicache.engine.blocks import BlockTable
+from hicache.engine.blocks import BlockTable, Span
 from hicache.engine.plan import Decision, TierRun
 from hicache.tiers.block import Ids
 
 
 @dataclass(slots=True)
 class Lease:
-    """A leased prefix. `awaited`: blocks on their way; `unplaced`: blocks that still lack room,
-    from this position of `ids` on. `started_s` is set by the first fetch."""
+    """A leased prefix; `spans` are its `ids` as indices into the arrays.
+
+    `awaited`: blocks on their way; `unplaced`: blocks that still lack room, from this position of
+    `ids` on; `failed_at`: the readable prefix ends here at the latest. `started_s` is set by the
+    first fetch.
+    """
 
     id: int
     owner: int
     namespace: int
     ids: Ids
+    spans: list[Span]
     expires_s: float
     runs: tuple[TierRun, ...]
     decision: Decision
@@ -76,14 +81,16 @@ class LeaseBook:
 
     def open(self, lease: Lease) -> None:
         """Pin the lease's blocks."""
-        self.blocks.leases[lease.ids] += 1
+        for span in lease.spans:
+            self.blocks.leases[span] += 1
         self.leases[lease.id] = lease
 
     def close(self, lease_id: int) -> Lease | None:
         """Unpin; None when there is no such lease."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
-            self.blocks.leases[lease.ids] -= 1
+            for span in lease.spans:
+                self.blocks.leases[span] -= 1
         return lease
 
     def expired(self, now_s: float) -> tuple[list[int], list[int]]:

@@ -74,11 +74,20 @@ class Matching:
         self.ledger.decided(decision.name, decision.reason)
         lease_id = 0
         if decision.reload_blocks:
-            ids = path.ids()[event.skip_blocks : event.skip_blocks + decision.reload_blocks]
+            first, last = event.skip_blocks, event.skip_blocks + decision.reload_blocks
+            ids = path.ids()[first:last]
+            spans = path.spans(first, last)
             lease_id = house.leases.next_id()
             expires_s = event.now_s + event.ttl_s
             lease = Lease(
-                lease_id, event.owner, event.namespace, ids, expires_s, tuple(kept), decision
+                lease_id,
+                event.owner,
+                event.namespace,
+                ids,
+                spans,
+                expires_s,
+                tuple(kept),
+                decision,
             )
             lease.failed_at = len(ids)
             house.leases.open(lease)
@@ -91,7 +100,8 @@ class Matching:
         house = self.residency
         house.index.cut(path, namespace.step)
         hits = house.blocks.hits
-        hits[path.ids()] += 1
+        for span in path.spans(0, path.num_blocks):
+            hits[span] += 1
         last = path.nodes[-1]
         is_stale = house.touch(path, now_s)
         durable = self.writedown.tier

@@ -5,7 +5,8 @@ a `Plan`: the answer for whoever asked, and the moves that must now be carried o
 comes back as another event. Nothing here does I/O; `transfer` imports this module and no other of
 the engine.
 
-Times are seconds of one monotonic clock, passed in with each event.
+Times are seconds of one monotonic clock, passed in with each event. What is made for every request
+is a plain dataclass, never changed after it is made: freezing costs 2 µs each, a tenth of a match.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class OpenNamespace(Event[int]):
     block_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TierRun:
     """`num_blocks` blocks in a row whose fastest copy is in `tier`."""
 
@@ -113,7 +114,7 @@ class TierRun:
     num_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """How much of a hit to reload, and why. Seconds are expectations at the time of deciding."""
 
@@ -126,7 +127,7 @@ class Decision:
     recompute_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Matched:
     """`lease` is 0 when nothing is held (no hit, or nothing worth reloading)."""
 
@@ -136,7 +137,7 @@ class Matched:
     decision: Decision
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Match(Event[Matched]):
     """What of this prompt is held, and how much of it should be reloaded? Leases what it plans."""
 
@@ -149,7 +150,7 @@ class Match(Event[Matched]):
     skip_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReadyRun:
     """Blocks `first … first+len(slots)-1` of the leased prefix can be read at these slots."""
 
@@ -158,7 +159,7 @@ class ReadyRun:
     slots: Ids
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fetched:
     """`ready` may be read now; `waiting` more blocks are on their way, to be told by `Arrived`.
 
@@ -171,7 +172,7 @@ class Fetched:
     expected_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fetch(Event[Fetched]):
     """Make the leased blocks readable by a client, from the front."""
 
@@ -180,7 +181,7 @@ class Fetch(Event[Fetched]):
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Release(Event[bool]):
     """The lease is no longer needed. Answer: whether it existed."""
 
@@ -188,7 +189,7 @@ class Release(Event[bool]):
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placed:
     """Where to write the blocks of a put that the cache lacks.
 
@@ -207,7 +208,7 @@ class Placed:
     room_coming: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Put(Event[Placed]):
     """Blocks `first … last-1` of this prompt can be stored: which are wanted, and where?"""
 
@@ -220,7 +221,7 @@ class Put(Event[Placed]):
     ttl_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Commit(Event[int]):
     """The ticket's blocks `indices` are written: they are visible to the next match.
 

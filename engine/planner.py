@@ -44,7 +44,7 @@ class PlannerSettings:
     exploration: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hit:
     """What there is to decide on. `reload_s[k]`: expected seconds until the first k+1 runs are in
     the engine; `prefill_s(n, c)`: expected seconds to prefill n tokens on context c.

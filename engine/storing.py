@@ -65,10 +65,12 @@ class Storing:
         wanted = len(lacking) + new
         if wanted == 0:
             return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, 0, False)
-        pinned = path.ids()  # the path itself must not be given up to make room for its end
-        house.blocks.leases[pinned] += 1
+        pinned = path.spans(0, known)  # the path must not be given up to make room for its end
+        for span in pinned:
+            house.blocks.leases[span] += 1
         tier, slots = self._place(namespace, wanted)
-        house.blocks.leases[pinned] -= 1
+        for span in pinned:
+            house.blocks.leases[span] -= 1
         house.unpark()
         refused = wanted - len(slots)
         if len(slots) == 0:

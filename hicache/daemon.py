@@ -186,19 +186,24 @@ class Daemon:
         return router
 
     def _serve_requests(self) -> None:
+        router = self._router
         for _ in range(MAX_DRAIN):
-            self._serve(self._router.recv_multipart(zmq.NOBLOCK, copy=False))
-            if not int(self._router.get(zmq.EVENTS)) & _READABLE:
+            routing_id = router.recv(zmq.NOBLOCK)
+            frames = []
+            while router.rcvmore:
+                frames.append(router.recv(zmq.NOBLOCK, copy=False))
+            self._serve(routing_id, frames)
+            if not int(router.get(zmq.EVENTS)) & _READABLE:
                 return  # asked, since an exception for "nothing there" costs more than a request
 
-    def _serve(self, frames: Sequence[zmq.Frame]) -> None:
+    def _serve(self, routing_id: bytes, frames: Sequence[zmq.Frame]) -> None:
         """One request, one reply: nothing that a peer sends gets past here as an exception."""
-        peer = Peer(frames[0].bytes, 0)
-        if len(frames) < 2:
+        peer = Peer(routing_id, 0)
+        if not frames:
             return
         now_s = time.monotonic()
         try:
-            request = decode_request(frames[1].buffer)
+            request = decode_request(frames[0].buffer)
             peer.request_id = request.id
             late_s = now_s - request.sent_s
             if request.sent_s and 0 < request.deadline_s < late_s < 3600 and self._is_ipc:
@@ -210,8 +215,8 @@ class Daemon:
                 return
             if self._is_stopping:
                 raise WireError("stopping", "")
-            pid = _peer_pid(frames[1]) if request.op == "hello" and self._is_ipc else 0
-            parts = [frame.buffer for frame in frames[2:]]
+            pid = _peer_pid(frames[0]) if request.op == "hello" and self._is_ipc else 0
+            parts = [frame.buffer for frame in frames[1:]]
             self.service.handle(Asked(peer, request, parts, pid, now_s))
         except WireError as error:
             self.service.errors[error.code] += 1
@@ -231,7 +236,11 @@ class Daemon:
     ) -> None:
         """A reply. A peer that is gone or does not read loses it: its deadline answers for us."""
         try:
-            self._router.send_multipart([peer.routing_id, pack(message), *parts], zmq.NOBLOCK)
+            if parts:
+                self._router.send_multipart([peer.routing_id, pack(message), *parts], zmq.NOBLOCK)
+                return
+            self._router.send(peer.routing_id, zmq.NOBLOCK | zmq.SNDMORE)
+            self._router.send(pack(message), zmq.NOBLOCK)
         except zmq.ZMQError:
             self.service.errors["unsent"] += 1
 

@@ -31,7 +31,7 @@ Send = Callable[[Peer, Mapping[str, Any], Sequence[Part]], None]
 TRANSPORTS: Final = ("auto", "arena", "frames")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
     """A request with where it came from. `pid` is 0 where the socket does not tell it."""
 
