@@ -1,25 +1,49 @@
-"""Random histories of a CacheEngine against a dict that is right, every invariant after each step."""
+"""Random histories of a CacheEngine against a dict that is right; all invariants at every step.
+
+Two namespaces with blocks of one and of two pages share the tiers, and two owners ask.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from hicache.engine import plan as p
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
-from tests.engine.world import STEP, THREE_TIERS, TWO_TIERS, World, keys_of, tokens_of
+from tests.engine.world import (
+    BLOCK_BYTES,
+    STEP,
+    THREE_TIERS,
+    TWO_TIERS,
+    World,
+    keys_of,
+    tokens_of,
+)
+
+OTHER_DIGEST = b"o" * 32
 
 # Few symbols and short prompts: prefixes are shared, tiers overflow, races happen.
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(lambda b: tokens_of(*b))
+owners = st.integers(1, 2)
+namespaces = st.sampled_from([0, 0, 1])
 
 
 class EngineMachine(RuleBasedStateMachine):
-    tiers = THREE_TIERS
+    tiers: Sequence[tuple[str, int, bool, bool]] = THREE_TIERS
     policy = "write_back"
+    num_namespaces = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,36 +52,44 @@ class EngineMachine(RuleBasedStateMachine):
             self.tiers,
             EngineSettings(write_policy=self.policy, planner=reload),  # type: ignore[arg-type]
         )
+        if self.num_namespaces > 1:
+            self.world.open(OTHER_DIGEST, 2 * BLOCK_BYTES)
         self.committed: set[bytes] = set()
-        self.tickets: dict[int, tuple[bytes, p.Placed]] = {}
-        self.leases: dict[int, tuple[bytes, int]] = {}
+        self.tickets: dict[int, tuple[list[bytes], p.Placed, int]] = {}
+        self.leases: dict[int, tuple[bytes, int, int]] = {}
         self.got: dict[int, set[int]] = {}
         self.down: set[str] = set()
 
-    @rule(tokens=prompts, data=st.data())
-    def put(self, tokens: bytes, data: st.DataObject) -> None:
+    def keys(self, tokens: bytes, namespace: int) -> list[bytes]:
+        return keys_of(tokens, self.world.digests[namespace])
+
+    @rule(tokens=prompts, owner=owners, namespace=namespaces, data=st.data())
+    def put(self, tokens: bytes, owner: int, namespace: int, data: st.DataObject) -> None:
+        namespace %= self.num_namespaces
         first = data.draw(st.integers(0, len(tokens) // STEP - 1))
-        placed = self.world.put(tokens, first)
-        keys = keys_of(tokens)
-        busy = {keys_of(t)[i] for t, pl in self.tickets.values() for i in pl.indices.tolist()}
+        placed = self.world.put(tokens, first, None, owner, namespace)
+        keys = self.keys(tokens, namespace)
+        busy = {theirs[i] for theirs, pl, _ in self.tickets.values() for i in pl.indices.tolist()}
         assert not busy & {keys[i] for i in placed.indices.tolist()}, "two writers of one block"
+        asked = len(tokens) // STEP - first
+        assert len(placed.indices) + placed.present + placed.busy + placed.refused == asked
         if placed.ticket:
-            self.world.write(tokens, placed)
-            self.tickets[placed.ticket] = (tokens, placed)
+            self.world.write(tokens, placed, namespace)
+            self.tickets[placed.ticket] = (keys, placed, owner)
         assert len(placed.indices) == len(placed.slots)
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.tickets)))
-        tokens, placed = self.tickets.pop(ticket)
+        keys, placed, _ = self.tickets.pop(ticket)
         size = len(placed.indices)
         mask = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), bool)
         indices = placed.indices[mask]
         durable = data.draw(st.booleans())
         done = self.world.do(p.Commit(ticket, indices, self.world.now_s, durable))
         assert done == len(indices)
-        self.committed.update(keys_of(tokens)[i] for i in indices.tolist())
+        self.committed.update(keys[i] for i in indices.tolist())
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), gone=st.booleans())
@@ -68,14 +100,15 @@ class EngineMachine(RuleBasedStateMachine):
         if not gone and data.draw(st.booleans()):
             self.world.do(p.Abort(ticket, self.world.now_s, False))
 
-    @rule(tokens=prompts)
-    def match(self, tokens: bytes) -> None:
-        matched = self.world.match(tokens)
-        keys = keys_of(tokens)
+    @rule(tokens=prompts, owner=owners, namespace=namespaces)
+    def match(self, tokens: bytes, owner: int, namespace: int) -> None:
+        namespace %= self.num_namespaces
+        matched = self.world.match(tokens, owner, namespace)
+        keys = self.keys(tokens, namespace)
         assert all(key in self.committed for key in keys[: matched.hit_blocks]), "a false hit"
         assert sum(run.num_blocks for run in matched.runs) == matched.hit_blocks
         if matched.lease:
-            self.leases[matched.lease] = (tokens, matched.decision.reload_blocks)
+            self.leases[matched.lease] = (tokens, namespace, owner)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -83,14 +116,13 @@ class EngineMachine(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(sorted(self.leases)))
         if lease in self.got:
             return
-        tokens, _ = self.leases[lease]
-        fetched = self.world.do(p.Fetch(lease, self.world.now_s, self.world.now_s + 10))
+        fetched = self.world.fetch(lease)
         self.got[lease] = set()
-        self.take(lease, tokens, fetched.ready)
+        self.take(lease, fetched.ready)
 
-    def take(self, lease: int, tokens: bytes, runs: object) -> None:
-        assert isinstance(runs, list | tuple)
-        self.world.read(0, runs, tokens)
+    def take(self, lease: int, runs: Sequence[p.ReadyRun]) -> None:
+        tokens, namespace, _ = self.leases[lease]
+        self.world.read(0, runs, tokens, namespace)
         for run in runs:
             positions = set(range(run.first, run.first + len(run.slots)))
             assert not positions & self.got[lease], "told twice"
@@ -125,7 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
     def arrivals_are_right(self) -> None:
         for lease, runs in self.world.arrived.items():
             if lease in self.leases:
-                self.take(lease, self.leases[lease][0], runs)
+                self.take(lease, runs)
         self.world.arrived.clear()
         for lease in self.world.finished & set(self.leases) & set(self.got):
             leased = self.world.engine.residency.leases.leases[lease]
@@ -141,12 +173,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.leases = {k: v for k, v in self.leases.items() if k in book.leases}
         self.tickets = {k: v for k, v in self.tickets.items() if k in book.tickets}
 
-    @rule()
-    def writer_gone(self) -> None:
-        self.world.do(p.WriterGone(1, self.world.now_s))
-        self.leases.clear()
-        self.tickets.clear()
-        assert sum(pool.quarantined_bytes for pool in self.world.engine.residency.pools) == 0
+    @rule(owner=owners)
+    def writer_gone(self, owner: int) -> None:
+        self.world.do(p.WriterGone(owner, self.world.now_s))
+        self.leases = {k: v for k, v in self.leases.items() if v[2] != owner}
+        self.tickets = {k: v for k, v in self.tickets.items() if v[2] != owner}
+        held = self.world.engine.residency.leases
+        assert all(item.owner != owner for item in held.quarantine.values())
+        assert set(held.leases) == set(self.leases)
 
     @rule(tier=st.sampled_from(["hbm", "dram", "disk"]))
     def lose(self, tier: str) -> None:
@@ -169,7 +203,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.world.do(p.Clear(self.world.namespace, self.world.now_s))
+        self.world.do(p.Clear(0, self.world.now_s))
+
+    @rule(num_bytes=st.integers(1, 10**9), seconds=st.floats(1e-6, 10.0), data=st.data())
+    def measured(self, num_bytes: int, seconds: float, data: st.DataObject) -> None:
+        self.world.do(p.LinkMeasured("hbm", "dram", num_bytes, seconds))
+        self.world.do(p.Observe(0, 1, num_bytes % 4096, num_bytes, seconds))
+        if self.leases:
+            lease = data.draw(st.sampled_from(sorted(self.leases)))
+            self.world.do(p.ObserveReload(lease, num_bytes, seconds, seconds))
 
     @rule()
     def flush(self) -> None:
@@ -183,7 +225,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Quiet at the end: nothing leaks once everybody has gone."""
-        self.world.do(p.WriterGone(1, self.world.now_s))
+        for owner in (1, 2):
+            self.world.do(p.WriterGone(owner, self.world.now_s))
         self.world.finish_all()
         house = self.world.engine.residency
         assert not house.moves
@@ -208,12 +251,39 @@ class UnmappedHbmMachine(EngineMachine):
     tiers = TWO_TIERS
 
 
-@pytest.mark.parametrize(
-    "machine", [EngineMachine, WriteThroughMachine, SelectiveMachine, UnmappedHbmMachine]
-)
-def test_random_histories(machine: type[EngineMachine]) -> None:
-    from hypothesis.stateful import run_state_machine_as_test
+class TwoSizesMachine(EngineMachine):
+    """Two namespaces with blocks of one and of two pages in the same tiers."""
 
+    num_namespaces = 2
+
+
+MACHINES = [
+    EngineMachine,
+    WriteThroughMachine,
+    SelectiveMachine,
+    UnmappedHbmMachine,
+    TwoSizesMachine,
+]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_random_histories(machine: type[EngineMachine]) -> None:
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
+        machine, settings=settings(max_examples=30, stateful_step_count=40, deadline=None)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_long_random_histories(machine: type[EngineMachine]) -> None:
+    """120,000 steps each."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=2000,
+            stateful_step_count=60,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
     )

@@ -15,7 +15,7 @@ from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.settings import EngineSettings
 from hicache.keys import chain_keys
-from hicache.tiers.block import TierSpec
+from hicache.tiers.block import PAGE_BYTES, TierSpec
 from hicache.tiers.slots import SlotPool
 
 A = TypeVar("A")
@@ -35,8 +35,8 @@ def tokens_of(*blocks: int) -> bytes:
     return np.repeat(np.array(blocks, "<u4"), BLOCK_TOKENS).tobytes()
 
 
-def keys_of(tokens: bytes) -> list[bytes]:
-    return chain_keys(DIGEST, ROOT, tokens, STEP)
+def keys_of(tokens: bytes, digest: bytes = DIGEST) -> list[bytes]:
+    return chain_keys(digest, ROOT, tokens, STEP)
 
 
 class World:
@@ -46,22 +46,26 @@ class World:
         self,
         tiers: Sequence[tuple[str, int, bool, bool]] = THREE_TIERS,
         settings: EngineSettings | None = None,
+        slab_bytes: int = BLOCK_BYTES,
     ) -> None:
         specs = [
             TierSpec(name, slots * BLOCK_BYTES, mapped, durable)
             for name, slots, mapped, durable in tiers
         ]
-        pools = [SlotPool(spec.capacity_bytes, BLOCK_BYTES) for spec in specs]
+        pools = [SlotPool(spec.capacity_bytes, slab_bytes) for spec in specs]
         links = [(a, b) for a in range(len(specs)) for b in range(len(specs)) if abs(a - b) == 1]
         self.engine = CacheEngine(specs, pools, links, settings or EngineSettings(), lambda: 0.99)
         self.now_s = 1.0
         self.contents: dict[tuple[str, int], bytes] = {}
         self.rows: dict[bytes, p.StoredBlock] = {}
+        self.row_digests: dict[bytes, bytes] = {}
+        self.orphans: list[bytes] = []
+        self.digests: dict[int, bytes] = {}
         self.in_flight: dict[int, p.Move] = {}
         self.arrived: dict[int, list[p.ReadyRun]] = {}
         self.finished: set[int] = set()
         self.durable: set[int] = set()
-        self.namespace = self.do(p.OpenNamespace(DIGEST, BLOCK_TOKENS, BLOCK_BYTES))
+        self.namespace = self.open(DIGEST, BLOCK_BYTES)
         for spec in specs:
             self.do(p.TierUp(spec.name, self.now_s))
 
@@ -81,28 +85,69 @@ class World:
 
     # --- shorthands ---------------------------------------------------------------------------
 
-    def match(self, tokens: bytes, owner: int = 1) -> p.Matched:
-        self.now_s += 1
-        return self.do(p.Match(self.namespace, tokens, owner, self.now_s, 100.0))
+    def open(self, digest: bytes, block_bytes: int) -> int:
+        """A namespace. The first one, `namespace`, is meant wherever none is named."""
+        number = self.do(p.OpenNamespace(digest, BLOCK_TOKENS, block_bytes))
+        self.digests[number] = digest
+        return number
 
-    def put(self, tokens: bytes, first: int = 0, last: int | None = None) -> p.Placed:
+    def match(self, tokens: bytes, owner: int = 1, namespace: int = 0) -> p.Matched:
+        self.now_s += 1
+        return self.do(p.Match(namespace, tokens, owner, self.now_s, 100.0))
+
+    def fetch(self, lease: int) -> p.Fetched:
+        return self.do(p.Fetch(lease, self.now_s, self.now_s + 10))
+
+    def release(self, lease: int) -> bool:
+        return self.do(p.Release(lease, self.now_s))
+
+    def put(
+        self,
+        tokens: bytes,
+        first: int = 0,
+        last: int | None = None,
+        owner: int = 1,
+        namespace: int = 0,
+    ) -> p.Placed:
         self.now_s += 1
         last = len(tokens) // STEP if last is None else last
-        return self.do(p.Put(self.namespace, tokens, first, last, 1, self.now_s, 100.0))
+        return self.do(p.Put(namespace, tokens, first, last, owner, self.now_s, 100.0))
 
-    def write(self, tokens: bytes, placed: p.Placed) -> None:
+    def write(self, tokens: bytes, placed: p.Placed, namespace: int = 0) -> None:
         """What a client does between put and commit."""
-        keys = keys_of(tokens)
+        keys = keys_of(tokens, self.digests[namespace])
+        slot_bytes = self.engine.residency.namespaces[namespace].slot_bytes
         for index, slot in zip(placed.indices.tolist(), placed.slots.tolist(), strict=True):
-            self.contents[placed.tier, slot] = keys[index]
+            self._write_slot(placed.tier, slot, slot_bytes, keys[index])
 
-    def store(self, tokens: bytes, durable: bool = False) -> p.Placed:
+    def commit(self, placed: p.Placed, durable: bool = False) -> int:
+        return self.do(p.Commit(placed.ticket, placed.indices, self.now_s, durable))
+
+    def store(
+        self, tokens: bytes, durable: bool = False, owner: int = 1, namespace: int = 0
+    ) -> p.Placed:
         """put, write, commit: as much as finds room at once."""
-        placed = self.put(tokens)
+        placed = self.put(tokens, owner=owner, namespace=namespace)
         if placed.ticket:
-            self.write(tokens, placed)
-            self.do(p.Commit(placed.ticket, placed.indices, self.now_s, durable))
+            self.write(tokens, placed, namespace)
+            self.commit(placed, durable)
         return placed
+
+    def tiers_of(self, tokens: bytes, namespace: int = 0) -> list[str]:
+        """Per known block of the prompt, the tiers it can be read from, as in "hbm+disk"; "-" where
+        there is none. Asks the index, so that nothing is touched."""
+        house = self.engine.residency
+        root = house.namespaces[namespace].root
+        ids = house.index.match(root, tokens, STEP).ids()
+        names = [tier.name for tier in house.tiers]
+        return [
+            "+".join(name for n, name in enumerate(names) if tag >> n & 1) or "-"
+            for tag in house.blocks.tags[ids].tolist()
+        ]
+
+    def moving(self, src: str, dst: str | None) -> list[int]:
+        """Moves in flight over a link, in the order they were handed out."""
+        return [n for n, m in self.in_flight.items() if (m.src, m.dst) == (src, dst)]
 
     def finish(self, *moves: int, ok: bool = True, corrupt: bool = False) -> p.Arrivals:
         """End these moves. A successful one copies what its source slot holds by now."""
@@ -123,13 +168,16 @@ class World:
             self.finish(*self.in_flight)
         raise AssertionError("the engine keeps moving blocks for ever")
 
-    def read(self, ids_first: int, runs: Sequence[p.ReadyRun], tokens: bytes) -> int:
+    def read(
+        self, ids_first: int, runs: Sequence[p.ReadyRun], tokens: bytes, namespace: int = 0
+    ) -> int:
         """Check that ready runs hold the right blocks. Returns how many."""
-        keys = keys_of(tokens)
+        keys = keys_of(tokens, self.digests[namespace])
+        slot_bytes = self.engine.residency.namespaces[namespace].slot_bytes
         count = 0
         for run in runs:
             for offset, slot in enumerate(run.slots.tolist()):
-                found = self.contents[run.tier, slot]
+                found = self._read_slot(run.tier, slot, slot_bytes)
                 assert found == keys[ids_first + run.first + offset], "wrong bytes"
                 count += 1
         return count
@@ -145,7 +193,7 @@ class World:
             content = identity.key
             assert content in self.rows, "a read of a record that is not there"
         else:
-            content = self.contents[move.src, move.src_slot]
+            content = self._read_slot(move.src, move.src_slot, move.slot_bytes)
             if identity is not None:
                 assert content == identity.key, "another block stands in the source slot"
         if move.dst == "disk":
@@ -153,8 +201,21 @@ class World:
             self.rows[identity.key] = p.StoredBlock(
                 identity.key, identity.parent, identity.tokens, move.block_bytes, identity.hits
             )
+            self.row_digests[identity.key] = identity.namespace
+            if identity.parent != ROOT and identity.parent not in self.rows:
+                self.orphans.append(identity.key)
         else:
-            self.contents[move.dst, move.dst_slot] = content
+            self._write_slot(move.dst, move.dst_slot, move.slot_bytes, content)
+
+    def _write_slot(self, tier: str, slot: int, slot_bytes: int, content: bytes) -> None:
+        for page in range(slot, slot + slot_bytes // PAGE_BYTES):
+            self.contents[tier, page] = content
+
+    def _read_slot(self, tier: str, slot: int, slot_bytes: int) -> bytes:
+        pages = range(slot, slot + slot_bytes // PAGE_BYTES)
+        found = {self.contents[tier, page] for page in pages}
+        assert len(found) == 1, "a slot that another one was written over"
+        return found.pop()
 
     def lose(self, tier: str) -> None:
         """The tier's worker dies: its moves fail, then the engine hears of it."""
@@ -168,10 +229,10 @@ class World:
         """The worker is back; a durable tier tells what it holds, parents first."""
         self.do(p.TierUp(tier, self.now_s))
         if tier == "disk":
-            rows = self.rows_parents_first()
-            homeless = self.do(p.Restore("disk", self.namespace, rows, self.now_s))
-            for key in homeless:
-                del self.rows[key]
+            for number, digest in self.digests.items():
+                rows = [r for r in self.rows_parents_first() if self.row_digests[r.key] == digest]
+                for key in self.do(p.Restore("disk", number, rows, self.now_s)):
+                    del self.rows[key]
 
     def rows_parents_first(self) -> list[p.StoredBlock]:
         ordered: list[p.StoredBlock] = []
