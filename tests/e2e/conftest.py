@@ -1,0 +1,22 @@
+"""Fixtures of the end-to-end tests. A daemon that no test harms is shared by the tests of a file,
+each with a model of its own; whoever kills, stops or fills one makes one of its own."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.household import Household
+
+
+@pytest.fixture(scope="module")
+def shared_house() -> Iterator[Household]:
+    with Household(limits={"max_message": "1MiB", "max_sessions": 40}) as house:
+        yield house
+
+
+@pytest.fixture
+def house(shared_house: Household) -> Iterator[Household]:
+    """The shared daemon; its clients are gone after each test, and it must still serve."""
+    yield shared_house
+    shared_house.forget_clients()
+    assert shared_house.is_ready()

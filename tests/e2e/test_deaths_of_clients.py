@@ -1,0 +1,123 @@
+"""Clients that die or freeze at the worst moment: what they held comes back, nothing shows."""
+
+from __future__ import annotations
+
+import signal
+
+import psutil
+import pytest
+
+from hicache.connection import Transport
+from tests.e2e.household import Household, Victim, blocks_of, prompt, read, store, wait_for
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize("transport", ["arena", "frames"])
+def test_killed_between_put_and_commit(house: Household, transport: Transport) -> None:
+    """Half of its slots are written, none committed: nobody ever sees them, and they are free
+    again as soon as the process is known to be dead; somebody else stores the same prompt."""
+    client = house.client()
+    tokens = prompt(100, 6)
+    before = house.used()
+    with Victim(house, "put", tokens, transport) as victim:
+        victim.wait_for("writing")
+        assert house.used() != before
+        assert client.match(tokens).hit_blocks == 0
+        assert client.put(tokens, lambda *_: pytest.fail("two writers")).busy == 6
+        victim.kill()
+        wait_for(lambda: house.used() == before, "the slots back")
+    assert client.match(tokens).hit_blocks == 0
+    assert store(client, tokens) == 6
+    assert read(client, tokens) == 6
+    client.clear()
+
+
+def test_killed_while_it_holds_a_lease(house: Household) -> None:
+    """Its lease ends with it; until then its blocks cannot be cleared."""
+    client = house.client()
+    tokens = prompt(101, 4)
+    store(client, tokens)
+    with Victim(house, "match", tokens) as victim:
+        victim.wait_for("leased")
+        assert house.stats()["leases"] == 1
+        assert client.clear() == 0
+        victim.kill()
+        wait_for(lambda: house.stats()["leases"] == 0, "the lease's end")
+    assert house.stats()["sessions"] == 1
+    house.settle()
+    assert client.clear() == 4
+
+
+@pytest.mark.timeout(180)
+def test_killed_in_the_middle_of_a_fetch() -> None:
+    """Its blocks are on their way from a disk that does not answer: the lease and the waiting
+    fetch end with the process, and later arrivals find nobody and harm nobody."""
+    with Household(hbm=None, write_policy="write_through") as house:
+        client = house.client()
+        tokens = prompt(102, 12)
+        assert client.put(tokens, blocks_of(tokens), durable=True).durable
+        house.stop()
+        house.start()
+        disk = psutil.Process(house.worker("disk"))
+        disk.send_signal(signal.SIGSTOP)
+        with Victim(house, "fetch", tokens) as victim:
+            victim.wait_for("fetching")
+            wait_for(lambda: house.stats()["waiting"] == 1, "its fetch")
+            victim.kill()
+            wait_for(lambda: house.stats()["leases"] == 0, "the lease's end")
+            assert house.stats()["waiting"] == 0
+        disk.send_signal(signal.SIGCONT)
+        assert read(client, tokens) == 12
+
+
+@pytest.mark.timeout(180)
+def test_frozen_between_put_and_commit() -> None:
+    """Shared memory cannot be revoked: when the ticket of a stopped process expires its slots are
+    set aside, not free, for it may yet write; they are free when it is dead."""
+    with Household(hbm=None, disk=None, limits={"lease_ttl": "500ms"}) as house:
+        client = house.client()
+        tokens = prompt(103, 6)
+        with Victim(house, "put", tokens) as victim:
+            victim.wait_for("writing")
+            victim.freeze()
+            wait_for(lambda: house.tier("dram")["quarantined_bytes"], "the quarantine")
+            assert house.tier("dram")["quarantined_bytes"] == 6 * (256 << 10)
+            assert store(client, tokens) == 6  # in other slots
+            assert read(client, tokens) == 6
+            victim.kill()
+            wait_for(lambda: not house.tier("dram")["quarantined_bytes"], "the slots back")
+        assert read(client, tokens) == 6
+
+
+@pytest.mark.timeout(180)
+def test_frozen_with_a_lease() -> None:
+    """A lease that nobody uses ends after its time, though the client lives."""
+    with Household(hbm=None, disk=None, limits={"lease_ttl": "500ms"}) as house:
+        client = house.client()
+        tokens = prompt(104, 4)
+        store(client, tokens)
+        match = client.match(tokens)
+        assert match.lease
+        wait_for(lambda: house.stats()["leases"] == 0, "the lease's end")
+        assert client.fetch(match, blocks_of(tokens)).blocks == 0
+        assert read(client, tokens) == 4
+
+
+@pytest.mark.timeout(180)
+def test_killed_while_the_daemon_is_stopping() -> None:
+    """The daemon is told to stop, and waits for a disk that does not answer; meanwhile a client
+    with a lease dies. The daemon ends in order, when its time for that is over."""
+    deadlines = {"shutdown": "3s"}
+    with Household(hbm=None, deadlines=deadlines) as house:
+        client = house.client()
+        tokens = prompt(105, 6)
+        store(client, tokens)
+        disk = psutil.Process(house.worker("disk"))
+        with Victim(house, "match", tokens) as victim:
+            victim.wait_for("leased")
+            disk.send_signal(signal.SIGSTOP)
+            psutil.Process(house.pid).terminate()
+            wait_for(lambda: not client.match(tokens).is_answered, "the daemon's refusal")
+            victim.kill()
+            house.wait()

@@ -1,0 +1,410 @@
+"""Whatever comes in at the socket or the command line: one answer each, and nobody is harmed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import psutil
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from hicache.client import DaemonError, admin_call
+from hicache.endpoint import ipc_path
+from hicache.wire import PROTOCOL, RESERVED_OPS, pack
+from tests.e2e.household import (
+    SPEC,
+    Household,
+    Peer,
+    blocks_of,
+    hicache,
+    prompt,
+    read,
+    store,
+    wait_for,
+)
+
+pytestmark = pytest.mark.e2e
+
+WHOLE = prompt(99, 3).tobytes()
+
+
+@pytest.fixture
+def peer(house: Household) -> Peer:
+    return house.peer()
+
+
+def put(peer: Peer, session: bytes, tokens: bytes = WHOLE, first: int = 0, last: int = 3) -> Any:
+    return peer.ask("put", s=session, tokens=tokens, first=first, last=last)
+
+
+# --- what is not protocol 1 ---------------------------------------------------------------------
+
+GARBAGE = {
+    "no msgpack": b"\xc1\xc1\xc1",
+    "an empty message": b"",
+    "a truncated map": pack({"op": "ping", "id": 1})[:-1],
+    "two maps": pack({"op": "ping", "id": 1}) * 2,
+    "an array": msgpack.packb([1, 2, 3]),
+    "a number": msgpack.packb(7),
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "no op": msgpack.packb({"id": 1}),
+    "no string as op": msgpack.packb({"id": 1, "op": 7}),
+    "an unknown op": msgpack.packb({"id": 1, "op": "selfdestruct"}),
+    "a negative id": msgpack.packb({"id": -1, "op": "ping"}),
+    "a huge id": msgpack.packb({"id": 2**63, "op": "ping"}),
+    "a boolean id": msgpack.packb({"id": True, "op": "ping"}),
+    "integer keys": msgpack.packb({1: 2}),
+    "an extension": msgpack.packb({"op": "ping", "id": 1, "x": msgpack.ExtType(5, b"x" * 99)}),
+    "a claim of much": b"\x81\xa1a\xdd\xff\xff\xff\xff",
+    "a deep nest": b"\x81\xa1a" + b"\x91" * 5000,
+    "an unknown field": msgpack.packb({"op": "ping", "id": 1, "colour": "red"}),
+    "a wrong deadline": msgpack.packb({"op": "ping", "id": 1, "deadline_s": "soon"}),
+    "a deadline that is no number": msgpack.packb({"op": "ping", "id": 1, "deadline_s": np.nan}),
+    "a session of three bytes": msgpack.packb({"op": "heartbeat", "id": 1, "s": b"abc"}),
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage_gets_one_error_reply(house: Household, peer: Peer, what: str) -> None:
+    """Decodable or not: `malformed`, once, with a sentence; the next request is served."""
+    reply = peer.send(GARBAGE[what])
+    assert (reply["ok"], reply["error"]) == (False, "malformed")
+    assert len(reply["message"]) > 8
+    assert peer.ask("ping")["ok"]
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "tokens as an array": ("match", {"tokens": [1, 2, 3]}, "malformed"),
+    "tokens of seven bytes": ("match", {"tokens": b"1234567"}, "malformed"),
+    "no tokens": ("match", {}, "malformed"),
+    "an unknown field": ("match", {"tokens": WHOLE, "urgent": True}, "malformed"),
+    "a negative number": ("match", {"tokens": WHOLE, "skip_blocks": -1}, "malformed"),
+    "text for a number": ("fetch", {"lease": "7"}, "malformed"),
+    "a lease nobody has": ("fetch", {"lease": 123456}, "unknown_lease"),
+    "a ticket nobody has": ("commit", {"ticket": 123456, "indices": b""}, "unknown_ticket"),
+    "an abort of nothing": ("abort", {"ticket": 123456}, "unknown_ticket"),
+    "too many blocks": ("put", {"tokens": WHOLE, "first": 0, "last": 4}, "malformed"),
+    "no blocks": ("put", {"tokens": WHOLE, "first": 2, "last": 2}, "malformed"),
+    "first after last": ("put", {"tokens": WHOLE, "first": 3, "last": 1}, "malformed"),
+    "a name of a mile": ("match", {"tokens": WHOLE, "request": "x" * 300}, "too_large"),
+    "NaN seconds": ("observe", {"sum_n": 1.0, "sum_nc": 1.0, "seconds": np.nan}, "malformed"),
+    "endless seconds": ("observe", {"sum_n": 1.0, "sum_nc": 1.0, "seconds": np.inf}, "malformed"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_fields_get_one_error_reply(house: Household, peer: Peer, what: str) -> None:
+    """In a good session, a request that is wrong gets its error and the session goes on."""
+    session = peer.hello()["session"]
+    op, fields, code = WRONG[what]
+    reply = peer.ask(op, s=session, **fields)
+    assert (reply["ok"], reply["error"]) == (False, code), reply
+    assert peer.ask("heartbeat", s=session)["ok"]
+
+
+def test_reserved_operations_are_unsupported(house: Household, peer: Peer) -> None:
+    """Operations of later versions are known by name and refused."""
+    for op in sorted(RESERVED_OPS):
+        assert peer.ask(op)["error"] == "unsupported"
+
+
+def test_another_protocol_version(house: Household, peer: Peer) -> None:
+    """`version`, and the sentence says which one is spoken here."""
+    for version in (0, 2, 2**40):
+        reply = peer.hello(protocol=version)
+        assert reply["error"] == "version"
+        assert str(PROTOCOL) in reply["message"]
+
+
+def test_without_a_session(house: Household, peer: Peer) -> None:
+    """No token, or one that was never given: `unknown_session`."""
+    assert peer.ask("match", tokens=WHOLE)["error"] == "unknown_session"
+    assert peer.ask("match", tokens=WHOLE, s=bytes(16))["error"] == "unknown_session"
+    session = peer.hello()["session"]
+    assert peer.ask("bye", s=session)["ok"]
+    assert peer.ask("heartbeat", s=session)["error"] == "unknown_session"
+
+
+def test_parts_that_nobody_asked_for(house: Household, peer: Peer) -> None:
+    """More parts than blocks, empty parts, parts of the wrong size, parts where none belong: an
+    error or none, and the ticket is still good for the right ones."""
+    spec = replace(SPEC, model_digest="parts", block_bytes=4096)
+    session = peer.hello(spec, transport="frames")["session"]
+    assert peer.ask("ping", tuple([b""] * 200))["ok"]
+    tokens = prompt(98, 3)
+    ticket = put(peer, session, tokens.tobytes())["ticket"]
+    block = bytes(4096)
+    indices = np.arange(3, dtype="<u4").tobytes()
+    commit = {"s": session, "ticket": ticket, "indices": indices}
+    for parts in [(), (b"", b"", b""), (block,) * 2, (block,) * 4, (block, block, block + b"x")]:
+        reply = peer.ask("commit", parts, **commit)
+        assert reply["error"] == "malformed", parts
+    right = tuple(row.tobytes() for row in blocks_of(tokens, spec))
+    assert peer.ask("commit", right, **commit)["committed"] == 3
+    assert read(house.client(spec), tokens, spec) == 3
+
+
+def test_commit_of_blocks_that_are_not_in_the_ticket(house: Household, peer: Peer) -> None:
+    """Indices beyond the ticket's, or twice the same, make nothing visible that was not written."""
+    spec = replace(SPEC, model_digest="foreign indices", block_bytes=4096)
+    session = peer.hello(spec, transport="frames")["session"]
+    tokens = prompt(97, 3)
+    ticket = put(peer, session, tokens.tobytes())["ticket"]
+    indices = np.array([0, 0, 7, 2**31], "<u4").tobytes()
+    first = blocks_of(tokens, spec)[0].tobytes()
+    reply = peer.ask("commit", (first,) * 4, s=session, ticket=ticket, indices=indices)
+    if reply["ok"]:
+        assert reply["committed"] == 1
+    assert read(house.client(spec), tokens, spec) <= 1
+
+
+def test_an_oversize_message_closes_its_connection(house: Household) -> None:
+    """A part above max_message: no reply, the connection is gone, the daemon serves the others."""
+    peer = house.peer()
+    monitor = peer.socket.get_monitor_socket()
+    assert peer.ask("ping")["ok"]
+    peer.socket.send(b"\x81" + bytes(2 << 20))
+
+    def is_closed() -> bool:
+        while monitor.poll(0):
+            if recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                return True
+        return False
+
+    wait_for(is_closed, "the end of the connection")
+    peer.socket.disable_monitor()
+    assert house.peer().ask("ping")["ok"]
+
+
+def test_bytes_that_are_not_zeromq(house: Household) -> None:
+    """Somebody speaks HTTP, noise, or nothing at all to the socket."""
+    path = ipc_path(house.endpoint)
+    assert path is not None
+    noise = np.random.default_rng(1).bytes(100_000)
+    for data in (b"GET / HTTP/1.1\r\n\r\n", noise, b"\xff" + bytes(8) + b"\x7f" + noise, b""):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(path)
+            with suppress(BrokenPipeError, ConnectionResetError):
+                stranger.sendall(data)
+            assert house.peer().ask("ping")["ok"]
+
+
+def test_requests_that_come_too_late(house: Household, peer: Peer) -> None:
+    """Sent ten seconds ago with a second's patience: `expired`, and nothing was done."""
+    spec = replace(SPEC, model_digest="late", block_bytes=4096)
+    session = peer.hello(spec, transport="frames")["session"]
+    late = {"sent_s": time.monotonic() - 10.0, "deadline_s": 1.0}
+    reply = peer.ask("put", s=session, tokens=WHOLE, first=0, last=3, **late)
+    assert reply["error"] == "expired"
+    assert peer.ask("match", s=session, tokens=WHOLE, **late)["error"] == "expired"
+    assert put(peer, session)["ticket"]
+
+
+# --- other people's leases and tickets ----------------------------------------------------------
+
+
+def test_foreign_leases_and_tickets(house: Household) -> None:
+    """Numbers are easily guessed; they are good only in the group that was given them. A session
+    that joins the group with its token may use them."""
+    owner, spec = house.peer(), replace(SPEC, model_digest="mine", block_bytes=4096)
+    greeting = owner.hello(spec, transport="frames")
+    session = greeting["session"]
+    tokens, other = prompt(96, 3).tobytes(), prompt(95, 3).tobytes()
+    indices = np.arange(3, dtype="<u4").tobytes()
+    blocks = (bytes(4096),) * 3
+    ticket = put(owner, session, tokens)["ticket"]
+    owner.ask("commit", blocks, s=session, ticket=ticket, indices=indices)
+    lease = owner.ask("match", s=session, tokens=tokens)["lease"]
+    ticket = put(owner, session, other)["ticket"]
+    assert lease
+    assert ticket
+
+    thief = house.peer()
+    stolen = thief.hello(spec, transport="frames")["session"]
+    assert thief.ask("fetch", s=stolen, lease=lease)["error"] == "unknown_lease"
+    assert thief.ask("release", s=stolen, lease=lease)["released"] is False
+    commit = {"ticket": ticket, "indices": indices}
+    assert thief.ask("commit", blocks, s=stolen, **commit)["error"] == "unknown_ticket"
+    assert thief.ask("abort", s=stolen, ticket=ticket)["error"] == "unknown_ticket"
+    assert thief.ask("bye", s=stolen)["ok"]
+
+    friend = house.peer()
+    joined = friend.hello(spec, transport="frames", group=greeting["group"])["session"]
+    assert friend.ask("fetch", s=joined, lease=lease)["blocks"] == 3
+    assert friend.ask("commit", blocks, s=joined, **commit)["committed"] == 3
+    assert owner.ask("release", s=session, lease=lease)["released"] is True
+
+
+def test_a_group_outlives_one_of_its_sessions(house: Household) -> None:
+    """Leases belong to the group: they go with its last session, not with its first."""
+    first, second = house.peer(), house.peer()
+    spec = replace(SPEC, model_digest="a group", block_bytes=4096)
+    client = house.client(spec)
+    tokens = prompt(94, 3)
+    store(client, tokens, spec)
+    before = house.stats()["leases"]
+    greeting = first.hello(spec, transport="frames")
+    lease = first.ask("match", s=greeting["session"], tokens=tokens.tobytes())["lease"]
+    joined = second.hello(spec, transport="frames", group=greeting["group"])["session"]
+    first.ask("bye", s=greeting["session"])
+    assert house.stats()["leases"] == before + 1
+    assert second.ask("fetch", s=joined, lease=lease)["blocks"] == 3
+    second.ask("bye", s=joined)
+    assert house.stats()["leases"] == before
+
+
+# --- hello's limits -----------------------------------------------------------------------------
+
+
+def test_hello_refuses_what_it_cannot_hold(house: Household, peer: Peer) -> None:
+    """Each with its code and a sentence that says what to do."""
+    group = SPEC.groups[0]
+    cases = [
+        (replace(SPEC, groups=(group, group)), "one layer group"),
+        (replace(SPEC, groups=(replace(group, window=128),)), "sliding window"),
+        (replace(SPEC, tp_size=2), "one rank"),
+        (replace(SPEC, block_bytes=1 << 30), "larger tiers"),
+    ]
+    for spec, sentence in cases:
+        reply = peer.hello(spec)
+        assert reply["error"] == "spec"
+        assert sentence in reply["message"]
+    broken: list[dict[str, Any]] = [{}, {**SPEC.to_wire(), "dtype": 7}, {**SPEC.to_wire(), "x": 1}]
+    for fields in broken:
+        assert peer.ask("hello", protocol=PROTOCOL, spec=fields)["error"] == "spec"
+    assert peer.hello(transport="pigeon")["error"] == "malformed"
+    assert peer.hello()["ok"]
+
+
+def test_more_sessions_than_the_limit(house: Household, peer: Peer) -> None:
+    """The 41st of 40 is `refused`, with the key to raise; one that leaves makes room."""
+    tokens = []
+    while (reply := peer.hello())["ok"]:
+        tokens.append(reply["session"])
+        assert len(tokens) <= 40
+    assert reply["error"] == "refused"
+    assert "limits.max_sessions" in reply["message"]
+    client = house.client()
+    assert not client.match(prompt(93, 2)).is_answered
+    assert "max_sessions" in client.last_error
+    assert peer.ask("bye", s=tokens.pop())["ok"]
+    assert peer.hello()["ok"]
+    tokens.append(b"")  # the one just opened ends with its process; say bye to the rest
+    for token in filter(None, tokens):
+        peer.ask("bye", s=token)
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+def test_stats_and_ping_as_processes(house: Household) -> None:
+    """`--json` is data, and the exit status says whether the daemon is ready."""
+    ran = hicache("ping", "--json", "--endpoint", house.endpoint)
+    assert ran.returncode == 0, ran.stderr
+    ping = json.loads(ran.stdout)
+    assert ping["ready"] is True
+    assert ping["pid"] == house.pid
+    ran = hicache("stats", "--json", "--endpoint", house.endpoint)
+    assert ran.returncode == 0, ran.stderr
+    stats = json.loads(ran.stdout)
+    assert [tier["name"] for tier in stats["tiers"]] == ["hbm", "dram", "disk"]
+    assert stats["tiers"][0]["medium"] == "host memory (emulated)"
+    nobody = hicache("ping", "--json", "--endpoint", f"ipc://{house.root}/nobody.sock")
+    assert nobody.returncode == 1
+    assert json.loads(nobody.stdout)["ready"] is False
+
+
+def test_a_second_daemon_on_the_same_socket(house: Household) -> None:
+    """It refuses with a sentence that names the first's pid, and the first does not notice."""
+    second = house.root / "second.yaml"
+    config = json.loads(house.file.read_text())
+    config["tiers"]["disk"]["path"] = str(house.root / "second")
+    second.write_text(json.dumps(config))
+    arenas = set(house.arena_folder.iterdir())
+    ran = hicache("serve", "--config", str(second))
+    assert ran.returncode == 1
+    assert f"pid {house.pid}" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert set(house.arena_folder.iterdir()) == arenas
+
+
+MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
+    "an unknown key": (lambda c: c["tiers"].update(drum=c["tiers"]["dram"]), ["drum", "dram"]),
+    "a size of nonsense": (lambda c: c["tiers"]["dram"].update(size="lots"), ["dram.size", "lots"]),
+    "two at once": (
+        lambda c: c.update(debug="perhaps", write_policy="never"),
+        ["debug", "write_policy", "write_back"],
+    ),
+    "more memory than there is": (
+        lambda c: c["tiers"]["dram"].update(size="4TiB"),
+        ["tiers.dram"],
+    ),
+    "more disk than there is": (
+        lambda c: c["tiers"]["disk"].update(size="900TiB"),
+        ["tiers.disk.size"],
+    ),
+    "no YAML": (lambda c: c.clear(), ["tiers"]),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_serve_with_a_wrong_configuration(house: Household, tmp_path: Path, what: str) -> None:
+    """Sentences that name the file and the key, status 2, no traceback, nothing left behind."""
+    spoil, words = MISTAKES[what]
+    config = json.loads(house.file.read_text())
+    config["socket"]["endpoint"] = f"ipc://{house.root}/wrong.sock"
+    spoil(config)
+    file = tmp_path / "wrong.yaml"
+    file.write_text(json.dumps(config))
+    arenas = set(house.arena_folder.iterdir())
+    ran = hicache("serve", "--config", str(file))
+    assert ran.returncode == 2, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "wrong.yaml" in ran.stderr
+    assert all(word in ran.stderr for word in words), ran.stderr
+    assert set(house.arena_folder.iterdir()) == arenas
+
+
+def test_reload_by_signal_and_by_command() -> None:
+    """What can change live does; the rest is named; a broken file changes nothing at all."""
+    with Household(hbm=None, disk=None) as house:
+        client = house.client()
+        tokens = prompt(92, 4)
+        store(client, tokens)
+        mode = lambda: house.stats()["planner"]["mode"]  # noqa: E731
+
+        house.configure(hbm=None, disk=None, planner={"mode": "always_recompute"})
+        psutil.Process(house.pid).send_signal(signal.SIGHUP)
+        wait_for(lambda: mode() == "always_recompute", "the reload")
+        assert client.match(tokens).decision.name == "recompute"
+
+        house.configure(hbm=None, disk=None, dram={"size": "96MiB"}, block_tokens=32)
+        ran = hicache("config", "reload", "--json", "--endpoint", house.endpoint)
+        assert ran.returncode == 0, ran.stderr
+        reply = json.loads(ran.stdout)
+        assert reply["live"] == ["planner.mode"]
+        assert set(reply["restart"]) == {"tiers.dram.size", "block_tokens"}
+        assert mode() == "always_reload"
+        ran = hicache("config", "reload", "--endpoint", house.endpoint)
+        assert "needs a restart" in ran.stdout
+        assert "tiers.dram.size" in ran.stdout
+
+        house.file.write_text('{"planner": {"mode": "sometimes"}}')
+        with pytest.raises(DaemonError, match=r"planner\.mode"):
+            admin_call(house.endpoint, "reload")
+        house.expected_errors.append("the configuration was not reloaded")
+        psutil.Process(house.pid).send_signal(signal.SIGHUP)
+        wait_for(lambda: "was not reloaded" in house.said(), "the complaint")
+        assert mode() == "always_reload"
+        assert read(client, tokens) == 4

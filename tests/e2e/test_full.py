@@ -1,0 +1,120 @@
+"""Full everywhere, up and down the tiers, and never a wrong byte or a block in no tier."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hicache.client import Client
+from tests.e2e.household import MIB, SPEC, Household, blocks_of, prompt, read, store, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+SMALL = {
+    "hbm": {"size": "8MiB"},
+    "dram": {"size": "16MiB"},
+    "disk": {"size": "64MiB", "batch": "4MiB"},
+}
+
+
+def capacity(house: Household) -> int:
+    return sum(int(tier["capacity_bytes"]) for tier in house.stats()["tiers"])
+
+
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through"])
+def test_four_times_what_fits(write_policy: str) -> None:
+    """New prompts for four times the size of all tiers: never an error, the coldest go, and the
+    last ones stored are hits. A prompt of the first ones is a miss, not a fault."""
+    with Household(**SMALL, write_policy=write_policy) as house:
+        client = house.client()
+        block_bytes = SPEC.block_bytes
+        num_prompts = 4 * capacity(house) // (8 * block_bytes)
+        stored = 0
+        for seed in range(num_prompts):
+            result = client.put(prompt(1000 + seed, 8), blocks_of(prompt(1000 + seed, 8)))
+            stored += result.stored
+            assert result.busy == 0
+            assert client.last_error == ""
+            if seed % 8 == 0:
+                house.stats()  # which checks that no tier holds more than it can
+                assert read(client, prompt(1000 + seed // 2, 8)) in range(9)
+                assert read(client, prompt(1000 + seed, 8)) == result.stored
+        house.settle()
+        # The last ones: all that hbm and dram hold are there for sure.
+        last = range(num_prompts - 24 * MIB // 2 // (8 * block_bytes), num_prompts)
+        found = [read(client, prompt(1000 + seed, 8)) for seed in last]
+        assert all(found), found
+        assert stored >= 0.9 * 8 * num_prompts
+        stats = house.stats()
+        assert sum(tier["evictions"] for tier in stats["tiers"]) > 0
+        assert stats["errors"] == {}
+        assert house.tier("disk")["blocks"] > 0
+
+
+def test_one_put_larger_than_all_mapped_tiers() -> None:
+    """Its front is stored, the rest is refused without an error, and the client goes on."""
+    with Household(**SMALL) as house:
+        client = house.client(put_timeout_s=3.0)
+        tokens = prompt(1, 480)  # 120 MiB
+        blocks = blocks_of(tokens)
+        result = client.put(tokens, blocks)
+        assert result.stored > 0
+        assert result.stored + result.refused == 480
+        came = read(client, tokens)
+        assert 0 < came <= result.stored
+        small = prompt(2, 4)
+        assert wait_for(lambda: store(client, small) == 4, "room for a small prompt")
+        assert read(client, small) == 4
+
+
+def test_refused_where_nothing_can_go() -> None:
+    """One tier, and all of it leased: a put is refused, at once and cleanly; after the release it
+    is stored at the expense of what was released."""
+    with Household(hbm=None, disk=None, dram={"size": "4MiB"}) as house:
+        client = house.client()
+        old, new = prompt(3, 14), prompt(4, 8)
+        assert store(client, old) == 14
+        match = client.match(old)
+        assert match.decision.reload_blocks == 14
+        result = client.put(new, blocks_of(new))
+        assert result.stored + result.refused == 8
+        assert result.refused >= 6
+        assert client.match(old).hit_blocks == 14
+        for lease in [match, client.match(old)]:
+            client.release(lease)
+
+
+def hits(client: Client, seeds: range, num_blocks: int) -> list[int]:
+    return [client.match(prompt(seed, num_blocks)).hit_blocks for seed in seeds]
+
+
+def test_down_to_disk_and_back() -> None:
+    """Prompts are stored one after the other until the first ones lie on disk; at each step every
+    one of them is found whole, in some tier, while blocks move. Then they come back, compared."""
+    with Household(hbm={"size": "8MiB"}, dram={"size": "16MiB"}) as house:
+        client = house.client()
+        seeds = range(10, 50)  # 40 × 2 MiB
+        tiers = set()
+        for seed in seeds:
+            assert store(client, prompt(seed, 8)) == 8
+            for known in range(seeds.start, seed + 1):
+                match = client.match(prompt(known, 8))
+                assert match.hit_blocks == 8, (seed, known, match)
+                client.release(match)
+                tiers |= {tier for tier, _ in match.runs}
+        assert tiers == {"hbm", "dram", "disk"}
+        assert house.tier("disk")["demotions"] + house.tier("dram")["demotions"] > 0
+        first = client.match(prompt(seeds.start, 8))
+        assert {tier for tier, _ in first.runs} == {"disk"}
+        out = np.zeros((8, SPEC.block_bytes), np.uint8)
+        fetched = client.fetch(first, out)
+        assert fetched.blocks == 8
+        assert fetched.by_tier.keys() <= {"hbm", "dram", "disk"}
+        client.release(first)
+        assert np.array_equal(out, blocks_of(prompt(seeds.start, 8)))
+        again = client.match(prompt(seeds.start, 8))
+        assert "disk" not in {tier for tier, _ in again.runs}, "it came up and stays up"
+        client.release(again)
+        for seed in seeds:
+            assert read(client, prompt(seed, 8)) == 8
+            assert hits(client, seeds, 8) == [8] * len(seeds)
