@@ -187,10 +187,9 @@ def decode_request(data: bytes | memoryview) -> Request:
     try:
         body = {name: _checked(message, name, field) for name, field in fields.items()}
         common = {name: _checked(message, name, field) for name, field in _COMMON.items()}
-        if len(message) > len(_HEAD_FIELDS):
-            for name in message:
-                if name not in fields and name not in _COMMON and name not in _HEAD_FIELDS:
-                    raise WireError("malformed", f"{name[:40]}: unknown field of {op}")
+        for name in message:
+            if name not in fields and name not in _COMMON and name not in _HEAD_FIELDS:
+                raise WireError("malformed", f"{name[:40]}: unknown field of {op}")
     except WireError as error:
         error.request_id = request_id
         raise
