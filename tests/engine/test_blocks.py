@@ -1,0 +1,143 @@
+"""The transition table of copies: every allowed change, every illegal one, and what is counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.engine.blocks import BlockTable, IllegalTransition, State
+from hicache.tiers.block import Ids, TierSpec
+from hicache.tiers.slots import SlotPool
+
+A, F, R, D, C = State.ABSENT, State.FILLING, State.READY, State.DRAINING, State.CANCELLED
+
+ALLOWED = {
+    (A, F): "a slot was given",
+    (F, R): "the copy came",
+    (F, C): "nobody wants it any more",
+    (F, A): "the copy failed",
+    (C, F): "somebody wants it again",
+    (C, R): "it came anyway",
+    (C, A): "it failed",
+    (R, D): "it is leaving",
+    (D, R): "it was rescued",
+    (D, A): "it is gone",
+}
+WAY_TO: dict[State, tuple[State, ...]] = {A: (), F: (F,), R: (F, R), D: (F, R, D), C: (F, C)}
+EVERY_PAIR = [(old, new) for old in State for new in State]
+
+
+def table() -> BlockTable:
+    tiers = [TierSpec(name, 64 * 4096, True) for name in ("hbm", "dram")]
+    return BlockTable(tiers, [SlotPool(tier.capacity_bytes, 4096) for tier in tiers])
+
+
+def in_state(blocks: BlockTable, state: State, tier: int = 1) -> Ids:
+    """One block of node 0 whose copy has been brought to this state."""
+    ids = blocks.allocate(1)
+    blocks.node[ids] = 0
+    for step in WAY_TO[state]:
+        blocks.change(tier, ids, step)
+    return ids
+
+
+@pytest.mark.parametrize(("old", "new"), sorted(ALLOWED))
+def test_allowed_changes_move_one_count(old: State, new: State) -> None:
+    blocks = table()
+    ids = in_state(blocks, old)
+    before = blocks.counts[1].copy()
+    blocks.change(1, ids, new)
+    assert blocks.state[1][ids[0]] == new
+    moved = blocks.counts[1] - before
+    assert moved[old] == -1
+    assert moved[new] == 1
+    assert not blocks.counts[0, 1:].any()
+    blocks.validate()
+
+
+@pytest.mark.parametrize(("old", "new"), [pair for pair in EVERY_PAIR if pair not in ALLOWED])
+def test_any_other_change_raises_and_changes_nothing(old: State, new: State) -> None:
+    blocks = table()
+    fine = next(state for state in State if (state, new) in ALLOWED)
+    ids = np.concatenate([in_state(blocks, fine), in_state(blocks, old)])
+    before = blocks.counts.copy(), blocks.state[1].copy(), blocks.tags.copy()
+    with pytest.raises(IllegalTransition, match=f"{old.name} → {new.name} in dram"):
+        blocks.change(1, ids, new)
+    after = blocks.counts, blocks.state[1], blocks.tags
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    blocks.validate()
+
+
+@pytest.mark.parametrize(
+    ("state", "readable", "leaving"),
+    [(A, 0, 0), (F, 0, 0), (C, 0, 0), (R, 1, 0), (D, 1, 1)],
+)
+def test_tags_say_what_can_be_read_and_what_is_leaving(
+    state: State, readable: int, leaving: int
+) -> None:
+    blocks = table()
+    ids = in_state(blocks, state, tier=1)
+    assert int(blocks.tags[ids[0]]) == readable << 1 | leaving << 9
+
+
+def test_vacate_drains_a_ready_copy_first_and_gives_the_slot_back() -> None:
+    blocks = table()
+    ids = blocks.allocate(3)
+    blocks.node[ids] = 0
+    slots = blocks.pools[0].allocate(4096, 3)
+    blocks.fill(0, ids, slots)
+    blocks.change(0, ids[:2], State.READY)
+    blocks.vacate(0, ids, 4096)
+    assert not blocks.tags[ids].any()
+    assert blocks.pools[0].used_bytes == 0
+    blocks.vacate(0, ids[:0], 4096)  # nothing: no error
+    blocks.validate()
+
+
+def test_a_block_in_use_cannot_be_freed() -> None:
+    blocks = table()
+    ids = in_state(blocks, R)
+    with pytest.raises(AssertionError, match="a block with copies was freed"):
+        blocks.free(ids)
+    blocks.change(1, ids, D)
+    blocks.change(1, ids, A)
+    blocks.leases[ids] += 1
+    with pytest.raises(AssertionError, match="a leased block was freed"):
+        blocks.free(ids)
+    blocks.leases[ids] -= 1
+    blocks.free(ids)
+    assert len(blocks) == 0
+    blocks.validate()
+
+
+def test_ids_are_consecutive_where_they_can_be() -> None:
+    blocks = table()
+    ids = blocks.allocate(5000)
+    assert (ids == np.arange(5000)).all()
+    blocks.free(ids)
+    assert (blocks.allocate(5000) == ids).all()
+
+
+def test_a_story_names_every_copy() -> None:
+    blocks = table()
+    story = blocks.story(int(in_state(blocks, R)[0]))
+    assert "hbm=absent" in story
+    assert "dram=ready" in story
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 2000)), max_size=12))
+def test_ids_are_never_handed_out_twice(steps: list[tuple[bool, int]]) -> None:
+    blocks = table()
+    held: list[int] = []
+    for is_free, count in steps:
+        if is_free:
+            gone, held = held[:count], held[count:]
+            blocks.free(np.array(gone, np.int32))
+        else:
+            ids = blocks.allocate(count)
+            blocks.node[ids] = 0
+            held += ids.tolist()
+        assert len(set(held)) == len(held) == len(blocks)
+        blocks.validate()
