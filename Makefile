@@ -2,7 +2,7 @@
 #
 # torch is installed first and by its exact version, so that no other package pulls another build.
 # Where pip would choose a CUDA build of several GB and you want the small one:
-#   make demo TORCH_INSTALL='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+#   make demo TORCH_INSTALL='torch==2.13.0 --index-url ADDRESS-OF-THE-CPU-BUILDS'
 
 PYTHON ?= python3
 TORCH_INSTALL ?= torch==2.13.0

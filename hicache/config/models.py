@@ -233,7 +233,7 @@ class LimitsConfig(Section):
         validation_alias="session_ttl",
         description="A silent session ends after this.",
     )
-    max_namespaces: int = Field(default=64, ge=1, description="Namespaces (models) at once.")
+    max_namespaces: int = Field(default=4096, ge=1, description="Namespaces (models) at once.")
 
 
 class Config(Section):
