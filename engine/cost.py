@@ -54,7 +54,8 @@ class PrefillCost:
         self._info = np.zeros((3, 3))
         self._vector = np.zeros(3)
         self._theta: Vector = theta
-        self._stale = False
+        self._seconds_per: list[float] = (theta * _SCALE).tolist()
+        self._is_stale = False
         self.num_observed = 0
 
     def observe(self, num_requests: int, sum_n: float, sum_nc: float, seconds: float) -> None:
@@ -70,27 +71,30 @@ class PrefillCost:
         weight /= scale * scale
         self._info = FORGET * self._info + weight * np.outer(x, x)
         self._vector = FORGET * self._vector + weight * seconds * x
-        self._stale = True
+        self._is_stale = True
         self.num_observed += 1
 
     def seconds(self, new_tokens: float, context_tokens: float) -> float:
         """Expected seconds to prefill `new_tokens` of one request on `context_tokens`."""
         if new_tokens <= 0:
             return 0.0
-        t0, a, b = self._solve().tolist()
+        if self._is_stale:
+            self._solve()
+        fixed_s, per_token_s, per_pair_s = self._seconds_per
         pairs = new_tokens * context_tokens + new_tokens * new_tokens / 2
-        return float(t0 + a * new_tokens * 1e-3 + b * pairs * 1e-6)
+        return fixed_s + per_token_s * new_tokens + per_pair_s * pairs
 
     def tokens_per_s(self, new_tokens: int = 1024) -> float:
         """Prefill speed at a round size, for people to read."""
         return new_tokens / max(self.seconds(new_tokens, 0), 1e-9)
 
     def _solve(self) -> Vector:
-        if self._stale:
+        if self._is_stale:
             self._theta = _non_negative(
                 self._info + self._prior_info, self._vector + self._prior_vector
             )
-            self._stale = False
+            self._seconds_per = (self._theta * _SCALE).tolist()
+            self._is_stale = False
         return self._theta
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hicache.engine.plan import Decision, DecisionName, TierRun
 
@@ -60,6 +60,15 @@ class Hit:
     prefill_s: Callable[[float, float], float]
 
 
+class _Cut(NamedTuple):
+    """Reload up to and including `run`, which ends at `end_tokens` of the prompt."""
+
+    run: int
+    end_tokens: int
+    total_s: float
+    prefill_s: float
+
+
 class Planner:
     """Chooses the cut. `rng()` gives a float in [0, 1)."""
 
@@ -82,55 +91,46 @@ class Planner:
                 recompute_s,
                 recompute_s,
             )
-        totals = []
-        ends = []
-        for run, reload_s in zip(hit.runs, hit.reload_s, strict=True):
+        mode = self.settings.mode
+        best = _Cut(0, 0, float("inf"), 0.0)
+        for number, run in enumerate(hit.runs):
             context += run.num_blocks * hit.block_tokens
-            ends.append(context)
-            totals.append(reload_s + hit.prefill_s(hit.prompt_tokens - context, context))
-        best = min(range(len(totals)), key=totals.__getitem__)
-        if self.settings.mode == "always_reload":
-            return self._reload(hit, len(totals) - 1, totals, ends, recompute_s, "mode")
-        if self.settings.mode == "always_recompute":
-            return self._recompute(hit, best, totals, recompute_s, "mode")
-        if totals[best] < recompute_s * (1.0 - self.settings.recompute_band):
-            return self._reload(hit, best, totals, ends, recompute_s, "faster")
+            prefill_s = hit.prefill_s(hit.prompt_tokens - context, context)
+            if hit.reload_s[number] + prefill_s < best.total_s or mode == "always_reload":
+                best = _Cut(number, context, hit.reload_s[number] + prefill_s, prefill_s)
+        if mode == "always_reload":
+            return self._reload(hit, best, recompute_s, "mode")
+        if mode == "always_recompute":
+            return self._recompute(hit, best, recompute_s, "mode")
+        if best.total_s < recompute_s * (1.0 - self.settings.recompute_band):
+            return self._reload(hit, best, recompute_s, "faster")
         if self.settings.exploration and self._rng() < self.settings.exploration:
-            return self._reload(hit, best, totals, ends, recompute_s, "exploration")
-        reason = "slower" if totals[best] > recompute_s else "tie"
-        return self._recompute(hit, best, totals, recompute_s, reason)
+            return self._reload(hit, best, recompute_s, "exploration")
+        reason = "slower" if best.total_s > recompute_s else "tie"
+        return self._recompute(hit, best, recompute_s, reason)
 
-    def _reload(
-        self,
-        hit: Hit,
-        cut: int,
-        totals: Sequence[float],
-        ends: Sequence[int],
-        recompute_s: float,
-        reason: str,
-    ) -> Decision:
-        name: DecisionName = "reload" if cut == len(totals) - 1 else "partial"
-        reload_s = hit.reload_s[cut]
-        blocks = sum(run.num_blocks for run in hit.runs[: cut + 1])
-        tokens = blocks * hit.block_tokens
-        rest = hit.prompt_tokens - ends[cut]
-        sources = " and ".join(dict.fromkeys(run.tier for run in hit.runs[: cut + 1]))
+    def _reload(self, hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> Decision:
+        name: DecisionName = "reload" if cut.run == len(hit.runs) - 1 else "partial"
+        reload_s = hit.reload_s[cut.run]
+        tokens = cut.end_tokens - hit.skipped_tokens
+        rest = hit.prompt_tokens - cut.end_tokens
+        if cut.run == 0:
+            sources = hit.runs[0].tier
+        else:
+            sources = " and ".join(dict.fromkeys(run.tier for run in hit.runs[: cut.run + 1]))
         if reason == "faster":
             why = f"against {_ms(recompute_s)} to recompute everything"
         else:
             why = _WHY_RELOAD[reason]
         sentence = (
             f"Reload {tokens} tokens from {sources} ({_ms(reload_s)}) and prefill {rest} "
-            f"({_ms(totals[cut] - reload_s)}), {why}."
+            f"({_ms(cut.prefill_s)}), {why}."
         )
-        return Decision(
-            name, blocks, reason, sentence, reload_s, totals[cut] - reload_s, recompute_s
-        )
+        blocks = tokens // hit.block_tokens
+        return Decision(name, blocks, reason, sentence, reload_s, cut.prefill_s, recompute_s)
 
-    def _recompute(
-        self, hit: Hit, best: int, totals: Sequence[float], recompute_s: float, reason: str
-    ) -> Decision:
-        why = _WHY_RECOMPUTE[reason].format(best=_ms(totals[best]))
+    def _recompute(self, hit: Hit, best: _Cut, recompute_s: float, reason: str) -> Decision:
+        why = _WHY_RECOMPUTE[reason].format(best=_ms(best.total_s))
         sentence = f"Recompute all {hit.prompt_tokens} tokens ({_ms(recompute_s)}): {why}."
         return Decision("recompute", 0, reason, sentence, 0.0, recompute_s, recompute_s)
 

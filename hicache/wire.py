@@ -118,7 +118,7 @@ _COMMON: Final[Mapping[str, Field]] = {
     "deadline_s": Field(float, 0.0, high=3600.0),
     "sent_s": Field(float, 0.0, high=1e12),
 }
-_HEAD_FIELDS: Final = frozenset({"op", "id", "s"})
+_KNOWN_FIELDS: Final = {op: {"op", "id", "s", *_COMMON, *fields} for op, fields in OPS.items()}
 
 
 @dataclass(slots=True)
@@ -187,9 +187,9 @@ def decode_request(data: bytes | memoryview) -> Request:
     try:
         body = {name: _checked(message, name, field) for name, field in fields.items()}
         common = {name: _checked(message, name, field) for name, field in _COMMON.items()}
-        for name in message:
-            if name not in fields and name not in _COMMON and name not in _HEAD_FIELDS:
-                raise WireError("malformed", f"{name[:40]}: unknown field of {op}")
+        unknown = message.keys() - _KNOWN_FIELDS[op]
+        if unknown:
+            raise WireError("malformed", f"{min(unknown)[:40]}: unknown field of {op}")
     except WireError as error:
         error.request_id = request_id
         raise
