@@ -16,7 +16,7 @@ from hicache.engine.core import CacheEngine
 from hicache.engine.cost import PrefillPrior
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
-from hicache.tiers.arena import Arena
+from hicache.tiers.arena import Arena, remove_stale
 from hicache.tiers.block import TierSpec
 from hicache.tiers.disk_format import record_pages, usable_bytes
 from hicache.tiers.dram import DramTier
@@ -66,6 +66,13 @@ def assemble(config: Config, progress: Progress) -> Parts:
         raise
     parts.links = _links(parts.tiers, parts.workers)
     return parts
+
+
+def remove_dead_arenas(config: Config) -> None:
+    """Give back the memory of daemons that were killed, before free memory is counted."""
+    remove_stale(config.tiers.dram.path, ARENA_PREFIX)
+    if config.tiers.hbm is not None:
+        remove_stale(config.tiers.hbm.path, ARENA_PREFIX)
 
 
 def engine_settings(config: Config) -> EngineSettings:

@@ -105,7 +105,17 @@ class Daemon:
     # --- the loop -------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until a signal or `stop`, then drain and close. Blocks."""
+        """Serve until a signal or `stop`, then drain and close. Blocks.
+
+        A fault in the loop itself ends the daemon, in order as far as that goes: clients see
+        misses, and what was acknowledged as durable is found by the next daemon."""
+        try:
+            self._serve_until_stopped()
+            self._drain()
+        finally:
+            self._close()
+
+    def _serve_until_stopped(self) -> None:
         self._catch_signals()
         now_s = time.monotonic()
         far = {worker.far for worker in self.parts.workers}
@@ -123,8 +133,6 @@ class Daemon:
                 next_tick_s = now_s + TICK_S
             self._watch_processes()
             self._turn(max(0.0, next_tick_s - time.monotonic()))
-        self._drain()
-        self._close()
 
     def stop(self) -> None:
         """End the loop soon; safe in a signal handler."""
@@ -437,6 +445,7 @@ class Daemon:
             if not left:
                 break
             self._take_news(self.mover.tick(now_s))
+            self._watch_processes()
             self._turn(min(TICK_S, give_up_s - now_s))
         if left:
             log.warning("stopped with %d writes to disk still to do: shutdown was too short", left)

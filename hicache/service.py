@@ -212,6 +212,8 @@ class Service:
             if known is not None and self._is_same(known, body):
                 self._reply(asked.peer, **known.reply)
                 return
+        if len(self.engine.residency.leases.leases) >= self.limits.max_leases:
+            raise WireError("refused", f"{self.limits.max_leases} leases are open (max_leases)")
         matched = self.do(
             p.Match(
                 session.namespace,

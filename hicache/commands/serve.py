@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from hicache.assembly import assemble, remove_dead_arenas
 from hicache.config import (
     ConfigError,
     LoadedConfig,
@@ -40,6 +41,7 @@ def serve(file: Path, endpoint: str | None) -> None:
         return load_config(Path(other) if other else file, around)
 
     loaded = load("")
+    remove_dead_arenas(loaded.config)
     probe = probe_machine(loaded.config)
     config = resolve_sizes(loaded.config, probe)
     if endpoint:
@@ -53,7 +55,6 @@ def serve(file: Path, endpoint: str | None) -> None:
             click.echo(f"{file}: {problem}", err=True)
         sys.exit(2)
 
-    from hicache.assembly import assemble
     from hicache.daemon import Daemon
     from hicache.instance import AlreadyServed, Instance
     from hicache.tiers.arena import ArenaError
