@@ -1,0 +1,187 @@
+"""The two estimates: recovered from noisy steps, bounded where the data leave them open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache.engine.cost import LinkCost, PrefillCost, PrefillPrior
+
+FIXED_S, PER_TOKEN_S, PER_PAIR_S = 0.004, 3e-5, 1.1e-9
+"""About an 8B model on one H100."""
+
+
+@dataclass
+class Machine:
+    """An inference engine that takes what the equation says, times noise."""
+
+    seed: int = 0
+    noise: float = 0.05
+    stragglers: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def true_seconds(self, n: float, c: float) -> float:
+        return FIXED_S + PER_TOKEN_S * n + PER_PAIR_S * (n * c + n * n / 2)
+
+    def step(self, cost: PrefillCost, n: float, c: float) -> None:
+        factor = float(np.exp(self.rng.normal(0.0, self.noise)))
+        if self.rng.random() < self.stragglers:
+            factor *= 10.0
+        cost.observe(1, n, n * c + n * n / 2, self.true_seconds(n, c) * factor)
+
+    def run(self, cost: PrefillCost, steps: int = 300) -> None:
+        for _ in range(steps):
+            n = float(self.rng.integers(64, 8192))
+            self.step(cost, n, float(self.rng.integers(0, 65536)))
+
+
+PRIOR = PrefillPrior(FIXED_S, PER_TOKEN_S, PER_PAIR_S)
+POINTS = [(512, 0), (2048, 0), (8192, 0), (512, 32768), (8192, 65536)]
+
+
+def errors(cost: PrefillCost, machine: Machine) -> list[float]:
+    return [abs(cost.seconds(n, c) / machine.true_seconds(n, c) - 1) for n, c in POINTS]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
+def test_noisy_steps_overcome_a_wrong_prior(seed: int, factor: float) -> None:
+    cost = PrefillCost(PrefillPrior(FIXED_S * factor, PER_TOKEN_S * factor, PER_PAIR_S * factor))
+    machine = Machine(seed)
+    machine.run(cost)
+    assert max(errors(cost, machine)) < 0.12
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+def test_a_few_steps_already_beat_a_wrong_prior(factor: float) -> None:
+    cost = PrefillCost(PrefillPrior(FIXED_S * factor, PER_TOKEN_S * factor, PER_PAIR_S * factor))
+    machine = Machine()
+    before = max(errors(cost, machine))
+    machine.run(cost, 8)
+    assert max(errors(cost, machine)) < before / 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stragglers_move_it_little(seed: int) -> None:
+    """One step in fifty takes ten times as long; one comes last of all."""
+    cost = PrefillCost(PRIOR)
+    machine = Machine(seed, stragglers=0.02)
+    machine.run(cost)
+    machine.stragglers = 1.0
+    machine.step(cost, 2048, 8192)
+    assert max(errors(cost, machine)) < 0.25
+
+
+def test_constant_chunks_do_not_wind_anything_up() -> None:
+    """n is the same in every step, so t0 and a cannot be told apart: they stay near the prior,
+    within what was seen, however many steps there are."""
+    cost = PrefillCost(PrefillPrior(FIXED_S * 2, PER_TOKEN_S * 2, PER_PAIR_S * 2))
+    machine = Machine()
+    seen = []
+    for step in range(20_000):
+        machine.step(cost, 2048, float(step % 16 * 2048))
+        if step % 1000 == 999:
+            seen.append(cost.seconds(256, 0))
+            assert cost.seconds(2048, 8192) == pytest.approx(
+                machine.true_seconds(2048, 8192), rel=0.12
+            )
+    assert max(seen) < 3 * machine.true_seconds(256, 0)
+    assert min(seen) > machine.true_seconds(256, 0) / 3
+    assert max(seen[5:]) / min(seen[5:]) < 1.3
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 64),
+            st.floats(1, 1e6),
+            st.floats(0, 1e12),
+            st.floats(1e-6, 1e3),
+        ),
+        max_size=20,
+    ),
+    st.floats(0, 1e6),
+    st.floats(0, 1e6),
+)
+def test_whatever_is_observed_it_is_finite_non_negative_and_grows_with_tokens(
+    steps: list[tuple[int, float, float, float]], n: float, c: float
+) -> None:
+    cost = PrefillCost(PrefillPrior())
+    for requests, sum_n, sum_nc, seconds in steps:
+        cost.observe(requests, sum_n, sum_nc, seconds)
+    assert 0.0 <= cost.seconds(n, c) < float("inf")
+    assert cost.seconds(n, c) <= cost.seconds(n + 1, c) + 1e-12
+    assert cost.seconds(n, c) <= cost.seconds(n, c + 1) + 1e-12
+
+
+def test_a_slower_machine_is_followed() -> None:
+    cost = PrefillCost(PRIOR)
+    machine = Machine()
+    machine.run(cost, 200)
+    for _ in range(200):
+        n, c = float(machine.rng.integers(64, 8192)), 0.0
+        cost.observe(1, n, n * n / 2, 3 * machine.true_seconds(n, c))
+    assert cost.seconds(4096, 0) == pytest.approx(3 * machine.true_seconds(4096, 0), rel=0.15)
+
+
+@pytest.mark.parametrize("step", [(1, 0.0, 0.0, 1.0), (1, 10.0, 50.0, 0.0), (0, -1.0, 0.0, 1.0)])
+def test_steps_that_say_nothing_are_ignored(step: tuple[int, float, float, float]) -> None:
+    cost = PrefillCost(PRIOR)
+    before = cost.seconds(1000, 1000)
+    cost.observe(*step)
+    assert cost.seconds(1000, 1000) == before
+    assert cost.num_observed == 0
+
+
+def test_nothing_to_prefill_costs_nothing() -> None:
+    cost = PrefillCost(PRIOR)
+    assert cost.seconds(0, 1000) == 0.0
+    assert cost.tokens_per_s() == pytest.approx(1024 / cost.seconds(1024, 0))
+
+
+# --- links ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bytes_per_s", [2e8, 2.5e9, 5e10])
+def test_a_link_learns_its_bandwidth(bytes_per_s: float) -> None:
+    link = LinkCost()
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        size = float(rng.integers(8 << 20, 256 << 20))
+        link.measured(size, (0.0005 + size / bytes_per_s) * rng.uniform(0.9, 1.1))
+    assert link.bytes_per_s == pytest.approx(bytes_per_s, rel=0.15)
+
+
+def test_one_probe_replaces_the_guess() -> None:
+    link = LinkCost()
+    assert link.bytes_per_s == LinkCost.GUESS_BYTES_PER_S
+    link.measured(64 << 20, 0.0005 + (64 << 20) / 5e9)
+    assert link.bytes_per_s == pytest.approx(5e9)
+
+
+def test_what_is_queued_ahead_is_waited_for() -> None:
+    link = LinkCost(latency_s=0.001)
+    link.bytes_per_s = 1e9
+    assert link.seconds(1e6) == pytest.approx(0.002)
+    assert link.seconds(1e6, queued_bytes=9e6) == pytest.approx(0.011)
+    assert link.seconds(0, queued_bytes=9e6) == 0.0
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(0, 1.0), (1000, 0.0), (-5, 1.0), (5, -1.0)])
+def test_impossible_measurements_are_ignored(size: float, seconds: float) -> None:
+    link = LinkCost()
+    link.measured(size, seconds)
+    assert link.num_measured == 0
+    assert link.bytes_per_s == LinkCost.GUESS_BYTES_PER_S
+
+
+def test_a_tiny_fast_copy_does_not_look_infinitely_fast() -> None:
+    link = LinkCost(latency_s=0.0005)
+    link.measured(4096, 1e-5)  # less than the latency itself
+    assert link.bytes_per_s <= 4096 / 1e-6 * 1.001
