@@ -50,6 +50,8 @@ class Evictor:
         self.max_moving_bytes = max_moving_bytes
         self.dropped = 0
         self._making_room_in = 0
+        self._may_drop = True
+        self._spared: Node | None = None
 
     def make_room(self, tier: int, slot_bytes: int, count: int) -> int:
         """Try for `count` free slots of a class. Returns how many are free now; more may be on
@@ -60,6 +62,7 @@ class Evictor:
         if available >= count or self._making_room_in >> tier & 1 or not house.is_up(tier):
             return min(available, count)
         self._making_room_in |= 1 << tier
+        may_drop, self._may_drop = self._may_drop, True
         wanted = (count - available) * slot_bytes - house.draining_bytes[tier]
         try:
             while wanted > 0:
@@ -71,6 +74,7 @@ class Evictor:
                     break
         finally:
             self._making_room_in &= ~(1 << tier)
+            self._may_drop = may_drop
         return min(pool.available(slot_bytes), count)
 
     def room_is_coming(self, tier: int) -> bool:
@@ -78,7 +82,8 @@ class Evictor:
         return self.residency.draining_bytes[tier] > 0
 
     def keep_watermarks(self) -> None:
-        """Above a tier's high watermark, give up cold copies down to the low one."""
+        """Above a tier's high watermark, give up cold copies down to the low one. Only a durable
+        tier forgets blocks ahead of need; others wait until a slower tier can take them."""
         house = self.residency
         for tier, spec in enumerate(house.tiers):
             pool = house.pools[tier]
@@ -86,11 +91,16 @@ class Evictor:
             if staying <= spec.high_watermark * pool.capacity_bytes or not house.is_up(tier):
                 continue
             excess = int(staying - spec.low_watermark * pool.capacity_bytes)
-            while excess > 0:
+            self._may_drop = spec.durable
+            while excess > 0 and (spec.durable or house.below(tier) is not None):
                 node = house.policies[tier].pop()
                 if node is None:
                     break
                 excess -= self._give_up(node, tier, excess)
+                if node is self._spared:
+                    house.queue(node)  # not parked: whoever needs its room may drop it
+                    break
+            self._may_drop, self._spared = True, None
 
     def _give_up(self, node: Node, tier: int, wanted_bytes: int) -> int:
         """Give up about `wanted_bytes` of a popped candidate. Returns bytes freed or draining."""
@@ -106,6 +116,8 @@ class Evictor:
         if len(ids) < len(node):
             house.queue(house.index.split(node, len(node) - len(ids), namespace.step))
         freed = self._send_away(node, tier, ids)
+        if node is self._spared:
+            return 0
         if not freed:  # asked again when a lease or a move has ended, not in this round
             house.park(node, tier)
             return 0
@@ -142,6 +154,9 @@ class Evictor:
         if elsewhere:
             return self._give_up_copy(ids, tier)
         if below is not None and self.room_is_coming(below):
+            return 0
+        if not self._may_drop:
+            self._spared = node
             return 0
         return self.drop(node, tier)
 

@@ -48,8 +48,7 @@ class Grid:
         return 0.005 + self.per_token_s * n + self.per_pair_s * (n * c + n * n / 2)
 
     def reload_s(self, blocks: Sequence[str]) -> float:
-        """Links work side by side: the slowest decides. The hop takes every byte; a mapped tier costs
-        nothing else."""
+        """Links work side by side: the slowest decides. The hop takes every byte."""
         total = 0.0
         for tier in set(blocks) - {"mapped"}:
             bytes_per_s, latency_s = LINKS[tier]

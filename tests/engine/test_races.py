@@ -1,0 +1,586 @@
+"""Each race as a numbered story: who wins, what the loser sees (in prose in docs/races.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hicache.engine import plan as p
+from hicache.engine.planner import PlannerSettings
+from hicache.engine.settings import EngineSettings
+from tests.engine.world import BLOCK_BYTES, STEP, World, keys_of, tokens_of
+
+SMALL = (("hbm", 2, True, False), ("dram", 4, True, False), ("disk", 20, False, True))
+NO_DISK = (("hbm", 2, True, False), ("dram", 3, True, False))
+DRAM_DISK = (("dram", 4, True, False), ("disk", 20, False, True))
+GPU_ONLY_HBM = (("hbm", 4, False, False), ("dram", 6, True, False), ("disk", 20, False, True))
+END = tokens_of(99)
+"""One block that is never stored: with it behind, all of a prompt may be reloaded."""
+
+
+def world(tiers: Any = SMALL, **options: Any) -> World:
+    reload = PlannerSettings(mode="always_reload")
+    return World(tiers, EngineSettings(planner=reload, **options))
+
+
+def on_disk_only(w: World, *prompts: bytes) -> None:
+    """Store prompts, write them down, and lose the faster copies."""
+    for prompt in prompts:
+        w.store(prompt)
+    while w.do(p.Flush(w.now_s)):
+        w.finish_all()
+    for tier in ("hbm", "dram"):
+        if tier in [spec.name for spec in w.engine.residency.tiers]:
+            w.lose(tier)
+            w.recover(tier)
+    for prompt in prompts:
+        assert set(w.tiers_of(prompt)) == {"disk"}
+
+
+# --- demotion ---------------------------------------------------------------------------------
+
+
+def test_asked_for_while_draining() -> None:
+    """1. A is demoted from hbm to dram: its copy there drains while the bytes travel.
+    2. A prompt asks for A: its copy is rescued, and served from hbm at once.
+    3. The copy in dram arrives all the same. Both stay.
+    """
+    w = world()
+    a = tokens_of(1, 2)
+    w.store(a)
+    assert w.moving("hbm", "dram")
+    matched = w.match(a + END)
+    assert matched.runs == (p.TierRun("hbm", 2),)
+    assert w.fetch(matched.lease).waiting == 0
+    w.finish_all()
+    assert w.tiers_of(a) == ["hbm+dram", "hbm+dram"]
+
+
+def test_nobody_asked_while_draining() -> None:
+    """1. A is demoted. 2. Nobody asks: the old copy goes when the new one is ready, not before."""
+    w = world()
+    a = tokens_of(1, 2)
+    w.store(a)
+    moves = w.moving("hbm", "dram")
+    assert set(w.tiers_of(a)) == {"hbm"}
+    w.finish(*moves)
+    assert set(w.tiers_of(a)) == {"dram"}
+
+
+def test_demoted_while_being_promoted() -> None:
+    """1. A, read from dram, is copied up to hbm. 2. Room is needed in dram, and A is its coldest.
+    3. The copy in dram is being read: its slot is kept until the outcome is in. The right bytes
+    arrive in hbm.
+    """
+    w = world((("hbm", 8, True, False), ("dram", 3, True, False)))
+    w.lose("hbm")
+    a = tokens_of(1, 2)
+    w.store(a)
+    w.recover("hbm")
+    lease = w.match(a + END).lease
+    w.fetch(lease)
+    w.release(lease)
+    up = w.moving("dram", "hbm")
+    assert len(up) == 2
+    slots = {w.in_flight[n].src_slot for n in up}
+    w.store(tokens_of(3, 4, 5, 6, 7, 8))
+    for move in w.in_flight.values():
+        assert move.dst != "dram" or move.dst_slot not in slots
+    w.finish(*up)
+    assert all("hbm" in tiers for tiers in w.tiers_of(a))
+    w.finish_all()
+
+
+@pytest.mark.parametrize("tier", ["dram", "hbm"])
+def test_a_tier_dies_in_the_middle_of_a_demotion(tier: str) -> None:
+    """1. A travels from hbm to dram. 2. One of the two dies.
+    3. Without dram, A is in hbm as before. Without hbm, the half-written copy is not believed: A
+    is forgotten.
+    """
+    w = world(NO_DISK)
+    a = tokens_of(1, 2)
+    w.store(a)
+    assert w.moving("hbm", "dram")
+    w.lose(tier)
+    assert w.tiers_of(a) == (["hbm", "hbm"] if tier == "dram" else [])
+    w.recover(tier)
+    w.finish_all()
+
+
+def test_a_demotion_fails() -> None:
+    """1. A travels from hbm to dram; the copy fails. 2. The copy in hbm is ready again."""
+    w = world(NO_DISK)
+    a = tokens_of(1)
+    w.store(a)
+    w.store(tokens_of(2))
+    down = w.moving("hbm", "dram")
+    assert down
+    w.finish(*down, ok=False)
+    assert w.tiers_of(a) == ["hbm"]
+
+
+# --- fetching ---------------------------------------------------------------------------------
+
+
+def test_two_fetches_of_the_same_block_are_one_move() -> None:
+    """1. Two requests fetch A from disk. 2. One move is made. 3. Its outcome is told to both."""
+    w = world()
+    a = tokens_of(1)
+    on_disk_only(w, a)
+    first, second = w.match(a + END).lease, w.match(a + END, owner=2).lease
+    assert w.fetch(first).waiting == 1
+    assert w.fetch(second).waiting == 1
+    assert len(w.moving("disk", "dram")) == 1
+    w.finish_all()
+    assert set(w.arrived) == {first, second} == w.finished
+    assert w.read(0, w.arrived[first], a) == 1
+
+
+def test_a_fetch_joins_a_promotion_under_way() -> None:
+    """1. A is on its way up for somebody who gives up; the move cannot be called back.
+    2. Another request fetches A. 3. It waits for that same move.
+    """
+    w = world()
+    a = tokens_of(1)
+    on_disk_only(w, a)
+    gone = w.match(a + END).lease
+    w.fetch(gone)
+    w.release(gone)
+    lease = w.match(a + END).lease
+    assert w.fetch(lease).waiting == 1
+    assert len(w.moving("disk", "dram")) == 1
+    w.finish_all()
+    assert w.read(0, w.arrived[lease], a) == 1
+    assert lease in w.finished
+
+
+def test_released_while_its_blocks_are_on_their_way() -> None:
+    """1. A fetch is under way. 2. Its request is cancelled: the plan names the moves nobody wants.
+    3a. A queued one is taken back and reported as failed: A is on disk as before.
+    3b. One in flight arrives all the same: A is in dram too, for the next who asks.
+    """
+    w = world()
+    a = tokens_of(1, 2)
+    on_disk_only(w, a)
+    lease = w.match(a + END).lease
+    w.fetch(lease)
+    queued, flying = w.moving("disk", "dram")
+    unwanted = w.engine.handle(p.Release(lease, w.now_s)).cancel
+    assert sorted(unwanted) == sorted([queued, flying])
+    w.finish(queued, ok=False)
+    w.finish(flying)
+    assert w.tiers_of(a) == ["disk", "dram+disk"]
+    assert not w.finished
+
+
+def test_released_while_somebody_else_waits() -> None:
+    """1. Two wait for A. 2. One gives up: the move goes on. 3. The other is told."""
+    w = world()
+    a = tokens_of(1)
+    on_disk_only(w, a)
+    first, second = w.match(a + END).lease, w.match(a + END).lease
+    w.fetch(first)
+    w.fetch(second)
+    assert w.engine.handle(p.Release(first, w.now_s)).cancel == []
+    w.finish_all()
+    assert set(w.arrived) == {second}
+
+
+def test_the_disk_dies_in_the_middle_of_a_fetch() -> None:
+    """1. Of two blocks, one has arrived. 2. The disk's worker dies. 3. The wait ends at once: what
+    arrived is a whole prefix, and the rest is a miss.
+    """
+    w = world()
+    a = tokens_of(1, 2)
+    on_disk_only(w, a)
+    lease = w.match(a + END).lease
+    w.fetch(lease)
+    w.finish(w.moving("disk", "dram")[0])
+    assert lease not in w.finished
+    w.lose("disk")
+    assert lease in w.finished
+    assert w.read(0, w.arrived[lease], a) == 1
+    w.release(lease)
+    assert w.match(a + END).hit_blocks == 1
+
+
+def test_a_block_in_the_middle_is_corrupt() -> None:
+    """1. The middle one of three blocks fails its checksum. 2. Its copy is removed, the fetch ends
+    before it. 3. The third block stays behind the hole, and is no hit. 4. The middle block is
+    stored again: all three are hits.
+    """
+    w = world()
+    a = tokens_of(1, 2, 3)
+    on_disk_only(w, a)
+    lease = w.match(a + END).lease
+    w.fetch(lease)
+    front, middle, last = w.moving("disk", "dram")
+    w.rows.pop(keys_of(a)[1])
+    w.finish(middle, ok=False, corrupt=True)
+    w.finish(front, last)
+    assert lease in w.finished
+    assert w.read(0, [run for run in w.arrived[lease] if run.first == 0], a) == 1
+    w.release(lease)
+    assert w.tiers_of(a) == ["dram+disk", "-", "dram+disk"]
+    assert w.match(a + END).hit_blocks == 1
+    placed = w.store(a)
+    assert placed.indices.tolist() == [1]
+    assert w.match(a + END).hit_blocks == 3
+
+
+def test_a_fetch_larger_than_the_room_comes_in_parts() -> None:
+    """1. Six blocks on disk, four slots in dram, two of them leased by somebody. 2. Two blocks
+    come. 3. The other lease ends: the rest follows as far as there is room, the fetch ends there.
+    """
+    w = world(DRAM_DISK)
+    big, small = tokens_of(1, 2, 3, 4, 5, 6), tokens_of(7, 8)
+    on_disk_only(w, small)
+    holder = w.match(small + END).lease
+    w.fetch(holder)
+    w.finish_all()
+    w.store(tokens_of(1, 2))
+    w.finish_all()
+    for size in (2, 4, 6):
+        part = big[: size * STEP]
+        w.store(part)
+        w.do(p.Flush(w.now_s))
+        w.finish_all()
+    lease = w.match(big + END).lease
+    fetched = w.fetch(lease)
+    assert fetched.waiting + fetched.unplaced + sum(len(r.slots) for r in fetched.ready) >= 2
+    w.finish_all()
+    w.release(holder)
+    w.finish_all()
+    got = [*fetched.ready, *w.arrived.get(lease, [])]
+    assert 2 <= w.read(0, got, big) <= 4
+    assert not w.engine.fetching.unplaced
+    assert lease in w.finished
+
+
+# --- workers that come back -------------------------------------------------------------------
+
+
+def test_a_worker_comes_back_with_its_rows() -> None:
+    """1. A and B are on disk, its worker dies. 2. Meanwhile A is computed and stored again.
+    3. The worker is back with its rows: A gains its durable copy, B is known again.
+    """
+    w = world()
+    a, b = tokens_of(1), tokens_of(1, 2)
+    on_disk_only(w, b)
+    w.lose("disk")
+    assert w.tiers_of(b) == []
+    w.store(a)
+    w.recover("disk")
+    assert w.tiers_of(b) == ["hbm+disk", "disk"]
+    assert len(w.rows) == 2
+
+
+def test_rows_without_a_parent_are_sent_away() -> None:
+    """1. A row's parent was lost with the crash. 2. Restore names it and all below it: they are
+    removed from the disk, for nobody could ever reach them.
+    """
+    w = world()
+    a = tokens_of(1, 2, 3)
+    on_disk_only(w, a)
+    w.lose("disk")
+    keys = keys_of(a)
+    rows = [row for row in w.rows_parents_first() if row.key != keys[1]]
+    w.do(p.TierUp("disk", w.now_s))
+    assert w.do(p.Restore("disk", 0, rows, w.now_s)) == [keys[2]]
+    assert w.tiers_of(a) == ["disk"]
+
+
+# --- putting ----------------------------------------------------------------------------------
+
+
+def test_aborted_while_the_writer_lives() -> None:
+    """1. A put is given up, but its process may still write. 2. The slots are quarantined: they
+    are nobody's. 3. The writer acknowledges, or is dead: they are free again.
+    """
+    for acknowledge in (True, False):
+        w = world()
+        placed = w.put(tokens_of(1, 2))
+        pool = w.engine.residency.pools[0]
+        w.do(p.Abort(placed.ticket, w.now_s, writer_gone=False))
+        assert pool.quarantined_bytes == 2 * BLOCK_BYTES
+        assert pool.available(BLOCK_BYTES) == 0
+        assert w.tiers_of(tokens_of(1, 2)) == []
+        assert w.store(tokens_of(3)).tier == "dram"
+        if acknowledge:
+            assert w.do(p.Abort(placed.ticket, w.now_s, writer_gone=False)) == 2
+        else:
+            assert w.do(p.WriterGone(1, w.now_s)) == 2
+        assert pool.quarantined_bytes == 0
+
+
+def test_aborted_by_a_dead_writer() -> None:
+    """1. A writer dies before its commit. 2. Nothing is visible, its slots are free at once."""
+    w = world()
+    w.put(tokens_of(1, 2), owner=5)
+    assert w.do(p.WriterGone(5, w.now_s)) == 2
+    assert w.engine.residency.pools[0].available(BLOCK_BYTES) == 2
+    assert w.match(tokens_of(1, 2) + END).hit_blocks == 0
+
+
+def test_committed_after_it_expired() -> None:
+    """1. A put takes too long, and is given up; its slots are quarantined. 2. The commit comes: it
+    is refused, for the slots are not its own any more.
+    """
+    w = world()
+    placed = w.put(tokens_of(1))
+    w.now_s += 1000
+    w.do(p.Tick(w.now_s))
+    with pytest.raises(p.UnknownTicket):
+        w.commit(placed)
+    assert w.match(tokens_of(1) + END).hit_blocks == 0
+    assert w.engine.residency.pools[0].quarantined_bytes == BLOCK_BYTES
+
+
+def test_put_of_a_prefix_that_somebody_is_putting() -> None:
+    """1. Two requests compute the same prefix. 2. The second is told which blocks are busy, and
+    writes only what follows. 3. Each block is stored once; committed in either order, both are
+    hits when both are there.
+    """
+    w = world((("hbm", 6, True, False),))
+    short, long = tokens_of(1, 2), tokens_of(1, 2, 3)
+    first = w.put(short, owner=1)
+    second = w.put(long, owner=2)
+    assert (second.busy, second.present, second.indices.tolist()) == (2, 0, [2])
+    w.write(long, second)
+    w.commit(second)
+    assert w.match(long + END).hit_blocks == 0
+    w.write(short, first)
+    w.commit(first)
+    assert w.match(long + END).hit_blocks == 3
+
+
+def test_the_first_writer_of_a_prefix_gives_up() -> None:
+    """1. As before, but the first writer dies. 2. What the second wrote stays behind a hole.
+    3. The prefix is stored by a third: all are hits.
+    """
+    w = world((("hbm", 6, True, False),))
+    short, long = tokens_of(1, 2), tokens_of(1, 2, 3)
+    w.put(short, owner=1)
+    second = w.put(long, owner=2)
+    w.write(long, second)
+    w.commit(second)
+    w.do(p.WriterGone(1, w.now_s))
+    assert w.match(long + END).hit_blocks == 0
+    assert w.store(long, owner=3).indices.tolist() == [0, 1]
+    assert w.match(long + END).hit_blocks == 3
+
+
+def test_a_block_that_is_there_is_not_stored_again() -> None:
+    """1. A is put again. 2. Present: no ticket, no slot, no error."""
+    w = world()
+    w.store(tokens_of(1))
+    placed = w.put(tokens_of(1))
+    assert (placed.ticket, placed.present, placed.refused) == (0, 1, 0)
+
+
+def test_half_a_put_is_committed() -> None:
+    """1. Of three blocks the client wrote two. 2. Those are visible; the third's slot is free."""
+    w = world((("hbm", 6, True, False),))
+    a = tokens_of(1, 2, 3)
+    placed = w.put(a)
+    w.write(a, placed)
+    assert w.do(p.Commit(placed.ticket, placed.indices[:2], w.now_s)) == 2
+    assert w.tiers_of(a) == ["hbm", "hbm"]
+    assert w.engine.residency.pools[0].used_bytes == 2 * BLOCK_BYTES
+
+
+# --- leases -----------------------------------------------------------------------------------
+
+
+def test_a_lease_expires() -> None:
+    """1. A lease is not released in time. 2. It ends; fetching under it is an error, releasing it
+    is none. 3. Its blocks can go.
+    """
+    w = world()
+    a = tokens_of(1)
+    w.store(a)
+    lease = w.match(a + END).lease
+    w.now_s += 1000
+    assert w.do(p.Tick(w.now_s)).finished == [lease]
+    with pytest.raises(p.UnknownLease):
+        w.fetch(lease)
+    assert not w.release(lease)
+    assert w.do(p.Clear(0, w.now_s)) == 1
+
+
+def test_leased_blocks_never_go() -> None:
+    """1. A is leased. 2. Everything else comes and goes. 3. A's slots hold A's bytes."""
+    w = world(NO_DISK)
+    a = tokens_of(1, 2)
+    w.store(a)
+    w.finish_all()
+    lease = w.match(a + END).lease
+    ready = w.fetch(lease).ready
+    for other in range(10, 30):
+        w.store(tokens_of(other))
+        w.finish_all()
+        assert w.read(0, ready, a) == 2
+
+
+def test_everything_is_leased() -> None:
+    """1. Every slot is leased. 2. A put finds no room, now or soon: refused, nothing has changed.
+    3. A lease ends, and the next put is placed.
+    """
+    w = world((("hbm", 2, True, False), ("dram", 2, True, False)))
+    a, b = tokens_of(1, 2), tokens_of(3, 4)
+    leases = []
+    for prompt in (a, b):
+        w.store(prompt)
+        w.finish_all()
+        leases.append(w.match(prompt + END).lease)
+        w.fetch(leases[-1])
+        w.finish_all()
+    before = [w.tiers_of(a), w.tiers_of(b)]
+    placed = w.put(tokens_of(5))
+    assert (placed.ticket, placed.refused, placed.room_coming) == (0, 1, False)
+    assert [w.tiers_of(a), w.tiers_of(b)] == before
+    w.release(leases[0])
+    w.finish_all()
+    for _ in range(3):
+        if w.store(tokens_of(5)).ticket:
+            break
+        w.finish_all()
+    assert w.match(tokens_of(5) + END).hit_blocks == 1
+
+
+def test_full_everywhere_the_coldest_leaf_goes() -> None:
+    """1. Prompts fill every tier. 2. One more comes: of the prompts that share a prefix it is the
+    leaf used longest ago that is forgotten; the shared prefix stays.
+    """
+    w = world((("dram", 5, True, False),))
+    w.store(tokens_of(1, 2, 3))
+    w.store(tokens_of(1, 2, 4))
+    w.match(tokens_of(1, 2, 3) + END)
+    w.do(p.WriterGone(1, w.now_s))
+    w.store(tokens_of(1, 2, 5))
+    w.store(tokens_of(1, 2, 6))
+    assert w.tiers_of(tokens_of(1, 2, 4)) == ["dram", "dram"]
+    assert w.tiers_of(tokens_of(1, 2, 6)) == ["dram"] * 3
+
+
+# --- writing down -----------------------------------------------------------------------------
+
+
+def test_ancestors_are_written_before_descendants() -> None:
+    """1. Many paths are wanted on disk, longest used first or last. 2. In the order in which moves
+    are handed over, no block is before its parent: whenever the power goes, what is on disk is
+    reachable.
+    """
+    w = world((("dram", 16, True, False), ("disk", 20, False, True)))
+    for prompt in ((1, 2, 3, 4), (1, 2, 5, 6), (1, 7), (8, 9, 10)):
+        w.store(tokens_of(*prompt))
+    while w.do(p.Flush(w.now_s)):
+        for move in w.moving("dram", "disk"):
+            w.finish(move)
+            assert not w.orphans
+    assert len(w.rows) == 10
+
+
+def test_an_ancestor_only_in_hbm_is_brought_to_dram_first() -> None:
+    """1. A is in hbm, its child B in dram. 2. B is to be on disk, so A must be too; there is no
+    way from hbm to disk. 3. A is copied to dram and stays in hbm. 4. A is written, then B.
+    """
+    w = world((("hbm", 3, True, False), ("dram", 6, True, False), ("disk", 20, False, True)))
+    a, b = tokens_of(1, 2), tokens_of(1, 2, 3, 4)
+    w.store(a)
+    placed = w.put(b)
+    w.write(b, placed)
+    assert placed.tier == "dram"
+    w.commit(placed, durable=True)
+    assert w.tiers_of(b) == ["hbm", "hbm", "dram", "dram"]
+    assert [w.in_flight[n].block for n in w.moving("hbm", "dram")] == [0, 1]
+    assert not w.moving("dram", "disk")
+    w.finish(*w.moving("hbm", "dram"))
+    assert w.tiers_of(a) == ["hbm+dram", "hbm+dram"]
+    depths = [w.in_flight[n].identity for n in w.moving("dram", "disk")]
+    assert [identity.depth for identity in depths if identity] == [0, 1, 2, 3]
+    w.finish_all()
+    assert placed.ticket in w.durable
+    assert not w.orphans
+
+
+def test_durable_is_told_when_every_block_is_on_disk() -> None:
+    """1. A put is committed durably. 2. It is a hit at once. 3. It is told as durable with the
+    last of its blocks, not with the first.
+    """
+    w = world(DRAM_DISK)
+    a = tokens_of(1, 2)
+    placed = w.store(a, durable=True)
+    assert w.match(a + END).hit_blocks == 2
+    first, last = w.moving("dram", "disk")
+    w.finish(first)
+    assert placed.ticket not in w.durable
+    w.finish(last)
+    assert placed.ticket in w.durable
+
+
+def test_a_clean_stop_writes_everything() -> None:
+    """1. Blocks are in hbm, in dram, and on their way between. 2. Flush until nothing is left.
+    3. All are on disk.
+    """
+    w = world(GPU_ONLY_HBM)
+    prompts = [tokens_of(1, 2), tokens_of(1, 3, 4), tokens_of(5)]
+    for prompt in prompts:
+        w.store(prompt)
+    for _ in range(100):
+        if not w.do(p.Flush(w.now_s)):
+            break
+        w.finish_all()
+    assert set(w.rows) == {key for prompt in prompts for key in keys_of(prompt)}
+    assert not w.orphans
+
+
+def test_write_through() -> None:
+    """1. Committed, not durably. 2. It goes to disk at once, and stays where it is."""
+    w = world(DRAM_DISK, write_policy="write_through")
+    a = tokens_of(1, 2)
+    w.store(a)
+    assert len(w.moving("dram", "disk")) == 2
+    w.finish_all()
+    assert w.tiers_of(a) == ["dram+disk", "dram+disk"]
+    assert not w.durable  # nobody asked
+
+
+def test_write_through_selective() -> None:
+    """1. Stored: nothing is written. 2. Hit once: nothing. 3. Hit twice: it is worth it."""
+    w = world(DRAM_DISK, write_policy="write_through_selective", selective_hits=2)
+    a = tokens_of(1, 2)
+    w.store(a)
+    w.match(a + END)
+    assert not w.in_flight
+    w.match(a + END)
+    assert len(w.moving("dram", "disk")) == 2
+    w.finish_all()
+    assert w.tiers_of(a) == ["dram+disk", "dram+disk"]
+
+
+def test_the_link_down_is_saturated_above_the_watermark() -> None:
+    """1. Hbm is full beyond its watermark; the link to dram takes one block at a time.
+    2. Nobody needs the room: cold blocks wait for the link, none is forgotten.
+    """
+    w = world((("hbm", 6, True, False), ("dram", 20, True, False)), max_moving_bytes=BLOCK_BYTES)
+    a = tokens_of(1, 2, 3, 4, 5, 6)
+    w.store(a)
+    assert len(w.moving("hbm", "dram")) == 1
+    assert len(w.tiers_of(a)) == 6
+    w.finish_all()
+    assert w.match(a + END).hit_blocks == 6
+
+
+def test_a_lone_tier_is_used_to_the_last_slot() -> None:
+    """1. There is nothing below dram. 2. Above its watermark nothing is forgotten; a put that needs
+    the room takes the coldest leaf's.
+    """
+    w = world((("dram", 4, True, False),))
+    for prompt in range(4):
+        w.store(tokens_of(prompt))
+    assert [w.tiers_of(tokens_of(n)) for n in range(4)] == [["dram"]] * 4
+    w.store(tokens_of(9))
+    assert w.tiers_of(tokens_of(9)) == ["dram"]
+    assert w.tiers_of(tokens_of(0)) == []
