@@ -24,31 +24,13 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hicache.engine.ids import IdSpace, Span
 from hicache.tiers.block import Ids, SlotPool, TierSpec
 
 Item = TypeVar("Item", bound=np.generic)
 
 MAX_TIERS: Final = 8
 LEAVING_SHIFT: Final = 8
-
-
-Span = slice | Ids
-"""Block ids as an index into the arrays: a slice where they are consecutive, which is faster."""
-
-
-def span_of(ids: Ids) -> Span:
-    """The ids as a slice if they are consecutive, as they are if not."""
-    first, count = int(ids[0]), len(ids)
-    if int(ids[-1]) - first == count - 1 and bool((ids[1:] - ids[:-1] == 1).all()):
-        return slice(first, first + count)
-    return ids
-
-
-def part_of(span: Span, first: int, last: int) -> Span:
-    """Positions first … last-1 of a span."""
-    if isinstance(span, slice):
-        return slice(span.start + first, span.start + last)
-    return span[first:last]
 
 
 class State(IntEnum):
@@ -86,9 +68,7 @@ class BlockTable:
         self.tiers = tuple(tiers)
         self.pools = tuple(pools)
         self.counts = np.zeros((len(tiers), len(State)), np.int64)
-        self._size = 0
-        self._free = np.empty(0, np.int32)
-        self._num_free = 0
+        self.ids = IdSpace()
         self.node = np.empty(0, np.int32)
         self.depth = np.empty(0, np.int32)
         self.leases = np.empty(0, np.int32)
@@ -98,25 +78,21 @@ class BlockTable:
         self.slot: list[Ids] = [np.empty(0, np.int32) for _ in tiers]
 
     def __len__(self) -> int:
-        return self._size - self._num_free
+        return self.ids.size - self.ids.num_free
 
-    def allocate(self, count: int) -> Ids:
+    def allocate(self, count: int) -> Span:
         """`count` fresh ids with no copies. Consecutive where they can be."""
-        if self._num_free < count:
+        if self.ids.num_free < count:
             self._grow(count)
-        top = self._num_free
-        self._num_free = top - count
-        return self._free[top - count : top][::-1].copy()
+        return self.ids.take(count)
 
-    def free(self, ids: Ids) -> None:
+    def free(self, span: Span) -> None:
         """Forget blocks that have no copy left and no lease."""
-        assert not self.tags[ids].any(), "a block with copies was freed"
-        assert not self.leases[ids].any(), "a leased block was freed"
-        self.node[ids] = -1
-        self.hits[ids] = 0
-        top = self._num_free
-        self._free[top : top + len(ids)] = ids[::-1]
-        self._num_free = top + len(ids)
+        assert not self.tags[span].any(), "a block with copies was freed"
+        assert not self.leases[span].any(), "a leased block was freed"
+        self.node[span] = -1
+        self.hits[span] = 0
+        self.ids.give(span)
 
     def change(self, tier: int, ids: Ids, new: State) -> None:
         """Move copies to a new state. Raises IllegalTransition, changing nothing."""
@@ -169,28 +145,22 @@ class BlockTable:
 
     def live_ids(self) -> Ids:
         """All ids in use."""
-        return np.flatnonzero(self.node[: self._size] >= 0).astype(np.int32)
+        return np.flatnonzero(self.node >= 0).astype(np.int32)
 
     def _grow(self, count: int) -> None:
-        old = self._size
+        old = self.ids.size
         new = max(1024, old + count, old + old // 2)
         for name in ("node", "depth", "leases", "hits", "tags"):
             setattr(self, name, _extended(getattr(self, name), new))
         self.node[old:] = -1
         self.state = [_extended(array, new) for array in self.state]
         self.slot = [_extended(array, new) for array in self.slot]
-        free = np.empty(new, np.int32)
-        added = new - old  # under the ids already free, so that those are used first
-        free[:added] = np.arange(new - 1, old - 1, -1, dtype=np.int32)
-        free[added : added + self._num_free] = self._free[: self._num_free]
-        self._free = free
-        self._num_free += added
-        self._size = new
-        self.counts[:, State.ABSENT] += added
+        self.ids.grow(new)
+        self.counts[:, State.ABSENT] += new - old
 
     def validate(self) -> None:
         """Recount tags and counts from the states."""
-        tags = np.zeros(self._size, np.uint16)
+        tags = np.zeros(self.ids.size, np.uint16)
         for number in range(len(self.tiers)):
             state = self.state[number]
             readable = (state == State.READY) | (state == State.DRAINING)
@@ -203,8 +173,8 @@ class BlockTable:
         assert (tags == self.tags).all()
         assert (self.leases >= 0).all()
         assert not self.leases[self.node < 0].any()
-        free = self._free[: self._num_free]
-        assert len(np.unique(free)) == len(free) == int((self.node < 0).sum())
+        self.ids.validate()
+        assert self.ids.num_free == int((self.node < 0).sum())
 
 
 def _extended(array: npt.NDArray[Item], size: int) -> npt.NDArray[Item]:

@@ -153,7 +153,7 @@ class Evictor:
                 return len(ids)
         if elsewhere:
             return self._give_up_copy(ids, tier)
-        if below is not None and self.room_is_coming(below):
+        if below is not None and (self.room_is_coming(below) or self._is_being_read(below)):
             return 0
         if not self._may_drop:
             self._spared = node
@@ -194,6 +194,14 @@ class Evictor:
             house.evicted[tier] += len(ids)
         house.settle(ids)
         return len(ids)
+
+    def _is_being_read(self, tier: int) -> bool:
+        """Copies that a match rescued while they were written down can go once that is done."""
+        house = self.residency
+        return any(
+            src == tier and house.bytes_moving((src, dst), Priority.DEMOTION) > 0
+            for src, dst in house.links
+        )
 
     def drop(self, node: Node, tier: int) -> int:
         """Forget the blocks of a leaf that has no other place. Not while anything hangs below."""

@@ -22,7 +22,8 @@ from typing import Final
 
 import numpy as np
 
-from hicache.engine.blocks import LEAVING_SHIFT, BlockTable, Span, part_of, span_of
+from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
+from hicache.engine.ids import Span, ids_of, joined, part_of
 from hicache.tiers.block import Ids
 
 ID_BYTES: Final = 4
@@ -56,14 +57,21 @@ class Node:
     )
 
     def __init__(
-        self, number: int, namespace: int, parent: Node | None, edge: bytes, ids: bytes, depth: int
+        self,
+        number: int,
+        namespace: int,
+        parent: Node | None,
+        edge: bytes,
+        ids: bytes,
+        span: Span,
+        depth: int,
     ) -> None:
         self.number = number
         self.namespace = namespace
         self.parent = parent
         self.edge = edge
         self.ids = ids
-        self.span: Span = span_of(self.block_ids()) if ids else slice(0, 0)
+        self.span = span
         self.depth = depth
         self.children: dict[bytes, Node] = {}
         self.tiers = 0
@@ -102,8 +110,8 @@ class Path:
 
     def ids(self) -> Ids:
         """Block ids along the path, shape [num_blocks]."""
-        joined = b"".join([node.ids for node in self.nodes])
-        return np.frombuffer(joined, np.int32)[: self.num_blocks]
+        ids = b"".join([node.ids for node in self.nodes])
+        return np.frombuffer(ids, np.int32)[: self.num_blocks]
 
     def spans(self, first: int, last: int) -> list[Span]:
         """Blocks first … last-1 of the path, as indices into the arrays."""
@@ -128,7 +136,7 @@ class Index:
 
     def add_root(self, namespace: int) -> Node:
         """A new, empty tree."""
-        return self._new_node(namespace, None, b"", b"", 0)
+        return self._new_node(namespace, None, b"", b"", slice(0, 0), 0)
 
     def match(self, root: Node, tokens: bytes, step: int) -> Path:
         """The longest known prefix of whole blocks (`step` symbol bytes each). Changes nothing."""
@@ -158,12 +166,12 @@ class Index:
         edge = tokens[start : start + count * step]
         assert len(edge) == count * step
         assert edge[:step] not in parent.children
-        ids = self.blocks.allocate(count)
-        node = self._new_node(root.namespace, parent, edge, ids.tobytes(), path.num_blocks)
-        self.blocks.node[node.span] = node.number
-        self.blocks.depth[node.span] = np.arange(
-            path.num_blocks, path.num_blocks + count, dtype=np.int32
-        )
+        depth = path.num_blocks
+        span = self.blocks.allocate(count)
+        ids = ids_of(span).tobytes()
+        node = self._new_node(root.namespace, parent, edge, ids, span, depth)
+        self.blocks.node[span] = node.number
+        self.blocks.depth[span] = np.arange(depth, depth + count, dtype=np.int32)
         parent.children[edge[:step]] = node
         path.nodes.append(node)
         path.num_blocks += count
@@ -187,6 +195,7 @@ class Index:
             node.parent,
             node.edge[: count * step],
             node.ids[: count * ID_BYTES],
+            part_of(node.span, 0, count),
             node.depth,
         )
         upper.tiers, upper.leaving, upper.touched_s = node.tiers, node.leaving, node.touched_s
@@ -219,7 +228,7 @@ class Index:
         self.blocks.node[parent.span] = node.number
         node.edge = parent.edge + node.edge
         node.ids = parent.ids + node.ids
-        node.span = span_of(node.block_ids())
+        node.span = joined(parent.span, node.span)
         node.depth = parent.depth
         node.parent = parent.parent
         parent.parent.children[node.edge[:step]] = node
@@ -263,7 +272,7 @@ class Index:
         assert not node.children
         assert not node.tiers
         del parent.children[node.edge[:step]]
-        self.blocks.free(node.block_ids())
+        self.blocks.free(node.span)
         self._drop(node)
         return parent
 
@@ -299,10 +308,16 @@ class Index:
             stack.extend(node.children.values())
 
     def _new_node(
-        self, namespace: int, parent: Node | None, edge: bytes, ids: bytes, depth: int
+        self,
+        namespace: int,
+        parent: Node | None,
+        edge: bytes,
+        ids: bytes,
+        span: Span,
+        depth: int,
     ) -> Node:
         number = self._free_numbers.pop() if self._free_numbers else len(self.nodes)
-        node = Node(number, namespace, parent, edge, ids, depth)
+        node = Node(number, namespace, parent, edge, ids, span, depth)
         if number == len(self.nodes):
             self.nodes.append(node)
         else:

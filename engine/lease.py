@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hicache.engine.blocks import BlockTable, Span
+from hicache.engine.blocks import BlockTable
+from hicache.engine.ids import Span
 from hicache.engine.plan import Decision, TierRun
 from hicache.tiers.block import Ids
 

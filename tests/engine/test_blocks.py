@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.engine.blocks import BlockTable, IllegalTransition, State
+from hicache.engine.ids import ids_of
 from hicache.tiers.block import Ids, TierSpec
 from hicache.tiers.slots import SlotPool
 
@@ -36,7 +37,7 @@ def table() -> BlockTable:
 
 def in_state(blocks: BlockTable, state: State, tier: int = 1) -> Ids:
     """One block of node 0 whose copy has been brought to this state."""
-    ids = blocks.allocate(1)
+    ids = ids_of(blocks.allocate(1))
     blocks.node[ids] = 0
     for step in WAY_TO[state]:
         blocks.change(tier, ids, step)
@@ -87,7 +88,7 @@ def test_tags_say_what_can_be_read_and_what_is_leaving(
 
 def test_vacate_drains_a_ready_copy_first_and_gives_the_slot_back() -> None:
     blocks = table()
-    ids = blocks.allocate(3)
+    ids = ids_of(blocks.allocate(3))
     blocks.node[ids] = 0
     slots = blocks.pools[0].allocate(4096, 3)
     blocks.fill(0, ids, slots)
@@ -117,10 +118,10 @@ def test_a_block_in_use_cannot_be_freed() -> None:
 
 def test_ids_are_consecutive_where_they_can_be() -> None:
     blocks = table()
-    ids = blocks.allocate(5000)
+    ids = ids_of(blocks.allocate(5000))
     assert (ids == np.arange(5000)).all()
     blocks.free(ids)
-    assert (blocks.allocate(5000) == ids).all()
+    assert (ids_of(blocks.allocate(5000)) == ids).all()
 
 
 def test_a_story_names_every_copy() -> None:
@@ -139,7 +140,7 @@ def test_ids_are_never_handed_out_twice(steps: list[tuple[bool, int]]) -> None:
             gone, held = held[:count], held[count:]
             blocks.free(np.array(gone, np.int32))
         else:
-            ids = blocks.allocate(count)
+            ids = ids_of(blocks.allocate(count))
             blocks.node[ids] = 0
             held += ids.tolist()
         assert len(set(held)) == len(held) == len(blocks)
