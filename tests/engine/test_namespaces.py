@@ -1,0 +1,151 @@
+"""Several namespaces in one engine: no hit crosses, and blocks of several sizes share the tiers."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.engine import plan as p
+from hicache.engine.planner import PlannerSettings
+from hicache.engine.settings import EngineSettings
+from hicache.tiers.block import PAGE_BYTES
+from tests.engine.world import BLOCK_BYTES, THREE_TIERS, World, keys_of, tokens_of
+
+END = tokens_of(99)
+OTHER = b"o" * 32
+THIRD = b"t" * 32
+
+
+def world(tiers: object = THREE_TIERS, slab_bytes: int = BLOCK_BYTES) -> World:
+    settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
+    return World(tiers, settings, slab_bytes)  # type: ignore[arg-type]
+
+
+def used(w: World, tier: str) -> int:
+    house = w.engine.residency
+    return house.pools[house.number_of(tier)].used_bytes
+
+
+def test_the_same_digest_is_the_same_namespace() -> None:
+    w = world()
+    number = w.open(OTHER, 2 * BLOCK_BYTES)
+    assert w.open(OTHER, 2 * BLOCK_BYTES) == number != w.namespace
+
+
+def test_the_same_tokens_never_hit_across_namespaces() -> None:
+    w = world()
+    other = w.open(OTHER, BLOCK_BYTES)
+    a = tokens_of(1, 2)
+    w.store(a)
+    assert w.match(a + END, namespace=other).hit_blocks == 0
+    w.store(a, namespace=other)
+    w.finish_all()
+    for namespace in (0, other):
+        lease = w.match(a + END, namespace=namespace).lease
+        fetched = w.fetch(lease)
+        w.finish_all()
+        runs = [*fetched.ready, *w.arrived.get(lease, [])]
+        assert w.read(0, runs, a, namespace) == 2
+
+
+def test_nor_after_a_restart_from_disk() -> None:
+    w = world((("dram", 4, True, False), ("disk", 20, False, True)))
+    other = w.open(OTHER, 2 * BLOCK_BYTES)
+    w.store(tokens_of(1, 2))
+    w.store(tokens_of(3), namespace=other)
+    while w.do(p.Flush(w.now_s)):
+        w.finish_all()
+    for tier in ("dram", "disk"):
+        w.lose(tier)
+        w.recover(tier)
+    assert w.tiers_of(tokens_of(1, 2)) == ["disk", "disk"]
+    assert w.tiers_of(tokens_of(3), other) == ["disk"]
+    assert w.tiers_of(tokens_of(3)) == []
+    assert w.tiers_of(tokens_of(1), other) == []
+    assert set(w.rows) == {*keys_of(tokens_of(1, 2)), *keys_of(tokens_of(3), OTHER)}
+
+
+def test_rows_of_another_block_size_are_sent_away() -> None:
+    w = world()
+    w.store(tokens_of(1))
+    row = p.StoredBlock(keys_of(tokens_of(5))[0], bytes(32), tokens_of(5), 3 * BLOCK_BYTES, 0)
+    assert w.do(p.Restore("disk", 0, [row], w.now_s)) == [row.key]
+
+
+def test_clearing_one_leaves_the_other() -> None:
+    w = world()
+    other = w.open(OTHER, BLOCK_BYTES)
+    w.store(tokens_of(1))
+    w.store(tokens_of(1), namespace=other)
+    assert w.do(p.Clear(0, w.now_s)) == 1
+    assert w.tiers_of(tokens_of(1)) == []
+    assert w.tiers_of(tokens_of(1), other) == ["hbm"]
+
+
+def test_sizes_are_rounded_up_to_pages_and_counted_so() -> None:
+    w = world()
+    other = w.open(OTHER, BLOCK_BYTES + 1)
+    w.store(tokens_of(1), namespace=other)
+    assert used(w, "hbm") == 2 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("pages", [2, 3])
+def test_a_size_that_comes_second_gets_room(pages: int) -> None:
+    """The first namespace fills every tier; the second comes with larger blocks, one at a time."""
+    w = world()
+    for prompt in range(40):
+        w.store(tokens_of(prompt))
+        w.finish_all()
+    large = w.open(OTHER, pages * BLOCK_BYTES)
+    for _ in range(10):
+        if w.store(tokens_of(1), namespace=large).ticket:
+            break
+        w.finish_all()
+    assert w.match(tokens_of(1) + END, namespace=large).hit_blocks == 1
+
+
+def test_a_size_that_comes_second_gets_room_while_the_first_goes_on() -> None:
+    """As before, but the first namespace stores a block between any two tries of the second."""
+    w = world((("dram", 16, True, False), ("disk", 40, False, True)), slab_bytes=4 * BLOCK_BYTES)
+    for prompt in range(60):
+        w.store(tokens_of(prompt))
+        w.finish_all()
+    large = w.open(OTHER, 3 * BLOCK_BYTES)
+    placed = 0
+    for turn in range(40):
+        placed += bool(w.store(tokens_of(turn), namespace=large).ticket)
+        w.store(tokens_of(1000 + turn))
+        w.finish_all()
+    assert placed >= 4
+
+
+def test_three_sizes_take_turns_and_capacities_hold() -> None:
+    w = world()
+    spaces = [0, w.open(OTHER, 2 * BLOCK_BYTES), w.open(THIRD, 3 * BLOCK_BYTES)]
+    stored = [0, 0, 0]
+    for turn in range(60):
+        which = turn // 5 % 3
+        stored[which] += bool(w.store(tokens_of(turn), namespace=spaces[which]).ticket)
+        w.finish_all()
+        for tier, pool in zip(("hbm", "dram", "disk"), w.engine.residency.pools, strict=True):
+            assert used(w, tier) <= pool.capacity_bytes
+    assert min(stored) >= 5
+
+
+def test_a_block_larger_than_any_tier_is_refused() -> None:
+    w = world()
+    huge = w.open(OTHER, 100 * BLOCK_BYTES)
+    placed = w.store(tokens_of(1), namespace=huge)
+    assert (placed.ticket, placed.refused) == (0, 1)
+    assert w.store(tokens_of(1)).ticket
+
+
+def test_a_refused_giant_drops_nobody() -> None:
+    """A block that fits no tier must not empty the tiers in the attempt."""
+    w = world()
+    w.store(tokens_of(1, 2))
+    w.finish_all()
+    before = w.tiers_of(tokens_of(1, 2))
+    huge = w.open(OTHER, 100 * BLOCK_BYTES)
+    w.store(tokens_of(1), namespace=huge)
+    w.finish_all()
+    assert len(w.tiers_of(tokens_of(1, 2))) == len(before)
