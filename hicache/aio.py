@@ -29,6 +29,7 @@ from hicache.channel import (
     open_socket,
 )
 from hicache.connection import Connection, Timeouts, Transport
+from hicache.curve import CurveKeys
 from hicache.dialogue import Dialogue
 from hicache.endpoint import default_endpoint
 from hicache.keys import NamespaceSpec, Tokens
@@ -50,11 +51,14 @@ class _Link:
 class AsyncChannel:
     """The port of an event loop."""
 
-    def __init__(self, endpoint: str, max_part_bytes: int = 0) -> None:
+    def __init__(
+        self, endpoint: str, max_part_bytes: int = 0, curve: CurveKeys | None = None
+    ) -> None:
         self.endpoint = endpoint
         self.mailbox = Mailbox()
         self.has_parts = False
         self._max_part_bytes = max_part_bytes
+        self._curve = curve
         self._context: zmq.asyncio.Context | None = None
         self._link: _Link | None = None
         self._connecting = asyncio.Lock()
@@ -130,18 +134,19 @@ class AsyncChannel:
     async def _connect(self, deadline_s: float) -> _Link:
         if self._context is None:
             self._context = zmq.asyncio.Context()
-        link = _Link(*open_socket(self._context, self.endpoint, self._max_part_bytes))
+        link = _Link(*open_socket(self._context, self.endpoint, self._max_part_bytes, self._curve))
+        event: list[bytes] = []
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
-                is_connected = is_up(await link.monitor.recv_multipart())
+                event = await link.monitor.recv_multipart()
         except TimeoutError:
-            is_connected = False
+            pass
         except BaseException:
             close_socket(link.socket, link.monitor)
             raise
-        if not is_connected:
+        if not event or not is_up(event):
             close_socket(link.socket, link.monitor)
-            raise absent(self.endpoint)
+            raise absent(self.endpoint, event)
         reading, watching = self._read(link), self._watch(link)
         link.tasks = [asyncio.create_task(reading), asyncio.create_task(watching)]
         return link
@@ -194,9 +199,10 @@ class AsyncClient:
         put_timeout_s: float = 5.0,
         transport: Transport = "auto",
         name: str = "",
+        curve: CurveKeys | None = None,
     ) -> None:
         self.endpoint = endpoint or default_endpoint(os.environ, os.getuid())
-        port = AsyncChannel(self.endpoint, spec.block_bytes)
+        port = AsyncChannel(self.endpoint, spec.block_bytes, curve)
         timeouts = Timeouts(timeout_s, fetch_timeout_s, put_timeout_s)
         self._connection = Connection(spec, self.endpoint, port, timeouts, transport, name)
         self._dialogue = Dialogue(self._connection)

@@ -25,6 +25,7 @@ from typing import Any, Final, Protocol, TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from hicache.curve import CurveKeys
 from hicache.wire import MAX_HEAD_BYTES, WireError, decode_reply
 
 T = TypeVar("T")
@@ -46,6 +47,11 @@ _EVENTS: Final = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
+)
+_NOT_LET_IN: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
 )
 _monitor_numbers = itertools.count()
 
@@ -114,7 +120,9 @@ def run_now(steps: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a blocking channel suspended")
 
 
-def open_socket(context: zmq.Context[Any], endpoint: str, max_part_bytes: int) -> tuple[Sock, Sock]:
+def open_socket(
+    context: zmq.Context[Any], endpoint: str, max_part_bytes: int, curve: CurveKeys | None
+) -> tuple[Sock, Sock]:
     """A DEALER on its way to `endpoint`, and its monitor. Raises DaemonAbsent on a bad endpoint."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
@@ -123,6 +131,8 @@ def open_socket(context: zmq.Context[Any], endpoint: str, max_part_bytes: int) -
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
     socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEAD_BYTES, max_part_bytes))
+    if curve is not None:
+        curve.apply(socket)
     address = f"inproc://hicache-monitor-{os.getpid()}-{next(_monitor_numbers)}"
     socket.monitor(address, _EVENTS)
     monitor = context.socket(zmq.PAIR)
@@ -147,7 +157,14 @@ def is_up(monitor_message: list[bytes]) -> bool:
     return bool(parse_monitor_message(monitor_message)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 
-def absent(endpoint: str) -> DaemonAbsent:
+def absent(endpoint: str, monitor_message: Sequence[bytes] = ()) -> DaemonAbsent:
+    """`monitor_message`: the event that ended the attempt to connect, if there was one."""
+    event = parse_monitor_message(list(monitor_message))["event"] if monitor_message else 0
+    if event in _NOT_LET_IN and endpoint.startswith("tcp://"):
+        return DaemonAbsent(
+            f"what listens at {endpoint} did not let this client in: are the CURVE keys right, "
+            "and is this client's public key listed there?"
+        )
     return DaemonAbsent(f"no daemon answers at {endpoint}")
 
 
@@ -245,11 +262,14 @@ class Mailbox:
 class Channel:
     """The blocking channel. Its coroutines block and never suspend: see `run_now`."""
 
-    def __init__(self, endpoint: str, max_part_bytes: int = 0) -> None:
+    def __init__(
+        self, endpoint: str, max_part_bytes: int = 0, curve: CurveKeys | None = None
+    ) -> None:
         self.endpoint = endpoint
         self.mailbox = Mailbox()
         self.has_parts = False
         self._max_part_bytes = max_part_bytes
+        self._curve = curve
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -316,13 +336,16 @@ class Channel:
             self._context = zmq.Context()
         self._is_over = False
         self._socket, self._monitor = open_socket(
-            self._context, self.endpoint, self._max_part_bytes
+            self._context, self.endpoint, self._max_part_bytes, self._curve
         )
         self._socket.setsockopt(zmq.RCVTIMEO, int(_SLICE_S * 1000))
         wait_ms = max(1, int((deadline_s - time.monotonic()) * 1000))
-        if not self._monitor.poll(wait_ms) or not is_up(self._monitor.recv_multipart()):
+        event: list[bytes] = []
+        if self._monitor.poll(wait_ms):
+            event = self._monitor.recv_multipart()
+        if not event or not is_up(event):
             self._hang_up(self._gone())
-            raise absent(self.endpoint)
+            raise absent(self.endpoint, event)
 
     # One `send`, `recv` instead of `…_multipart` saves 11 µs of a call's 70 (processor time).
 

@@ -32,6 +32,7 @@ from hicache.answers import (
 )
 from hicache.channel import Channel, DaemonAbsent, run_now
 from hicache.connection import Connection, DaemonError, Timeouts, Transport
+from hicache.curve import CurveKeys
 from hicache.dialogue import Dialogue
 from hicache.endpoint import default_endpoint
 from hicache.keys import LayerGroup, NamespaceSpec, Tokens
@@ -40,6 +41,7 @@ from hicache.wire import pack
 
 __all__ = [
     "Client",
+    "CurveKeys",
     "DaemonAbsent",
     "DaemonError",
     "Decision",
@@ -61,6 +63,8 @@ class Client:
     ordinary call, `fetch_timeout_s` a whole fetch, `put_timeout_s` how long room is waited for in
     a put (its copying is not interrupted). `transport`: `arena` maps the daemon's memory, `frames`
     sends blocks through the socket, `auto` prefers the first on `ipc://`. `name` shows in logs.
+    `curve`: the keys for a daemon on `tcp://` that asks for them; without the right ones every call
+    is a miss.
     """
 
     def __init__(
@@ -73,9 +77,10 @@ class Client:
         put_timeout_s: float = 5.0,
         transport: Transport = "auto",
         name: str = "",
+        curve: CurveKeys | None = None,
     ) -> None:
         self.endpoint = endpoint or default_endpoint(os.environ, os.getuid())
-        port = Channel(self.endpoint, spec.block_bytes)
+        port = Channel(self.endpoint, spec.block_bytes, curve)
         timeouts = Timeouts(timeout_s, fetch_timeout_s, put_timeout_s)
         self._connection = Connection(spec, self.endpoint, port, timeouts, transport, name)
         self._dialogue = Dialogue(self._connection)
@@ -200,14 +205,18 @@ class Client:
 
 
 def admin_call(
-    endpoint: str, op: str, body: Mapping[str, Any] | None = None, timeout_s: float = 5.0
+    endpoint: str,
+    op: str,
+    body: Mapping[str, Any] | None = None,
+    timeout_s: float = 5.0,
+    curve: CurveKeys | None = None,
 ) -> dict[str, Any]:
     """One request without a session, such as stats or reload; its reply's fields.
 
     Raises DaemonAbsent or DaemonError, whose texts are sentences for people.
     """
     deadline_s = time.monotonic() + timeout_s
-    channel = Channel(endpoint)
+    channel = Channel(endpoint, curve=curve)
     head = {"op": op, "id": 1, "deadline_s": timeout_s, "sent_s": time.monotonic(), **(body or {})}
     try:
         run_now(channel.send([pack(head)], deadline_s))

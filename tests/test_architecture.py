@@ -37,6 +37,7 @@ LIGHT = (
     "hicache.connection",
     "hicache.connectors",
     "hicache.connectors.*",
+    "hicache.curve",
     "hicache.dialogue",
     "hicache.endpoint",
     "hicache.keys",
