@@ -29,6 +29,7 @@ from hicache import __version__
 from hicache import statistics as figures
 from hicache.assembly import Parts, engine_settings, new_engine, tier_specs
 from hicache.config import Config, LoadedConfig, diff_live
+from hicache.doorkeeper import Doorkeeper
 from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
 from hicache.instance import Instance
@@ -95,9 +96,12 @@ class Daemon:
             self._describe,
         )
         self._context = zmq.Context()
+        self._doorkeeper = self._hire_doorkeeper()
         self._router = self._open_socket()
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
+        if self._doorkeeper is not None:
+            self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
         self._poller.register(self.mover.fileno(), zmq.POLLIN)
         self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
         self._watched: set[int] = set()
@@ -149,6 +153,8 @@ class Daemon:
                 self.service.end(session, time.monotonic())
         if self._wake_read.fileno() in events:
             self._wake_read.recv(4096)
+        if self._doorkeeper is not None and self._doorkeeper.socket in events:
+            self._doorkeeper.answer()
         if self._router in events:
             self._serve_requests()
         if self._wants_reload:
@@ -174,6 +180,15 @@ class Daemon:
 
     # --- requests -------------------------------------------------------------------------------
 
+    def _hire_doorkeeper(self) -> Doorkeeper | None:
+        """With CURVE keys only. There before the socket is, or somebody might slip in."""
+        config = self.config.socket
+        if config.curve_secret_key_file and config.curve_allowed_clients_dir:
+            return Doorkeeper(
+                self._context, config.curve_secret_key_file, config.curve_allowed_clients_dir
+            )
+        return None
+
     def _open_socket(self) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.linger = 0
@@ -182,11 +197,15 @@ class Daemon:
         router.setsockopt(zmq.RCVHWM, self.config.socket.hwm)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if self._doorkeeper is not None:
+            self._doorkeeper.guard(router)
         endpoint = self.config.socket.endpoint
         path = ipc_path(endpoint)
         before = os.umask(0o177)
         try:
             router.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise OSError(f"cannot listen at {endpoint}: {error.strerror}") from None
         finally:
             os.umask(before)
         if path is not None:

@@ -7,17 +7,21 @@ import time
 from pathlib import Path
 
 import click
+from pydantic import ValidationError
 
 from hicache.assembly import assemble, remove_dead_arenas
 from hicache.config import (
     ConfigError,
     LoadedConfig,
+    SocketConfig,
     Surroundings,
     check_against_machine,
     load_config,
     probe_machine,
     resolve_sizes,
 )
+from hicache.config.errors import mistakes_of
+from hicache.doorkeeper import check_keys
 
 
 @click.command()
@@ -45,11 +49,10 @@ def serve(file: Path, endpoint: str | None) -> None:
     probe = probe_machine(loaded.config)
     config = resolve_sizes(loaded.config, probe)
     if endpoint:
-        socket = config.socket.model_copy(update={"endpoint": endpoint})
-        config = config.model_copy(update={"socket": socket})
+        config = config.model_copy(update={"socket": _listening_at(endpoint, config.socket)})
     _log_to_stderr(config.log_level)
     log = logging.getLogger("hicache")
-    problems = check_against_machine(config, probe)
+    problems = check_against_machine(config, probe) + check_keys(config.socket)
     if problems:
         for problem in problems:
             click.echo(f"{file}: {problem}", err=True)
@@ -59,11 +62,14 @@ def serve(file: Path, endpoint: str | None) -> None:
     from hicache.instance import AlreadyServed, Instance
     from hicache.tiers.arena import ArenaError
 
+    parts = None
     try:
         instance = Instance(config.socket.endpoint)
         parts = assemble(config, _Progress())
         daemon = Daemon(config, parts, instance, load)
     except (AlreadyServed, ArenaError, ConfigError, ValueError, OSError) as error:
+        if parts is not None:
+            parts.close()
         click.echo(f"hicache cannot start: {error}", err=True)
         sys.exit(1)
     for spec in parts.tiers:
@@ -77,6 +83,16 @@ def serve(file: Path, endpoint: str | None) -> None:
         )
     log.info("pid %d listens on %s", os.getpid(), config.socket.endpoint)
     daemon.run()
+
+
+def _listening_at(endpoint: str, socket: SocketConfig) -> SocketConfig:
+    """Checked like the file's own: beyond this machine it needs keys. Raises ConfigError."""
+    values = {**socket.model_dump(), "endpoint": endpoint}
+    try:
+        return SocketConfig.model_validate(values)
+    except ValidationError as error:
+        found = mistakes_of(SocketConfig, values, error.errors(include_url=False))
+        raise ConfigError("--endpoint", found) from None
 
 
 class _Progress:

@@ -1,0 +1,125 @@
+"""Who may connect to a `tcp://` endpoint with CURVE keys: the clients whose public keys lie in
+`socket.curve_allowed_clients_dir`.
+
+    client ──handshake──▶ ZeroMQ's own thread ──ZAP question──▶ Doorkeeper ──▶ yes or no
+
+Everything runs in the daemon's loop, between two polls: there is one question per connection and
+none per message. The folder is looked at again for each question, so a key that is put there or
+taken away counts from the next connection on (one that is open stays open). Without an answer
+nobody is let in: the socket asks for the domain to be enforced.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+from zmq.utils import z85
+
+from hicache.config import Problem, SocketConfig
+from hicache.curve import read_pair, read_public
+
+ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+COMPLAINT_S: Final = 5.0
+"""A stranger that keeps trying is not written down each time."""
+
+log = logging.getLogger("hicache")
+
+_Signature = tuple[tuple[str, int, int], ...]
+
+
+def check_keys(config: SocketConfig) -> list[Problem]:
+    """What is wrong with the key files, before anything is started; empty without CURVE."""
+    problems = []
+    if config.curve_secret_key_file and config.curve_allowed_clients_dir:
+        try:
+            read_pair(config.curve_secret_key_file)
+        except ValueError as error:
+            problems.append(Problem("socket.curve_secret_key_file", str(error)))
+        try:
+            read_allowed(Path(config.curve_allowed_clients_dir))
+        except ValueError as error:
+            problems.append(Problem("socket.curve_allowed_clients_dir", str(error)))
+    return problems
+
+
+def read_allowed(folder: Path) -> dict[bytes, str]:
+    """The public keys in a folder's `*.key` files, each with its file's name. Raises ValueError
+    with a sentence if there is none, or if one cannot be used."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder")
+    allowed = {read_public(file): file.stem for file in sorted(folder.glob("*.key"))}
+    if not allowed:
+        raise ValueError(f"{folder} holds no client's public key (NAME.key): nobody could connect")
+    return allowed
+
+
+class Doorkeeper:
+    """Answers ZeroMQ's questions (ZAP, RFC 27). Raises ValueError if a key file cannot be used."""
+
+    def __init__(self, context: zmq.Context[Any], key_file: str, allowed_dir: str) -> None:
+        self._secret = read_pair(key_file)[1]
+        self._folder = Path(allowed_dir)
+        self._allowed = read_allowed(self._folder)
+        self._signature = self._sign()
+        self._complained_s = -COMPLAINT_S
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(ZAP_ENDPOINT)
+
+    def guard(self, router: zmq.Socket[bytes]) -> None:
+        """Make a socket a CURVE server; before it binds."""
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
+        router.setsockopt(zmq.ZAP_DOMAIN, b"hicache")
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def answer(self) -> None:
+        """Answer every question that waits."""
+        while self.socket.poll(0):
+            version, request_id, _, address, _, mechanism, *credentials = (
+                self.socket.recv_multipart()
+            )
+            is_known = mechanism == b"CURVE" and self._knows(z85.encode(credentials[0]))
+            if not is_known:
+                self._complain(address.decode(errors="replace"))
+            verdict = (b"200", b"OK") if is_known else (b"400", b"this key is not listed")
+            self.socket.send_multipart([version, request_id, *verdict, b"", b""])
+
+    def _knows(self, key: bytes) -> bool:
+        signature = self._sign()
+        if signature != self._signature:
+            self._read_again(signature)
+        return key in self._allowed
+
+    def _read_again(self, signature: _Signature) -> None:
+        """A file that cannot be used lets nobody in, and keeps nobody else out."""
+        self._allowed = {}
+        for file in sorted(self._folder.glob("*.key")):
+            try:
+                self._allowed[read_public(file)] = file.stem
+            except ValueError as error:
+                log.warning("this client is not let in: %s", error)
+        self._signature = signature
+        log.info("clients let in now: %s", ", ".join(self._allowed.values()) or "none")
+
+    def _sign(self) -> _Signature:
+        """Changes when a file is added, replaced, rewritten or removed."""
+        try:
+            stats = [(file.name, file.stat()) for file in sorted(self._folder.glob("*.key"))]
+        except OSError:
+            return ()
+        return tuple((name, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
+
+    def _complain(self, address: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._complained_s >= COMPLAINT_S:
+            self._complained_s = now_s
+            log.warning(
+                "a client from %s was not let in: its public key is not in %s",
+                address,
+                self._folder,
+            )
