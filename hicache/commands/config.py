@@ -3,12 +3,14 @@
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from hicache.commands.curve import curve_option
 from hicache.config import (
     Config,
     ConfigError,
@@ -23,6 +25,8 @@ from hicache.config import (
     resolve_sizes,
     shown_values,
 )
+from hicache.curve import CurveKeys
+from hicache.doorkeeper import check_keys
 from hicache.endpoint import default_endpoint
 
 RELOAD_TIMEOUT_S = 10.0
@@ -33,7 +37,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="As data.")
 
 @click.group()
 def config() -> None:
-    """Check, show and reload configurations."""
+    """Check, show and reload configurations; make keys for tcp://."""
 
 
 @config.command()
@@ -49,6 +53,7 @@ def check(file: str, as_json: bool, no_machine: bool) -> None:
         loaded = _load(file)
         if not no_machine:
             found = check_against_machine(loaded.config, probe_machine(loaded.config))
+            found += check_keys(loaded.config.socket)
             problems = [{"key": problem.key, "sentence": problem.sentence} for problem in found]
             sentences = [f"{file}: {problem}" for problem in found]
     except ConfigError as error:
@@ -104,8 +109,9 @@ def schema() -> None:
 @config.command()
 @click.argument("file", type=click.Path(dir_okay=False), required=False)
 @click.option("--endpoint", help="Where the daemon listens; default as for clients.")
+@curve_option
 @_as_json
-def reload(file: str | None, endpoint: str | None, as_json: bool) -> None:
+def reload(file: str | None, endpoint: str | None, curve: CurveKeys | None, as_json: bool) -> None:
     """Have the running daemon read FILE (or its own file) again.
 
     What can change live is applied; the rest is named and needs a restart.
@@ -114,7 +120,7 @@ def reload(file: str | None, endpoint: str | None, as_json: bool) -> None:
         file = os.path.abspath(file)
         _load(file)
     endpoint = endpoint or default_endpoint(os.environ, os.getuid())
-    reply = reload_daemon(endpoint, file, RELOAD_TIMEOUT_S)
+    reply = reload_daemon(endpoint, file, RELOAD_TIMEOUT_S, curve)
     if as_json:
         click.echo(json.dumps(reply, indent=2))
         return
@@ -125,11 +131,48 @@ def reload(file: str | None, endpoint: str | None, as_json: bool) -> None:
         click.echo("nothing changed")
 
 
-def reload_daemon(endpoint: str, file: str | None, timeout_s: float) -> dict[str, Any]:
+@config.command()
+@click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("name", metavar="NAME")
+def keys(folder: Path, name: str) -> None:
+    """Make a CURVE key pair NAME in DIR, for a daemon on tcp:// or for one of its clients."""
+    from zmq.auth import create_certificates
+
+    if Path(name).name != name:
+        raise click.BadParameter(f"{name!r} is no plain file name", param_hint="NAME")
+    for file in (folder / f"{name}.key", folder / f"{name}.key_secret"):
+        if file.exists():
+            raise click.ClickException(f"{file} is there already, and is left as it is")
+    before = os.umask(0o077)  # the secret is never readable by others, not for a moment
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        public, secret = create_certificates(folder.absolute(), name)
+    except OSError as error:
+        raise click.ClickException(f"{folder} cannot be written: {error.strerror}") from None
+    finally:
+        os.umask(before)
+    os.chmod(public, 0o644)
+    click.echo(_WHERE_KEYS_GO.format(public=public, secret=secret, name=name))
+
+
+_WHERE_KEYS_GO = """\
+{secret}
+    secret: stays on this machine (mode 0600). A daemon's goes into
+        socket.curve_secret_key_file: {secret}
+    a client's into
+        CurveKeys.load("{secret}", "the daemon's .key")
+{public}
+    public: a client's is copied into the daemon's folder of allowed clients,
+        socket.curve_allowed_clients_dir; a daemon's to each of its clients"""
+
+
+def reload_daemon(
+    endpoint: str, file: str | None, timeout_s: float, curve: CurveKeys | None = None
+) -> dict[str, Any]:
     """The daemon's answer: `{"live": [keys], "restart": [keys]}`. Raises where none answers."""
     from hicache.client import admin_call
 
-    reply: dict[str, Any] = admin_call(endpoint, "reload", {"file": file or ""}, timeout_s)
+    reply: dict[str, Any] = admin_call(endpoint, "reload", {"file": file or ""}, timeout_s, curve)
     return reply
 
 

@@ -8,19 +8,22 @@ import time
 import click
 
 from hicache.client import DaemonAbsent, DaemonError, admin_call
+from hicache.commands.curve import curve_option
+from hicache.curve import CurveKeys
 from hicache.endpoint import default_endpoint
 
 
 @click.command()
 @click.option("--endpoint", help="Where the daemon listens.")
+@curve_option
 @click.option("--timeout", "timeout_s", default=2.0, show_default=True, help="Seconds.")
 @click.option("--json", "as_json", is_flag=True, help="As data.")
-def ping(endpoint: str | None, timeout_s: float, as_json: bool) -> None:
+def ping(endpoint: str | None, curve: CurveKeys | None, timeout_s: float, as_json: bool) -> None:
     """Exits 0 if a daemon answers and is ready, 1 if not."""
     endpoint = endpoint or default_endpoint(os.environ, os.getuid())
     started_s = time.perf_counter()
     try:
-        reply = admin_call(endpoint, "ping", timeout_s=timeout_s)
+        reply = admin_call(endpoint, "ping", timeout_s=timeout_s, curve=curve)
     except (DaemonAbsent, DaemonError) as error:
         if as_json:
             click.echo(json.dumps({"endpoint": endpoint, "ready": False, "error": str(error)}))

@@ -4,7 +4,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import click
@@ -14,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hicache.client import DaemonAbsent, DaemonError, admin_call
+from hicache.commands.curve import curve_option
+from hicache.curve import CurveKeys
 from hicache.endpoint import default_endpoint
 
 MIN_WIDTH = 100
@@ -22,6 +25,7 @@ Stats = Mapping[str, Any]
 
 @click.command()
 @click.option("--endpoint", help="Where the daemon listens.")
+@curve_option
 @click.option("--timeout", "timeout_s", default=5.0, show_default=True, help="Seconds.")
 @click.option("--json", "as_json", is_flag=True, help="As data; with --watch, one line each time.")
 @click.option(
@@ -34,14 +38,21 @@ Stats = Mapping[str, Any]
     metavar="[SECONDS]",
     help="Again every so often, 2 seconds if not said.",
 )
-def stats(endpoint: str | None, timeout_s: float, as_json: bool, watch_s: float | None) -> None:
+def stats(
+    endpoint: str | None,
+    curve: CurveKeys | None,
+    timeout_s: float,
+    as_json: bool,
+    watch_s: float | None,
+) -> None:
     """Show what a daemon holds, does and decides. Exits 1 if none answers."""
     endpoint = endpoint or default_endpoint(os.environ, os.getuid())
+    ask = partial(admin_call, endpoint, "stats", timeout_s=timeout_s, curve=curve)
     try:
         if watch_s is None:
-            _show_once(admin_call(endpoint, "stats", timeout_s=timeout_s), as_json)
+            _show_once(ask(), as_json)
         else:
-            _watch(endpoint, timeout_s, as_json, watch_s)
+            _watch(ask, as_json, watch_s)
     except (DaemonAbsent, DaemonError) as error:
         click.echo(str(error), err=True)
         sys.exit(1)
@@ -56,19 +67,19 @@ def _show_once(reply: Stats, as_json: bool) -> None:
         _console().print(render(reply))
 
 
-def _watch(endpoint: str, timeout_s: float, as_json: bool, watch_s: float) -> None:
+def _watch(ask: Callable[[], Stats], as_json: bool, watch_s: float) -> None:
     """The first answer must come; later a daemon may be away for a while."""
-    reply: Stats = admin_call(endpoint, "stats", timeout_s=timeout_s)
+    reply = ask()
     if as_json:
         while True:
             click.echo(json.dumps(reply, default=_as_text))
             time.sleep(watch_s)
-            reply = admin_call(endpoint, "stats", timeout_s=timeout_s)
+            reply = ask()
     with Live(render(reply), console=_console(), auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(watch_s)
             try:
-                shown = render(admin_call(endpoint, "stats", timeout_s=timeout_s))
+                shown = render(ask())
             except (DaemonAbsent, DaemonError) as error:
                 shown = Text(str(error), style="red")
             live.update(shown, refresh=True)

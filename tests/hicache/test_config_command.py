@@ -75,7 +75,7 @@ def test_reload_names_what_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file.write_text(GOOD)
     result = CliRunner().invoke(cli, ["config", "reload", "--endpoint", "ipc:///x", str(file)])
     assert result.output == "applied: debug\nneeds a restart: block_tokens\n"
-    assert asked == [("ipc:///x", "reload", {"file": str(file)}, 10.0)]
+    assert asked == [("ipc:///x", "reload", {"file": str(file)}, 10.0, None)]
 
 
 def test_a_wrong_file_never_reaches_the_daemon(tmp_path: Path) -> None:
