@@ -1,0 +1,222 @@
+"""CURVE on `tcp://`, with a real daemon: who is listed works, anybody else gets misses, in time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from hicache.aio import AsyncClient
+from hicache.client import Client, CurveKeys, DaemonAbsent, admin_call
+from tests.e2e.household import (
+    PATIENCE_S,
+    ROOT,
+    SPEC,
+    Household,
+    blocks_of,
+    prompt,
+    read,
+    store,
+    wait_for,
+)
+
+pytestmark = pytest.mark.e2e
+
+PLENTY_S = 10.0
+"""A timeout that a miss must not need: it is noticed when the handshake fails."""
+
+
+def free_port() -> int:
+    with zmq.Context() as context, context.socket(zmq.REP) as socket:
+        return socket.bind_to_random_port("tcp://127.0.0.1")
+
+
+def hicache(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hicache", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
+
+
+def make_keys(folder: Path, name: str) -> None:
+    ran = hicache("config", "keys", str(folder), name)
+    assert ran.returncode == 0, ran.stderr
+
+
+class Castle(Household):
+    """A household whose daemon asks for keys: `server`'s own, and `friend` is listed."""
+
+    def __init__(self, keys: Path, **changes: Any) -> None:
+        self.keys = keys
+        self.allowed = keys / "allowed"
+        if not keys.exists():
+            make_keys(keys, "server")
+            make_keys(keys, "friend")
+            make_keys(keys, "stranger")
+            self.allowed.mkdir()
+            self.admit("friend")
+        socket = {
+            "endpoint": f"tcp://127.0.0.1:{free_port()}",
+            "curve_secret_key_file": str(keys / "server.key_secret"),
+            "curve_allowed_clients_dir": str(self.allowed),
+        }
+        super().__init__(endpoint=socket["endpoint"], socket=socket, hbm=None, disk=None, **changes)
+
+    def admit(self, name: str) -> None:
+        (self.allowed / f"{name}.key").write_bytes((self.keys / f"{name}.key").read_bytes())
+
+    def keys_of(self, name: str, server: str = "server") -> CurveKeys:
+        return CurveKeys.load(self.keys / f"{name}.key_secret", self.keys / f"{server}.key")
+
+    def ask(self, op: str, **body: Any) -> dict[str, Any]:
+        return admin_call(self.endpoint, op, body, 10.0, self.keys_of("friend"))
+
+    def guest(self, curve: CurveKeys | None, **more: Any) -> Client:
+        return self.client(curve=curve, timeout_s=PLENTY_S, **more)
+
+
+@pytest.fixture(scope="module")
+def castle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Castle]:
+    with Castle(tmp_path_factory.mktemp("curve") / "keys") as house:
+        yield house
+
+
+def test_a_listed_client_works(castle: Castle) -> None:
+    client = castle.guest(castle.keys_of("friend"))
+    tokens = prompt(1, 6)
+    assert store(client, tokens) == 6
+    assert client.greeting is not None
+    assert client.greeting.transport == "frames"
+    assert read(client, tokens) == 6
+
+
+def test_a_listed_client_of_asyncio_works(castle: Castle) -> None:
+    async def talk() -> int:
+        tokens = prompt(2, 6)
+        async with AsyncClient(
+            SPEC, castle.endpoint, timeout_s=PLENTY_S, curve=castle.keys_of("friend")
+        ) as client:
+            await client.put(tokens, blocks_of(tokens))
+            return (await client.match(tokens)).hit_blocks
+
+    assert asyncio.run(talk()) == 6
+
+
+def outsiders(castle: Castle) -> dict[str, CurveKeys | None]:
+    return {
+        "not listed": castle.keys_of("stranger"),
+        "another daemon's key": castle.keys_of("friend", "stranger"),
+        "no keys": None,
+    }
+
+
+@pytest.mark.parametrize("who", ["not listed", "another daemon's key", "no keys"])
+def test_anybody_else_gets_a_miss_at_once(castle: Castle, who: str) -> None:
+    """As a miss, with a sentence that says where to look, and long before the timeout."""
+    keys = outsiders(castle)[who]
+    started_s = time.monotonic()
+    client = castle.guest(keys)
+    assert not client.match(prompt(1, 6)).is_answered
+    assert "CURVE keys" in client.last_error
+    assert client.put(prompt(3, 2), blocks_of(prompt(3, 2))).stored == 0
+
+    async def ask() -> str:
+        async with AsyncClient(SPEC, castle.endpoint, timeout_s=PLENTY_S, curve=keys) as other:
+            assert not (await other.match(prompt(1, 6))).is_answered
+            return other.last_error
+
+    assert "CURVE keys" in asyncio.run(ask())
+    assert time.monotonic() - started_s < PLENTY_S / 2
+    assert castle.stats()["sessions"] <= len(castle.clients)
+
+
+def test_keys_for_a_daemon_that_has_none() -> None:
+    """A client that asks for CURVE never falls back to plain text."""
+    public, secret = zmq.curve_keypair()
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with Household(endpoint=endpoint, hbm=None, disk=None) as house:
+        client = house.client(curve=CurveKeys(zmq.curve_keypair()[0], public, secret))
+        assert not client.match(prompt(1, 2)).is_answered
+        assert "CURVE keys" in client.last_error
+
+
+def test_a_daemon_that_stands_still_is_a_miss_by_the_deadline(castle: Castle) -> None:
+    """Its ZeroMQ answers the handshake up to the question that the daemon's loop must answer."""
+    import psutil
+
+    process = psutil.Process(castle.pid)
+    process.suspend()
+    try:
+        started_s = time.monotonic()
+        client = castle.client(curve=castle.keys_of("friend"), timeout_s=0.5)
+        assert not client.match(prompt(1, 6)).is_answered
+        assert 0.4 < time.monotonic() - started_s < PLENTY_S / 2
+    finally:
+        process.resume()
+    wait_for(castle.is_ready, "the daemon, going on")
+
+
+def test_a_key_is_added_and_taken_away_while_it_runs(castle: Castle) -> None:
+    keys = castle.keys_of("stranger")
+    with pytest.raises(DaemonAbsent, match="CURVE keys"):
+        admin_call(castle.endpoint, "ping", curve=keys)
+    castle.admit("stranger")
+    assert admin_call(castle.endpoint, "ping", curve=keys)["ready"]
+    (castle.allowed / "stranger.key").unlink()
+    with pytest.raises(DaemonAbsent, match="CURVE keys"):
+        admin_call(castle.endpoint, "ping", curve=keys)
+
+
+def test_the_command_line(castle: Castle) -> None:
+    curve = ("--curve", str(castle.keys / "friend.key_secret"), str(castle.keys / "server.key"))
+    ran = hicache("ping", "--json", "--endpoint", castle.endpoint, *curve)
+    assert json.loads(ran.stdout)["pid"] == castle.pid
+    ran = hicache("stats", "--json", "--endpoint", castle.endpoint, *curve)
+    assert json.loads(ran.stdout)["tiers"][0]["name"] == "dram"
+    ran = hicache("config", "reload", "--endpoint", castle.endpoint, *curve)
+    assert ran.stdout == "nothing changed\n"
+    ran = hicache("ping", "--endpoint", castle.endpoint)
+    assert ran.returncode == 1
+    assert "CURVE keys" in ran.stderr
+    ran = hicache("ping", "--endpoint", castle.endpoint, "--curve", "nowhere", "nothing")
+    assert ran.returncode == 2
+    assert "nowhere cannot be read" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_a_daemon_that_cannot_start_says_why(castle: Castle, tmp_path: Path) -> None:
+    """Sentences with the key to change, before any memory is taken; nothing is left behind."""
+    arenas = set(castle.arena_folder.iterdir())
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    config = json.loads(castle.file.read_text())
+    good = config["socket"]
+    file = tmp_path / "wrong.yaml"
+
+    def serve(*args: str, **changes: str) -> tuple[int, str]:
+        file.write_text(json.dumps({**config, "socket": {**good, **changes}}))
+        ran = hicache("serve", "--config", str(file), *args)
+        assert "Traceback" not in ran.stderr
+        assert set(castle.arena_folder.iterdir()) == arenas
+        return ran.returncode, ran.stderr
+
+    status, said = serve(curve_secret_key_file=str(castle.keys / "server.key"))
+    assert status == 2
+    assert "socket.curve_secret_key_file" in said
+    assert "holds no secret key" in said
+    status, said = serve(curve_allowed_clients_dir=str(empty))
+    assert status == 2
+    assert "socket.curve_allowed_clients_dir" in said
+    status, said = serve()
+    assert status == 1
+    assert "cannot listen at" in said
+    del good["curve_secret_key_file"], good["curve_allowed_clients_dir"]
+    status, said = serve("--endpoint", "tcp://0.0.0.0:1")
+    assert status == 2
+    assert "can be reached from other machines" in said
