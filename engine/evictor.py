@@ -59,6 +59,8 @@ class Evictor:
         house = self.residency
         pool = house.pools[tier]
         available = pool.available(slot_bytes)
+        if slot_bytes > pool.capacity_bytes:  # nothing may go for what can never be placed
+            return 0
         if available >= count or self._making_room_in >> tier & 1 or not house.is_up(tier):
             return min(available, count)
         self._making_room_in |= 1 << tier
