@@ -26,6 +26,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from hicache.engine.blocks import State
+from hicache.engine.ids import part_of
 from hicache.engine.index import Node
 from hicache.engine.plan import Priority
 from hicache.engine.residency import Residency
@@ -111,6 +112,12 @@ class Evictor:
             return 0  # no candidate any more; it is queued again when it becomes one
         namespace = house.namespace_of(node)
         count = max(MIN_VICTIMS, -(-wanted_bytes // namespace.slot_bytes))
+        if self._can_forget_tail(node, tier, count):
+            count = min(count, len(node))
+            house.forget_tail(node, tier, count)
+            self.dropped += count
+            house.evicted[tier] += count
+            return count * namespace.slot_bytes
         ids = self._takeable_tail(node, tier, count)
         if len(ids) == 0:
             house.park(node, tier)
@@ -127,6 +134,21 @@ class Evictor:
         if node.parent is not None and node.parent.parent is not None:
             house.queue(node.parent)
         return freed * namespace.slot_bytes
+
+    def _can_forget_tail(self, node: Node, tier: int, count: int) -> bool:
+        """Whether the victim's last blocks live here only, have nowhere to go, and nobody holds
+        them: the plain case of a lowest tier in memory, worth a short way."""
+        house = self.residency
+        tail = part_of(node.span, max(0, len(node) - count), len(node))
+        return (
+            node.tiers == 1 << tier
+            and self._may_drop
+            and not node.children
+            and not house.moves
+            and not house.tiers[tier].durable
+            and house.below(tier) is None
+            and not house.blocks.leases[tail].any()
+        )
 
     def _takeable_tail(self, node: Node, tier: int, count: int) -> Ids:
         """The last blocks of the node, up to `count`, that nobody leases or reads."""

@@ -35,9 +35,9 @@ class Node:
     """A run of blocks. `edge` holds their symbols, `ids` their block ids (int32, as bytes), `span`
     the same ids as an index into the arrays.
 
-    `tiers`, `leaving`: bit sets, as in BlockTable.tags. `holding[t]` counts children that stay in
-    tier t: a node is a leaf of t when it stays in t and no child does. `queued`: the policies that
-    have it as a candidate.
+    `tiers`, `leaving`: bit sets, as in BlockTable.tags; `staying` is tiers without leaving.
+    `holding[t]` counts children that stay in tier t: a node is a leaf of t when it stays in t and
+    no child does. `queued`: the policies that have it as a candidate.
     """
 
     __slots__ = (
@@ -52,6 +52,7 @@ class Node:
         "parent",
         "queued",
         "span",
+        "staying",
         "tiers",
         "touched_s",
     )
@@ -74,8 +75,7 @@ class Node:
         self.span = span
         self.depth = depth
         self.children: dict[bytes, Node] = {}
-        self.tiers = 0
-        self.leaving = 0
+        self.tiers = self.leaving = self.staying = 0
         self.holding = [0] * 8
         self.queued = 0
         self.touched_s = 0.0
@@ -86,11 +86,6 @@ class Node:
     def block_ids(self) -> Ids:
         """The node's block ids, shape [len(self)], read-only."""
         return np.frombuffer(self.ids, np.int32)
-
-    @property
-    def staying(self) -> int:
-        """Tiers it can be read from and is not leaving."""
-        return self.tiers & ~self.leaving
 
     @property
     def is_root(self) -> bool:
@@ -198,7 +193,8 @@ class Index:
             part_of(node.span, 0, count),
             node.depth,
         )
-        upper.tiers, upper.leaving, upper.touched_s = node.tiers, node.leaving, node.touched_s
+        upper.tiers, upper.leaving, upper.staying = node.tiers, node.leaving, node.staying
+        upper.touched_s = node.touched_s
         node.parent.children[upper.edge[:step]] = upper
         node.parent = upper
         node.edge = node.edge[count * step :]
@@ -238,7 +234,7 @@ class Index:
     def set_residency(self, node: Node, tiers: int, leaving: int) -> None:
         """Tag a node; its parent's counts follow."""
         before = node.staying
-        node.tiers, node.leaving = tiers, leaving
+        node.tiers, node.leaving, node.staying = tiers, leaving, tiers & ~leaving
         changed = before ^ node.staying
         if changed and node.parent is not None:
             holding = node.parent.holding
@@ -265,14 +261,30 @@ class Index:
             self.set_residency(piece, tag & 0xFF, tag >> LEAVING_SHIFT)
         return pieces
 
+    def trim(self, node: Node, count: int, step: int) -> Span:
+        """Cut the last `count` blocks, not all, off a childless node. Returns their ids, which are
+        the caller's to forget."""
+        kept = len(node) - count
+        assert kept > 0
+        assert not node.children
+        span = part_of(node.span, kept, len(node))
+        node.span = part_of(node.span, 0, kept)
+        node.edge = node.edge[: kept * step]
+        node.ids = node.ids[: kept * ID_BYTES]
+        return span
+
     def remove(self, node: Node, step: int) -> Node:
         """Forget a childless node and its blocks, which have no copy left. Returns its parent."""
+        self.blocks.free(node.span)
+        return self.unlink(node, step)
+
+    def unlink(self, node: Node, step: int) -> Node:
+        """Take a childless node without residency out of the tree. Returns its parent."""
         parent = node.parent
         assert parent is not None
         assert not node.children
         assert not node.tiers
         del parent.children[node.edge[:step]]
-        self.blocks.free(node.span)
         self._drop(node)
         return parent
 
@@ -330,7 +342,7 @@ class Index:
         self._free_numbers.append(node.number)
         node.parent = None
         node.ids = node.edge = b""
-        node.tiers = node.leaving = 0
+        node.tiers = node.leaving = node.staying = 0
         self.num_nodes -= 1
 
     def validate(self, root: Node, step: int) -> int:
@@ -356,6 +368,7 @@ class Index:
             depths = np.arange(node.depth, node.depth + len(ids))
             assert (self.blocks.depth[ids] == depths).all()
             tag = node.tiers | node.leaving << LEAVING_SHIFT
+            assert node.staying == node.tiers & ~node.leaving
             assert (self.blocks.tags[ids] == tag).all(), (node.number, tag, self.blocks.tags[ids])
         return num_blocks
 

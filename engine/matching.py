@@ -116,19 +116,29 @@ class Matching:
     def _runs(self, path: Path) -> tuple[list[p.TierRun], int]:
         """The readable prefix of a path, grouped by each block's fastest tier."""
         house = self.residency
-        runs: list[tuple[int, int]] = []
+        runs: list[p.TierRun] = []
         total = 0
-        for node in path.nodes:
-            tier = house.fastest(node.staying)
+        position = 0
+        bits = [node.staying for node in path.nodes]
+        while position < len(bits):
+            alike = bits[position]
+            tier = house.fastest(alike)
             if tier == NO_TIER:
                 break
-            count = len(node)
-            total += count
-            if runs and runs[-1][0] == tier:
-                runs[-1] = (tier, runs[-1][1] + count)
+            start = position
+            if bits.count(alike) == len(bits):  # by far the most frequent case, and the longest
+                position = len(bits)
+                count = path.num_blocks
             else:
-                runs.append((tier, count))
-        return [p.TierRun(house.tiers[tier].name, count) for tier, count in runs], total
+                while position < len(bits) and bits[position] == alike:
+                    position += 1
+                count = sum(map(len, path.nodes[start:position]))
+            total += count
+            if runs and runs[-1].tier == house.tiers[tier].name:
+                runs[-1].num_blocks += count
+            else:
+                runs.append(p.TierRun(house.tiers[tier].name, count))
+        return runs, total
 
     def _reload_seconds(
         self, namespace: Namespace, runs: Sequence[p.TierRun], hop_s_per_byte: float

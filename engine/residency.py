@@ -296,6 +296,25 @@ class Residency:
                     self.policies[tier].add(node)
             parked.clear()
 
+    def forget_tail(self, node: Node, tier: int, count: int) -> None:
+        """Forget the last blocks of a leaf whose only copies, ready in `tier`, nobody holds."""
+        namespace = self.namespaces[node.namespace]
+        step = namespace.step
+        if count < len(node):
+            self.blocks.forget(tier, self.index.trim(node, count, step), namespace.slot_bytes)
+            self.queue(node)
+            return
+        span, parent = node.span, node.parent
+        assert parent is not None
+        self.index.set_residency(node, 0, 0)
+        self.index.unlink(node, step)
+        self.blocks.forget(tier, span, namespace.slot_bytes)
+        if parent.parent is not None:
+            if parent.tiers:
+                self.queue(parent)
+            else:
+                self._forget_if_empty(parent, step)
+
     def forget(self, node: Node) -> None:
         """Drop what is left of a node: its blocks have no copy and nothing below needs them."""
         self._forget_if_empty(node, self.namespaces[node.namespace].step)

@@ -24,6 +24,7 @@ from hicache.engine.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from tests.engine.world import (
     BLOCK_BYTES,
+    ONE_TIER,
     STEP,
     THREE_TIERS,
     TWO_TIERS,
@@ -207,7 +208,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(num_bytes=st.integers(1, 10**9), seconds=st.floats(1e-6, 10.0), data=st.data())
     def measured(self, num_bytes: int, seconds: float, data: st.DataObject) -> None:
-        self.world.do(p.LinkMeasured("hbm", "dram", num_bytes, seconds))
+        if len(self.tiers) > 1:
+            self.world.do(p.LinkMeasured("hbm", "dram", num_bytes, seconds))
         self.world.do(p.Observe(0, 1, num_bytes % 4096, num_bytes, seconds))
         if self.leases:
             lease = data.draw(st.sampled_from(sorted(self.leases)))
@@ -251,6 +253,12 @@ class UnmappedHbmMachine(EngineMachine):
     tiers = TWO_TIERS
 
 
+class OneTierMachine(EngineMachine):
+    """Nothing below: what goes is forgotten, by the short way where nobody holds it."""
+
+    tiers = ONE_TIER
+
+
 class TwoSizesMachine(EngineMachine):
     """Two namespaces with blocks of one and of two pages in the same tiers."""
 
@@ -262,6 +270,7 @@ MACHINES = [
     WriteThroughMachine,
     SelectiveMachine,
     UnmappedHbmMachine,
+    OneTierMachine,
     TwoSizesMachine,
 ]
 

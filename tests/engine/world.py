@@ -27,6 +27,7 @@ DIGEST = b"n" * 32
 ROOT = bytes(32)
 
 THREE_TIERS = (("hbm", 6, True, False), ("dram", 8, True, False), ("disk", 12, False, True))
+ONE_TIER = (("dram", 8, True, False),)
 TWO_TIERS = (("hbm", 6, False, False), ("dram", 8, True, False))
 
 
