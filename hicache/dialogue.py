@@ -170,10 +170,11 @@ class Dialogue:
             self._connection.failed(trouble, started_s)
         else:
             self._connection.succeeded()
-        known = tally.stored + tally.present + tally.busy
-        is_durable = durable and tally.stored > 0 and tally.is_durable
-        refused = max(0, last - first - known)
-        return PutResult(tally.stored, tally.present, tally.busy, refused, is_durable)
+        # A block that was pushed out and stored again is one block.
+        stored = min(tally.stored, last - first - tally.present - tally.busy)
+        is_durable = durable and stored > 0 and tally.is_durable
+        refused = last - first - stored - tally.present - tally.busy
+        return PutResult(stored, tally.present, tally.busy, refused, is_durable)
 
     async def observe(
         self, num_requests: int, sum_n: float, sum_nc: float, decode_tokens: int, seconds: float

@@ -125,21 +125,25 @@ class Storing:
 
     async def _put_chunk(self, offer: Offer, tally: Tally) -> bool:
         """Offer blocks until all are held, or no more room turns up. False: some were refused."""
-        stored, present, busy = 0, tally.present, tally.busy
-        pause_s, impatient_s = _PAUSE_S, 0.0
+        stored, before, present, busy = 0, tally.stored, tally.present, tally.busy
+        pause_s, impatient_s, first_held, most_held = _PAUSE_S, 0.0, -1, 0
         while True:
             greeting, placement = await self._place(offer)
             tally.present = present + max(0, placement.present - stored)
             tally.busy = busy + placement.busy
+            if first_held < 0:
+                first_held = most_held = placement.present
             committed = 0
             if placement.ticket:
                 committed = await self._write(placement, offer, greeting, tally)
                 stored += committed
+            held = placement.present + committed  # may fall again: we can push out our own
+            tally.stored = before + max(held, most_held) - first_held
             now_s = time.monotonic()
             if not placement.refused or now_s >= offer.deadline_s:
                 return not placement.refused
-            if committed:
-                pause_s, impatient_s = _PAUSE_S, now_s + _PATIENCE_S
+            if held > most_held:
+                pause_s, impatient_s, most_held = _PAUSE_S, now_s + _PATIENCE_S, held
             elif now_s >= impatient_s:
                 return False
             else:  # what we stored is on its way down and makes room
