@@ -204,7 +204,7 @@ def test_requests_that_come_too_late(house: Household, peer: Peer) -> None:
     """Sent ten seconds ago with a second's patience: `expired`, and nothing was done."""
     spec = replace(SPEC, model_digest="late", block_bytes=4096)
     session = peer.hello(spec, transport="frames")["session"]
-    late = {"sent_s": time.monotonic() - 10.0, "deadline_s": 1.0}
+    late: dict[str, Any] = {"sent_s": time.monotonic() - 10.0, "deadline_s": 1.0}
     reply = peer.ask("put", s=session, tokens=WHOLE, first=0, last=3, **late)
     assert reply["error"] == "expired"
     assert peer.ask("match", s=session, tokens=WHOLE, **late)["error"] == "expired"
@@ -382,7 +382,9 @@ def test_reload_by_signal_and_by_command() -> None:
         client = house.client()
         tokens = prompt(92, 4)
         store(client, tokens)
-        mode = lambda: house.stats()["planner"]["mode"]  # noqa: E731
+
+        def mode() -> Any:
+            return house.stats()["planner"]["mode"]
 
         house.configure(hbm=None, disk=None, planner={"mode": "always_recompute"})
         psutil.Process(house.pid).send_signal(signal.SIGHUP)

@@ -1,0 +1,241 @@
+"""A daemon that stops, or is killed, and comes back on the same paths."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from hicache.client import Client, DaemonAbsent
+from tests.e2e.household import Household, blocks_of, hicache, prompt, read, store, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+def test_killed_and_started_again() -> None:
+    """What was acked as durable is served bit by bit after kill -9; the clients, which lived on,
+    say hello again by themselves; what they held of the old epoch is a miss."""
+    with Household() as house:
+        client, other = house.client(), house.client(transport="frames")
+        prompts = [prompt(seed, 6) for seed in range(8)]
+        for tokens in prompts:
+            assert client.put(tokens, blocks_of(tokens), durable=True).durable
+        assert read(other, prompts[0]) == 6
+        old = client.match(prompts[1])
+        ping = client.ping()
+        assert old.lease
+        assert ping is not None
+        house.kill()
+        assert not client.match(prompts[0]).is_answered
+        assert client.fetch(old, blocks_of(prompts[1])).blocks == 0
+        client.release(old)
+        house.start()
+        for one in (client, other):
+            wait_for(partial(answers, one), "the client's return")
+        again = client.ping()
+        assert again is not None
+        assert again.epoch != ping.epoch
+        assert client.fetch(old, blocks_of(prompts[1])).blocks == 0
+        for tokens in prompts:
+            assert read(client, tokens) == 6
+            assert read(other, tokens) == 6
+
+
+def answers(client: Client) -> bool:
+    return client.match(prompt(0, 1)).is_answered
+
+
+def test_killed_while_it_stores() -> None:
+    """Killed at any moment of its traffic: afterwards each block is whole or absent, and all that
+    was acked as durable is there."""
+    with Household(hbm=None, write_policy="write_through") as house:
+        acked: list[int] = []
+        seed = 0
+        for kill_after in (3, 8):
+            client = house.client()
+            for _ in range(kill_after):
+                tokens = prompt(seed, 6)
+                durable = seed % 2 == 0
+                result = client.put(tokens, blocks_of(tokens), durable=durable)
+                if durable and result.durable:
+                    acked.append(seed)
+                seed += 1
+            house.kill()
+            house.forget_clients()
+            house.start()
+            client = house.client()
+            for known in range(seed):
+                came = read(client, prompt(known, 6))
+                assert came == 6 or known not in acked
+        assert len(acked) >= 5
+
+
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through"])
+def test_stopped_in_order(write_policy: str) -> None:
+    """SIGTERM writes down what only memory holds: after the restart everything is a hit, for all
+    of it fits on disk."""
+    with Household(write_policy=write_policy) as house:
+        client = house.client()
+        prompts = [prompt(seed, 8) for seed in range(30)]  # 60 MiB
+        for tokens in prompts:
+            assert store(client, tokens) == 8
+        house.stop()
+        assert not list(house.arena_folder.iterdir())
+        house.start()
+        assert house.tier("disk")["blocks"] == 8 * 30
+        wait_for(partial(answers, client), "the client's return")
+        house.forget_clients()
+        client = house.client()
+        for tokens in prompts:
+            match = client.match(tokens)
+            client.release(match)
+            assert match.hit_blocks == 8
+            assert read(client, tokens) == 8
+
+
+def test_stopped_when_the_disk_is_full() -> None:
+    """More than the disk holds: after the restart all blocks that were on disk are hits, in whole
+    prefixes, and none is wrong."""
+    with Household(
+        hbm={"size": "8MiB"}, dram={"size": "16MiB"}, disk={"size": "32MiB", "batch": "4MiB"}
+    ) as house:
+        client = house.client()
+        for seed in range(40):
+            assert store(client, prompt(seed, 8)) > 0
+        house.stop()
+        house.start()
+        house.forget_clients()
+        client = house.client()
+        on_disk = house.tier("disk")["blocks"]
+        assert on_disk > 0
+        found = 0
+        for seed in range(40):
+            match = client.match(prompt(seed, 8))
+            client.release(match)
+            found += match.hit_blocks
+        assert found == on_disk
+        for seed in range(40):
+            read(client, prompt(seed, 8))
+
+
+@pytest.mark.parametrize("damage", ["bytes", "everywhere", "cut short", "emptied"])
+def test_a_damaged_disk(damage: str) -> None:
+    """Somebody wrote into the file while the daemon was away: never wrong bytes. What cannot be
+    read is a miss; what is stored afterwards is found, in this run and the next."""
+    with Household(hbm=None) as house:
+        client = house.client()
+        seeds = range(12)
+        for seed in seeds:
+            store(client, prompt(seed, 4))
+        house.stop()
+        (file,) = house.disk.glob("class-*/data.mdb")
+        spoil(file, damage)
+        house.start()
+        house.forget_clients()
+        client = house.client()
+        for seed in seeds:
+            read(client, prompt(seed, 4))
+        wait_for(lambda: house.ask("health")["healthy"], "a disk tier that is up")
+        fresh = prompt(50, 4)
+
+        def is_stored() -> bool:
+            result = client.put(fresh, blocks_of(fresh), durable=True)
+            if result.durable:
+                return True
+            client.clear()
+            return False
+
+        wait_for(is_stored, "a durable put")
+        house.stop()
+        house.start()
+        wait_for(partial(answers, client), "the client's return")
+        assert read(client, fresh) == 4
+        for seed in seeds:
+            read(client, prompt(seed, 4))
+
+
+def spoil(file: Path, how: str) -> None:
+    random = np.random.default_rng(7)
+    size = file.stat().st_size
+    if how == "cut short":
+        with file.open("r+b") as data:
+            data.truncate(size // 2)
+        return
+    if how == "emptied":
+        file.write_bytes(b"")
+        return
+    # LMDB's first two pages say where everything is; values are all the rest but a few pages.
+    first = 8192 if how == "bytes" else 0
+    num_places = 40 if how == "bytes" else 2000
+    with file.open("r+b") as data:
+        for place in random.integers(first, size - 8, num_places).tolist():
+            data.seek(place)
+            data.write(random.bytes(8))
+
+
+def test_a_second_daemon_on_the_same_disk() -> None:
+    """Another socket but the same disk path: its disk tier stays down and its note names who holds
+    it; without it the second one serves from memory. The first loses nothing."""
+    with Household(hbm=None) as first:
+        client = first.client()
+        tokens = prompt(1, 6)
+        assert client.put(tokens, blocks_of(tokens), durable=True).durable
+        with Household(hbm=None, disk={"path": str(first.disk)}, autostart=False) as second:
+            second.launch()
+
+            def is_refused() -> bool:
+                assert second.process is not None
+                if second.process.poll() is not None:
+                    return True
+                try:
+                    note = second.tier("disk")["note"]
+                except DaemonAbsent:
+                    return False
+                return str(first.worker("disk")) in note or str(first.pid) in note
+
+            wait_for(is_refused, "the refusal")
+            assert second.process is not None
+            if second.process.poll() is None:
+                assert second.ask("health")["healthy"] is False
+                guest = second.client()
+                assert guest.match(tokens).hit_blocks == 0
+                assert store(guest, prompt(2, 4)) == 4
+                assert read(guest, prompt(2, 4)) == 4
+        assert read(client, tokens) == 6
+        first.stop()
+        first.start()
+        wait_for(partial(answers, client), "the client's return")
+        assert read(client, tokens) == 6
+
+
+def test_arenas_of_a_killed_daemon_are_cleared_away() -> None:
+    """kill -9 leaves its shared memory behind; the next daemon in the same folder removes it."""
+    with Household(disk=None) as house:
+        left = set(house.arena_folder.iterdir())
+        house.kill()
+        assert set(house.arena_folder.iterdir()) == left
+        house.start()
+        now = set(house.arena_folder.iterdir())
+        assert len(now) == len(left)
+        assert not now & left
+
+
+def test_stopped_while_requests_wait() -> None:
+    """Clients in the middle of their calls when the daemon is told to stop: each call ends by its
+    deadline, as a miss at worst."""
+    with Household(hbm=None, deadlines={"shutdown": "2s"}) as house:
+        client = house.client(timeout_s=5.0)
+        tokens = prompt(1, 6)
+        store(client, tokens)
+        psutil.Process(house.pid).terminate()
+        end_s = time.monotonic() + 5.0
+        while client.match(tokens).is_answered and time.monotonic() < end_s:
+            pass
+        assert not client.match(tokens).is_answered
+        house.wait()
+        assert json.loads(hicache("ping", "--json", "--endpoint", house.endpoint).stdout)["error"]
