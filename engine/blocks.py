@@ -94,23 +94,24 @@ class BlockTable:
         self.hits[span] = 0
         self.ids.give(span)
 
-    def forget(self, tier: int, span: Span, slot_bytes: int) -> None:
+    def forget(self, tier: int, spans: Sequence[Span], slot_bytes: int) -> None:
         """ready → absent and free at once: blocks whose only copy nobody leases, reads or needs.
 
         The same as draining, vacating and freeing them one after the other."""
-        states = self.state[tier]
-        ready = states[span]
-        assert (self.tags[span] == 1 << tier).all(), "a block with other copies was forgotten"
-        assert not self.leases[span].any(), "a leased block was forgotten"
-        counts = self.counts[tier]
-        counts[State.READY] -= len(ready)
-        counts[State.ABSENT] += len(ready)
-        states[span] = State.ABSENT
-        self.tags[span] = 0
-        self.node[span] = -1
-        self.hits[span] = 0
-        self.pools[tier].free(slot_bytes, self.slot[tier][span])
-        self.ids.give(span)
+        states, slots = self.state[tier], self.slot[tier]
+        num_blocks = 0
+        for span in spans:
+            assert (self.tags[span] == 1 << tier).all(), "a block with other copies was forgotten"
+            assert not self.leases[span].any(), "a leased block was forgotten"
+            states[span] = State.ABSENT
+            self.tags[span] = 0
+            self.node[span] = -1
+            self.hits[span] = 0
+            self.ids.give(span)
+            num_blocks += span.stop - span.start if isinstance(span, slice) else len(span)
+        self.counts[tier, State.READY] -= num_blocks
+        self.counts[tier, State.ABSENT] += num_blocks
+        self.pools[tier].free(slot_bytes, np.concatenate([slots[span] for span in spans]))
 
     def change(self, tier: int, ids: Ids, new: State) -> None:
         """Move copies to a new state. Raises IllegalTransition, changing nothing."""

@@ -26,7 +26,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from hicache.engine.blocks import State
-from hicache.engine.ids import part_of
+from hicache.engine.ids import Span, part_of
 from hicache.engine.index import Node
 from hicache.engine.plan import Priority
 from hicache.engine.residency import Residency
@@ -68,6 +68,7 @@ class Evictor:
         may_drop, self._may_drop = self._may_drop, True
         wanted = (count - available) * slot_bytes - house.draining_bytes[tier]
         try:
+            wanted -= self._forget_plain(tier, wanted)
             while wanted > 0:
                 node = house.policies[tier].pop()
                 if node is None:
@@ -112,12 +113,6 @@ class Evictor:
             return 0  # no candidate any more; it is queued again when it becomes one
         namespace = house.namespace_of(node)
         count = max(MIN_VICTIMS, -(-wanted_bytes // namespace.slot_bytes))
-        if self._can_forget_tail(node, tier, count):
-            count = min(count, len(node))
-            house.forget_tail(node, tier, count)
-            self.dropped += count
-            house.evicted[tier] += count
-            return count * namespace.slot_bytes
         ids = self._takeable_tail(node, tier, count)
         if len(ids) == 0:
             house.park(node, tier)
@@ -135,20 +130,37 @@ class Evictor:
             house.queue(node.parent)
         return freed * namespace.slot_bytes
 
-    def _can_forget_tail(self, node: Node, tier: int, count: int) -> bool:
-        """Whether the victim's last blocks live here only, have nowhere to go, and nobody holds
-        them: the plain case of a lowest tier in memory, worth a short way."""
+    def _forget_plain(self, tier: int, wanted_bytes: int) -> int:
+        """The plain case of a lowest tier in memory, worth a short way: victims that live here
+        only, have nowhere to go and nobody holds are forgotten together. Stops at the first that
+        is not so plain. Returns the bytes freed."""
         house = self.residency
-        tail = part_of(node.span, max(0, len(node) - count), len(node))
-        return (
-            node.tiers == 1 << tier
-            and self._may_drop
-            and not node.children
-            and not house.moves
-            and not house.tiers[tier].durable
-            and house.below(tier) is None
-            and not house.blocks.leases[tail].any()
-        )
+        if house.tiers[tier].durable or house.moves or house.below(tier) is not None:
+            return 0
+        pop = house.policies[tier].pop
+        leases = house.blocks.leases
+        spans: dict[int, list[Span]] = {}
+        freed = 0
+        while freed < wanted_bytes:
+            node = pop()
+            if node is None:
+                break
+            if node.parent is None or not node.staying >> tier & 1 or node.holding[tier]:
+                continue
+            slot_bytes = house.namespaces[node.namespace].slot_bytes
+            size = len(node)
+            count = min(size, max(MIN_VICTIMS, -(-(wanted_bytes - freed) // slot_bytes)))
+            tail = part_of(node.span, size - count, size)
+            if node.tiers != 1 << tier or node.children or leases[tail].any():
+                house.policies[tier].add(node)
+                break
+            spans.setdefault(slot_bytes, []).append(house.unhang_tail(node, tier, count))
+            freed += count * slot_bytes
+            self.dropped += count
+            house.evicted[tier] += count
+        for slot_bytes, forgotten in spans.items():
+            house.blocks.forget(tier, forgotten, slot_bytes)
+        return freed
 
     def _takeable_tail(self, node: Node, tier: int, count: int) -> Ids:
         """The last blocks of the node, up to `count`, that nobody leases or reads."""

@@ -56,7 +56,7 @@ class Matching:
         path = house.index.match(namespace.root, event.tokens, namespace.step)
         if path.num_blocks and self._touch(path, namespace, event.now_s):
             path = house.index.match(namespace.root, event.tokens, namespace.step)
-        runs, hit_blocks = self._runs(path)
+        runs, hit_blocks = self.runs(path)
         loadable = max(0, (num_tokens - 1) // namespace.block_tokens)
         kept = _slice_runs(runs, event.skip_blocks, min(hit_blocks, loadable))
         hop = event.hop_bytes_per_s
@@ -113,7 +113,7 @@ class Matching:
                 return True
         return is_stale
 
-    def _runs(self, path: Path) -> tuple[list[p.TierRun], int]:
+    def runs(self, path: Path) -> tuple[list[p.TierRun], int]:
         """The readable prefix of a path, grouped by each block's fastest tier."""
         house = self.residency
         runs: list[p.TierRun] = []

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hicache.engine.blocks import BlockTable, State
+from hicache.engine.ids import Span
 from hicache.engine.index import Index, Node, Path
 from hicache.engine.lease import LeaseBook
 from hicache.engine.plan import Move, Outcome, Priority
@@ -296,24 +297,24 @@ class Residency:
                     self.policies[tier].add(node)
             parked.clear()
 
-    def forget_tail(self, node: Node, tier: int, count: int) -> None:
-        """Forget the last blocks of a leaf whose only copies, ready in `tier`, nobody holds."""
-        namespace = self.namespaces[node.namespace]
-        step = namespace.step
+    def unhang_tail(self, node: Node, tier: int, count: int) -> Span:
+        """Take the last blocks of a leaf, whose only copies are ready in `tier`, out of the tree.
+        Returns their ids, which the caller gives to `BlockTable.forget` before anybody looks."""
+        step = self.namespaces[node.namespace].step
         if count < len(node):
-            self.blocks.forget(tier, self.index.trim(node, count, step), namespace.slot_bytes)
-            self.queue(node)
-            return
+            span = self.index.trim(node, count, step)
+            self.policies[tier].add(node)
+            return span
         span, parent = node.span, node.parent
         assert parent is not None
         self.index.set_residency(node, 0, 0)
         self.index.unlink(node, step)
-        self.blocks.forget(tier, span, namespace.slot_bytes)
         if parent.parent is not None:
             if parent.tiers:
                 self.queue(parent)
             else:
                 self._forget_if_empty(parent, step)
+        return span
 
     def forget(self, node: Node) -> None:
         """Drop what is left of a node: its blocks have no copy and nothing below needs them."""
