@@ -172,6 +172,15 @@ class CachedModel:
             refused=put.refused,
         )
 
+    def warm_up(self, tokens: Sequence[int], new: int) -> None:
+        """Prefill this prompt, then its last `new` tokens on the context of the others, and keep
+        nothing. The first calls of a shape, and first touches of memory, are slow."""
+        cache = DynamicCache(config=self.model.config)
+        with torch.inference_mode():
+            for part in (tokens[:-new], tokens[-new:]):
+                self._next_token(list(part), cache)
+        self._reserve(len(tokens) // self.spec.block_tokens)
+
     def close(self) -> None:
         if self.client:
             self.client.close()
@@ -210,7 +219,7 @@ class CachedModel:
         if self.client is None:
             return loaded
         started_s = time.perf_counter()
-        tiers: dict[int, str] = {}  # block → the tier that it came from, once verified
+        arrived: set[int] = set()
         try:
             loaded.match = self.client.match(prompt)
             wanted = min(loaded.match.decision.reload_blocks, len(prompt) // self.spec.block_tokens)
@@ -223,18 +232,14 @@ class CachedModel:
                 is_good = run.verify()
                 loaded.hop_s += time.perf_counter() - hop_started_s
                 if is_good:
-                    tiers |= dict.fromkeys(taken, run.tier)
+                    arrived.update(taken)
         except Exception as error:  # a fault of the daemon or its client is no fault of the request
             self._trouble("load", error)
-        loaded.blocks = next(i for i in range(len(tiers) + 1) if i not in tiers)
-        bt = self.spec.block_tokens
+        loaded.blocks = next(block for block in range(len(arrived) + 1) if block not in arrived)
         # The model needs at least one token to say what comes next.
-        loaded.tokens = min(loaded.blocks * bt, len(prompt) - 1)
-        if loaded.tokens:
-            by_tier: Counter[str] = Counter()
-            for block in range(loaded.blocks):
-                by_tier[tiers[block]] += min(bt, loaded.tokens - block * bt)
-            loaded.by_tier = dict(by_tier)
+        loaded.tokens = min(loaded.blocks * self.spec.block_tokens, len(prompt) - 1)
+        if loaded.match and loaded.tokens:
+            loaded.by_tier = _by_tier(loaded.match, loaded.tokens, self.spec.block_tokens)
             loaded.words = self._staging
             loaded.hop_bytes = loaded.blocks * self.spec.block_bytes
         loaded.total_s = time.perf_counter() - started_s
@@ -315,3 +320,13 @@ class CachedModel:
     def _trouble(self, what: str, error: Exception) -> None:
         self.last_trouble = f"{what}: {error or type(error).__name__}"
         log.warning("hicache is not used for this request: %s", self.last_trouble)
+
+
+def _by_tier(match: Match, tokens: int, block_tokens: int) -> dict[str, int]:
+    """The first `tokens` of a hit by the tier they were found in, each once."""
+    by_tier: Counter[str] = Counter()
+    for tier, blocks in match.runs:
+        taken = min(blocks * block_tokens, tokens - by_tier.total())
+        if taken:
+            by_tier[tier] += taken
+    return dict(by_tier)

@@ -1,0 +1,142 @@
+"""A daemon of the demo's own: a child process whose socket, memory and disk are all in temporary
+folders, so that a daemon the user runs is never touched and nothing is left behind.
+
+Used from one thread, in a `with`: whatever happens, the child is gone and so are its folders.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from hicache.client import DaemonAbsent, DaemonError, admin_call
+from hicache.config import Config, Surroundings, load_config
+
+START_TIMEOUT_S = 120.0
+STOP_MARGIN_S = 15.0
+LOG_LINES = 15
+
+
+class DaemonFailed(Exception):
+    """The demo's daemon did not start, or did not stay; the text ends with its last words."""
+
+
+class PrivateDaemon:
+    """A daemon from `config_file`, except for where it listens and keeps things; not started."""
+
+    def __init__(self, config_file: Path) -> None:
+        around = Surroundings.of(os.environ, os.getuid())
+        self.config: Config = load_config(config_file, around).config
+        tiers = self.config.tiers
+        if tiers.hbm is None or tiers.disk is None:
+            raise DaemonFailed(f"{config_file}: the demo needs all three tiers: hbm, dram and disk")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._cleanup = ExitStack()
+        self._folder = self._temporary_folder(None)
+        self.endpoint = f"ipc://{self._folder}/hicache.sock"
+        self._file = self._folder / "config.yaml"
+        self._log = self._folder / "daemon.log"
+        values: dict[str, Any] = yaml.safe_load(config_file.read_text())
+        values["socket"] = {**(values.get("socket") or {}), "endpoint": self.endpoint}
+        values["planner"] = {**(values.get("planner") or {}), "exploration": 0.0}
+        own = values["tiers"]
+        own["hbm"] |= {"device": "host", "path": str(self._temporary_folder(tiers.hbm.path))}
+        own["dram"] |= {"path": str(self._temporary_folder(tiers.dram.path))}
+        own["disk"] |= {"path": str(self._folder / "disk")}
+        self._file.write_text(yaml.safe_dump(values))
+
+    def start(self) -> float:
+        """Seconds until it was ready. Raises DaemonFailed."""
+        started_s = time.monotonic()
+        command = [sys.executable, "-m", "hicache", "serve", "--config", str(self._file)]
+        with self._log.open("ab") as log:
+            self._process = self._spawn(command, log)
+        while not self._is_ready():
+            code = self._process.poll()
+            if code is not None:
+                raise DaemonFailed(f"The daemon ended with status {code}.{self._last_words()}")
+            if time.monotonic() - started_s > START_TIMEOUT_S:
+                raise DaemonFailed(
+                    f"The daemon was not ready within {START_TIMEOUT_S:.0f} s.{self._last_words()}"
+                )
+            time.sleep(0.05)
+        return time.monotonic() - started_s
+
+    def stop(self) -> float:
+        """SIGTERM, and seconds until it was gone. Raises DaemonFailed if it had to be killed."""
+        if self._process is None:
+            return 0.0
+        process, self._process = self._process, None
+        started_s = time.monotonic()
+        process.terminate()
+        try:
+            code = process.wait(self.config.deadlines.shutdown_s + STOP_MARGIN_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        if code != 0:
+            how = "had to be killed" if code is None else f"ended with status {code}"
+            raise DaemonFailed(f"The daemon {how} when it was told to stop.{self._last_words()}")
+        return time.monotonic() - started_s
+
+    def stats(self) -> dict[str, Any]:
+        """Raises DaemonFailed if it does not answer."""
+        try:
+            return admin_call(self.endpoint, "stats")
+        except (DaemonAbsent, DaemonError) as error:
+            raise DaemonFailed(f"{error}{self._last_words()}") from error
+
+    def close(self) -> None:
+        """Kill it if it still runs, and remove its folders."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._cleanup.close()
+
+    def __enter__(self) -> PrivateDaemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _spawn(self, command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        # In a group of its own: Ctrl-C reaches the demo, which then ends it in order.
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def _is_ready(self) -> bool:
+        try:
+            return bool(admin_call(self.endpoint, "ping", timeout_s=1.0)["ready"])
+        except (DaemonAbsent, DaemonError):
+            return False
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        if not lines:
+            return " It wrote no log."
+        return "\nIts log ends so:\n" + "\n".join(f"    {line}" for line in lines)
+
+    def _temporary_folder(self, parent: str | None) -> Path:
+        if parent is not None:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="hicache-demo-", dir=parent))
+        self._cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        return folder

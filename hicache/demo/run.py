@@ -1,0 +1,220 @@
+"""The demo's course: two agents, turn by turn, with hicache and without; squeezes; a restart.
+
+turn 1, 2   hits in hbm          (ada's first turn is cold)
+squeeze hbm
+turn 3      hits in dram
+squeeze hbm and dram
+turn 4, 5   hits on disk, and what they brought up again
+squeeze hbm and dram, stop, start
+turn 6      hits on disk, after the restart
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from hicache.client import Client
+from hicache.connectors.transformers import CachedModel, Generation
+from hicache.demo.conversation import (
+    SCRIPTS,
+    TURNS_BEFORE_RESTART,
+    Conversation,
+    Prompt,
+    shared_tokens,
+)
+from hicache.demo.daemon import PrivateDaemon
+from hicache.demo.model import DemoModel
+from hicache.demo.squeeze import Squeezer
+from hicache.keys import NamespaceSpec
+
+NEW_TOKENS = 16
+FETCH_TIMEOUT_S = 30.0
+TIERS = ("hbm", "dram", "disk")
+SQUEEZES: dict[int, tuple[str, ...]] = {2: ("hbm",), 3: ("hbm", "dram"), 5: ("hbm", "dram")}
+"""After this turn, these tiers are filled with something else."""
+WARM_SUFFIX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn with hicache beside the same prompt without. `hit_tokens` has every tier."""
+
+    agent: str
+    turn: int
+    prompt_tokens: int
+    new_share: float
+    hit_tokens: dict[str, int]
+    decision: str
+    reason: str
+    ttft_s: float
+    ttft_without_s: float
+    outputs_equal: bool
+    reply: str
+
+    @property
+    def reloaded(self) -> int:
+        return sum(self.hit_tokens.values())
+
+    @property
+    def speedup(self) -> float:
+        return self.ttft_without_s / self.ttft_s
+
+
+@dataclass(slots=True)
+class Result:
+    """The whole demo. `stats`: the daemon's counters before it was stopped, and at the end.
+
+    `held_tokens`: whole blocks of each agent's conversation when the daemon was stopped, added up;
+    `after_restart_hit_tokens`: what the next turn of each agent reloaded of them.
+    """
+
+    turns: list[Turn] = field(default_factory=list)
+    held_tokens: int = 0
+    after_restart_hit_tokens: int = 0
+    stats: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def outputs_equal(self) -> bool:
+        return all(turn.outputs_equal for turn in self.turns)
+
+    @property
+    def demoted_blocks(self) -> int:
+        return sum(row["demotions"] for stats in self.stats for row in stats["tiers"])
+
+    def unused_tiers(self) -> list[str]:
+        """Tiers that served nothing: the demo then shows less than it should."""
+        return [t for t in TIERS if not any(turn.hit_tokens[t] for turn in self.turns)]
+
+
+class Audience(Protocol):
+    """Who watches (report.py)."""
+
+    def phase(self, what: str) -> None:
+        """Something that takes a while begins."""
+
+    def note(self, what: str) -> None: ...
+    def turn(self, turn: Turn) -> None: ...
+
+
+def run_demo(load: Callable[[], DemoModel], config_file: Path, audience: Audience) -> Result:
+    """Raises ModelMissing, DaemonFailed, ConfigError; leaves no process and no file behind."""
+    with ExitStack() as stack:
+        daemon = stack.enter_context(PrivateDaemon(config_file))
+        audience.phase("loading the model")
+        demo_model = load()
+        audience.note(f"model: {demo_model.name}")
+        audience.phase("starting the daemon")
+        audience.note(f"daemon: ready after {daemon.start():.1f} s, from {config_file}")
+        demo = _Demo(demo_model, daemon, audience)
+        stack.callback(demo.close)
+        return demo.play()
+
+
+class _Demo:
+    def __init__(self, demo_model: DemoModel, daemon: PrivateDaemon, audience: Audience) -> None:
+        self._daemon = daemon
+        self._audience = audience
+        self._words = demo_model
+        block_tokens = daemon.config.block_tokens
+        connect = partial(_connect, daemon.endpoint)
+        self._served = CachedModel(demo_model.model, connect, block_tokens=block_tokens)
+        self._bare = CachedModel(demo_model.model, None, block_tokens=block_tokens)
+        self._squeezer = Squeezer(self._served.spec, daemon.endpoint, daemon.stats)
+        self._result = Result()
+        self._held: dict[str, int] = {}
+
+    def play(self) -> Result:
+        shared = shared_tokens(self._words.encode)
+        self._warm_up(shared)
+        agents = [
+            Conversation(
+                agent,
+                shared,
+                self._words.encode,
+                self._words.stop,
+                has_been_sent=bool(number),
+            )
+            for number, agent in enumerate(SCRIPTS)
+        ]
+        for turn in range(1, TURNS_BEFORE_RESTART + 1):
+            for agent in agents:
+                self._take_turn(agent)
+            if turn in SQUEEZES:
+                self._squeeze(*SQUEEZES[turn])
+        self._restart()
+        before = len(self._result.turns)
+        for agent in agents:
+            self._take_turn(agent)
+        self._result.after_restart_hit_tokens = sum(
+            turn.reloaded for turn in self._result.turns[before:]
+        )
+        self._result.stats.append(self._daemon.stats())
+        return self._result
+
+    def close(self) -> None:
+        self._served.close()
+        self._squeezer.close()
+
+    def _warm_up(self, shared: list[int]) -> None:
+        """The first calls of a shape are slow: a whole prompt, a suffix and single tokens."""
+        self._audience.phase("warming the model up")
+        self._served.warm_up(shared, WARM_SUFFIX)
+        self._bare.generate(shared, 2)
+
+    def _take_turn(self, agent: Conversation) -> None:
+        prompt = agent.next_prompt()
+        self._squeezer.settle()  # what the last turn stored may still be on its way down
+        self._audience.phase(f"{prompt.agent}, turn {prompt.turn}: with hicache")
+        served = self._served.generate(prompt.tokens, NEW_TOKENS, stop=self._words.stop)
+        self._audience.phase(f"{prompt.agent}, turn {prompt.turn}: the same without hicache")
+        bare = self._bare.generate(prompt.tokens, NEW_TOKENS, stop=self._words.stop)
+        agent.hear(bare.tokens)
+        # The last token came out, but its own KV was never computed.
+        blocks = (len(prompt.tokens) + len(served.tokens) - 1) // self._served.spec.block_tokens
+        self._held[agent.agent] = blocks * self._served.spec.block_tokens
+        turn = _compared(prompt, served, bare, self._words.decode(bare.tokens))
+        self._result.turns.append(turn)
+        self._audience.turn(turn)
+
+    def _squeeze(self, *tiers: str) -> None:
+        names = " and ".join(tiers)
+        self._audience.phase(f"squeezing: filling {names} with other prompts")
+        stored = self._squeezer.squeeze(*tiers)
+        self._audience.note(f"squeeze: {stored / 2**20:,.0f} MiB of other prompts into {names}")
+
+    def _restart(self) -> None:
+        self._result.stats.append(self._daemon.stats())
+        self._result.held_tokens = sum(self._held.values())
+        self._audience.phase("stopping the daemon")
+        stopped_s = self._daemon.stop()
+        self._audience.phase("starting it again")
+        started_s = self._daemon.start()
+        self._audience.note(
+            f"restart: stopped in {stopped_s:.1f} s, ready again after {started_s:.1f} s"
+        )
+
+
+def _connect(endpoint: str, spec: NamespaceSpec) -> Client:
+    return Client(spec, endpoint, name="demo", fetch_timeout_s=FETCH_TIMEOUT_S)
+
+
+def _compared(prompt: Prompt, served: Generation, bare: Generation, reply: str) -> Turn:
+    assert served.decision is not None
+    return Turn(
+        agent=prompt.agent,
+        turn=prompt.turn,
+        prompt_tokens=len(prompt.tokens),
+        new_share=prompt.new_share,
+        hit_tokens={tier: served.hit_tokens.get(tier, 0) for tier in TIERS},
+        decision=served.decision.name,
+        reason=served.decision.sentence,
+        ttft_s=served.ttft_s,
+        ttft_without_s=bare.ttft_s,
+        outputs_equal=served.tokens == bare.tokens,
+        reply=reply,
+    )
