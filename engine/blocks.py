@@ -24,7 +24,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hicache.engine.ids import IdSpace, Span
+from hicache.engine.ids import IdSpace, Span, ids_of, size_of
 from hicache.tiers.block import Ids, SlotPool, TierSpec
 
 Item = TypeVar("Item", bound=np.generic)
@@ -108,25 +108,30 @@ class BlockTable:
             self.node[span] = -1
             self.hits[span] = 0
             self.ids.give(span)
-            num_blocks += span.stop - span.start if isinstance(span, slice) else len(span)
+            num_blocks += size_of(span)
         self.counts[tier, State.READY] -= num_blocks
         self.counts[tier, State.ABSENT] += num_blocks
         self.pools[tier].free(slot_bytes, np.concatenate([slots[span] for span in spans]))
 
-    def change(self, tier: int, ids: Ids, new: State) -> None:
+    def change(self, tier: int, ids: Span, new: State) -> None:
         """Move copies to a new state. Raises IllegalTransition, changing nothing."""
         states = self.state[tier]
         old = states[ids]
-        if not _MAY_BECOME[new][old].all():
-            bad = int(ids[int(np.argmin(_MAY_BECOME[new][old]))])
-            raise IllegalTransition(
-                f"{State(states[bad]).name} → {new.name} in {self.tiers[tier].name}: "
-                f"{self.story(bad)}"
-            )
-        states[ids] = new
+        if len(old) == 0:
+            return
+        allowed = _MAY_BECOME[new]
         counts = self.counts[tier]
-        counts -= np.bincount(old, minlength=len(State))
-        counts[new] += len(ids)
+        first = int(old[0])
+        if (old == first).all():  # nearly always
+            if not allowed[first]:
+                raise self._illegal(tier, ids, 0, new)
+            counts[first] -= len(old)
+        else:
+            if not allowed[old].all():
+                raise self._illegal(tier, ids, int(np.argmin(allowed[old])), new)
+            counts -= np.bincount(old, minlength=len(State))
+        states[ids] = new
+        counts[new] += len(old)
         readable = 1 << tier
         leaving = readable << LEAVING_SHIFT
         kept = self.tags[ids] & np.uint16(0xFFFF & ~(readable | leaving))
@@ -136,7 +141,13 @@ class BlockTable:
             kept |= np.uint16(readable | leaving)
         self.tags[ids] = kept
 
-    def fill(self, tier: int, ids: Ids, slots: Ids) -> None:
+    def _illegal(self, tier: int, ids: Span, position: int, new: State) -> IllegalTransition:
+        block = int(ids_of(ids)[position])
+        old = State(self.state[tier][block]).name
+        story = self.story(block)
+        return IllegalTransition(f"{old} → {new.name} in {self.tiers[tier].name}: {story}")
+
+    def fill(self, tier: int, ids: Span, slots: Ids) -> None:
         """absent → filling, into these slots."""
         self.change(tier, ids, State.FILLING)
         self.slot[tier][ids] = slots
@@ -161,6 +172,12 @@ class BlockTable:
             f"block {block} of node {self.node[block]} at depth {self.depth[block]}: {copies}; "
             f"{self.leases[block]} leases, {self.hits[block]} hits"
         )
+
+    def num_bytes(self) -> int:
+        """Memory of all per-block state."""
+        arrays = (self.node, self.depth, self.leases, self.hits, self.tags)
+        per_tier = sum(a.nbytes for a in self.state) + sum(a.nbytes for a in self.slot)
+        return sum(a.nbytes for a in arrays) + per_tier
 
     def live_ids(self) -> Ids:
         """All ids in use."""

@@ -32,6 +32,11 @@ def ids_of(span: Span) -> Ids:
     return span
 
 
+def size_of(span: Span) -> int:
+    """How many ids."""
+    return span.stop - span.start if isinstance(span, slice) else len(span)
+
+
 def part_of(span: Span, first: int, last: int) -> Span:
     """Positions first … last-1 of a span."""
     if isinstance(span, slice):

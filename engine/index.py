@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
-from hicache.engine.ids import Span, ids_of, joined, part_of
+from hicache.engine.ids import Span, ids_of, joined, part_of, size_of
 from hicache.tiers.block import Ids
 
 ID_BYTES: Final = 4
@@ -48,6 +48,7 @@ class Node:
         "ids",
         "leaving",
         "namespace",
+        "num_blocks",
         "number",
         "parent",
         "queued",
@@ -73,6 +74,7 @@ class Node:
         self.edge = edge
         self.ids = ids
         self.span = span
+        self.num_blocks = len(ids) // ID_BYTES
         self.depth = depth
         self.children: dict[bytes, Node] = {}
         self.tiers = self.leaving = self.staying = 0
@@ -81,7 +83,7 @@ class Node:
         self.touched_s = 0.0
 
     def __len__(self) -> int:
-        return len(self.ids) // ID_BYTES
+        return self.num_blocks
 
     def block_ids(self) -> Ids:
         """The node's block ids, shape [len(self)], read-only."""
@@ -110,13 +112,17 @@ class Path:
 
     def spans(self, first: int, last: int) -> list[Span]:
         """Blocks first … last-1 of the path, as indices into the arrays."""
-        spans: list[Span] = []
-        for node in self.nodes:
-            begin, end = node.depth, node.depth + len(node)
-            if first <= begin and end <= last:
-                spans.append(node.span)
-            elif first < end and begin < last:
-                spans.append(part_of(node.span, max(first - begin, 0), min(last, end) - begin))
+        nodes = self.nodes
+        begin, end = 0, len(nodes)
+        while end and nodes[end - 1].depth >= last:
+            end -= 1
+        while begin < end and nodes[begin].depth + nodes[begin].num_blocks <= first:
+            begin += 1
+        spans = [node.span for node in nodes[begin:end]]
+        if spans and nodes[end - 1].depth + nodes[end - 1].num_blocks > last:
+            spans[-1] = part_of(spans[-1], 0, last - nodes[end - 1].depth)
+        if spans and nodes[begin].depth < first:
+            spans[0] = part_of(spans[0], first - nodes[begin].depth, size_of(spans[0]))
         return spans
 
 
@@ -198,8 +204,9 @@ class Index:
         node.parent.children[upper.edge[:step]] = upper
         node.parent = upper
         node.edge = node.edge[count * step :]
-        node.span = part_of(node.span, count, len(node))
+        node.span = part_of(node.span, count, node.num_blocks)
         node.ids = node.ids[count * ID_BYTES :]
+        node.num_blocks -= count
         node.depth += count
         upper.children[node.edge[:step]] = node
         staying = node.staying
@@ -225,6 +232,7 @@ class Index:
         node.edge = parent.edge + node.edge
         node.ids = parent.ids + node.ids
         node.span = joined(parent.span, node.span)
+        node.num_blocks += parent.num_blocks
         node.depth = parent.depth
         node.parent = parent.parent
         parent.parent.children[node.edge[:step]] = node
@@ -271,6 +279,7 @@ class Index:
         node.span = part_of(node.span, 0, kept)
         node.edge = node.edge[: kept * step]
         node.ids = node.ids[: kept * ID_BYTES]
+        node.num_blocks = kept
         return span
 
     def remove(self, node: Node, step: int) -> Node:
@@ -361,7 +370,7 @@ class Index:
                 continue
             ids = node.block_ids()
             num_blocks += len(ids)
-            assert len(ids)
+            assert 0 < len(ids) == node.num_blocks
             assert (np.arange(len(self.blocks.tags), dtype=np.int32)[node.span] == ids).all()
             assert len(node.edge) == len(ids) * step
             assert (self.blocks.node[ids] == node.number).all()

@@ -44,13 +44,14 @@ class Lease:
 
 @dataclass(slots=True)
 class Ticket:
-    """Slots handed out for a put: `ids` in `tier`, being written by `owner`."""
+    """Slots handed out for a put: `ids` (`span`: as an index) in `tier`, written by `owner`."""
 
     id: int
     owner: int
     namespace: int
     tier: int
     ids: Ids
+    span: Span
     indices: Ids
     expires_s: float
 

@@ -253,7 +253,14 @@ class Residency:
                 leaving.append(node)
         for node in leaving:
             self._rescue_node(node)
-        return bool(leaving)
+        is_stale = bool(leaving)
+        if len(path.nodes) > 2:
+            for node in path.nodes:  # turns that were stored one by one are equal from now on
+                parent = node.parent
+                if parent is not None and len(parent.children) == 1:
+                    step = self.namespaces[node.namespace].step
+                    is_stale |= self.index.try_merge(node, step) is not None
+        return is_stale
 
     def settle(self, ids: Ids) -> None:
         """After copies changed: retag the nodes, forget the empty ones, merge, queue candidates."""

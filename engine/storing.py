@@ -11,7 +11,6 @@ are `busy`. Owned by the daemon's one loop.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Final
 
 import numpy as np
@@ -19,14 +18,20 @@ import numpy as np
 from hicache.engine import plan as p
 from hicache.engine.blocks import State
 from hicache.engine.evictor import Evictor
-from hicache.engine.lease import Quarantined, Ticket
+from hicache.engine.fetching import Positions
+from hicache.engine.ids import Span
+from hicache.engine.index import Path
+from hicache.engine.lease import Lease, Quarantined, Ticket
 from hicache.engine.residency import Namespace, Residency
 from hicache.engine.settings import EngineSettings
 from hicache.engine.writedown import WriteDown
 from hicache.tiers.block import Ids
 
-MAX_DURABLE_WAITS: Final = 1024
+DURABLE_WAIT_S: Final = 60.0
+"""Longer than any caller waits: blocks are kept from being evicted at most so long."""
+
 _NO_IDS: Final = np.empty(0, np.int32)
+_NOWHERE: Final[Positions] = np.empty(0, np.intp)
 
 
 class Storing:
@@ -43,7 +48,7 @@ class Storing:
         self.evictor = evictor
         self.writedown = writedown
         self.settings = settings
-        self._durable_waits: OrderedDict[int, Ids] = OrderedDict()
+        self._durable_waits: dict[int, Lease] = {}
 
     def put(self, event: p.Put) -> p.Placed:
         house = self.residency
@@ -55,22 +60,17 @@ class Storing:
         if event.first > known:  # blocks without their parents would be unreachable
             return p.Placed(0, "", _NO_IDS, _NO_IDS, 0, 0, asked, False)
         ids = path.ids()[event.first :]
-        held = house.blocks.tags[ids] != 0
-        filling = np.zeros(len(ids), bool)
-        for state in house.blocks.state:
-            filling |= (state[ids] == State.FILLING) | (state[ids] == State.CANCELLED)
-        lacking = np.flatnonzero(~held & ~filling)
-        present, busy = int(held.sum()), int((filling & ~held).sum())
+        present, busy, lacking = self._known(path, ids)
         new = event.last - known
         wanted = len(lacking) + new
         if wanted == 0:
             return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, 0, False)
         pinned = path.spans(0, known)  # the path must not be given up to make room for its end
-        for span in pinned:
-            house.blocks.leases[span] += 1
+        for pin in pinned:
+            house.blocks.leases[pin] += 1
         tier, slots = self._place(namespace, wanted)
-        for span in pinned:
-            house.blocks.leases[span] -= 1
+        for pin in pinned:
+            house.blocks.leases[pin] -= 1
         house.unpark()
         refused = wanted - len(slots)
         if len(slots) == 0:
@@ -79,26 +79,45 @@ class Storing:
         fill_ids: Ids = ids[lacking[: len(slots)]]
         indices = (lacking[: len(slots)] + event.first).astype(np.int32)
         num_new = len(slots) - len(fill_ids)
+        span: Span = fill_ids
         if num_new:  # making room may have split and merged nodes along the path
             path = house.index.match(namespace.root, event.tokens[: event.last * step], step)
             assert path.num_blocks == known
             node = house.index.extend(namespace.root, path, event.tokens, step, num_new)
             node.touched_s = event.now_s
-            fill_ids = np.concatenate([fill_ids, node.block_ids()])
-            indices = np.concatenate([indices, np.arange(known, known + num_new, dtype=np.int32)])
-        house.blocks.fill(tier, fill_ids, slots)
+            span = node.span
+            numbers = np.arange(known, known + num_new, dtype=np.int32)
+            if len(fill_ids):
+                fill_ids = span = np.concatenate([fill_ids, node.block_ids()])
+                indices = np.concatenate([indices, numbers])
+            else:
+                fill_ids, indices = node.block_ids(), numbers
+        house.blocks.fill(tier, span, slots)
         ticket = Ticket(
             house.leases.next_id(),
             event.owner,
             event.namespace,
             tier,
             fill_ids,
+            span,
             indices,
             event.now_s + event.ttl_s,
         )
         house.leases.tickets[ticket.id] = ticket
         name = house.tiers[tier].name
         return p.Placed(ticket.id, name, indices, slots, present, busy, refused, refused > 0)
+
+    def _known(self, path: Path, ids: Ids) -> tuple[int, int, Positions]:
+        """Of blocks on the path: how many are held, how many somebody is writing, and the positions
+        of those that are neither (holes)."""
+        if all(node.tiers for node in path.nodes):
+            return len(ids), 0, _NOWHERE
+        held = self.residency.blocks.tags[ids] != 0
+        filling = np.zeros(len(ids), bool)
+        for state in self.residency.blocks.state:
+            filling |= (state[ids] == State.FILLING) | (state[ids] == State.CANCELLED)
+        lacking = np.flatnonzero(~held & ~filling)
+        return int(held.sum()), int((filling & ~held).sum()), lacking
 
     def _place(self, namespace: Namespace, count: int) -> tuple[int, Ids]:
         """Slots for new blocks: the fastest mapped tier that has room, or can make some at once."""
@@ -117,19 +136,40 @@ class Storing:
         ticket = house.leases.tickets.get(event.ticket)
         if ticket is None:
             raise p.UnknownTicket(event.ticket)
-        written = np.isin(ticket.indices, event.indices)
         del house.leases.tickets[ticket.id]
-        done, undone = ticket.ids[written], ticket.ids[~written]
-        namespace = house.namespaces[ticket.namespace]
-        house.blocks.change(ticket.tier, done, State.READY)
-        house.blocks.vacate(ticket.tier, undone, namespace.slot_bytes)
+        done = ticket.ids
+        if np.array_equal(ticket.indices, event.indices):
+            house.blocks.change(ticket.tier, ticket.span, State.READY)
+        else:
+            written = np.isin(ticket.indices, event.indices)
+            done, undone = ticket.ids[written], ticket.ids[~written]
+            slot_bytes = house.namespaces[ticket.namespace].slot_bytes
+            house.blocks.change(ticket.tier, done, State.READY)
+            house.blocks.vacate(ticket.tier, undone, slot_bytes)
         house.settle(ticket.ids)
         if len(done):
             if event.durable or self.settings.write_policy == "write_through":
                 self.writedown.want(house.index.node_of(int(done[-1])))
-            if event.durable:
-                self._durable_waits[ticket.id] = done
+            if event.durable and self.writedown.tier is not None:
+                self._wait_until_durable(ticket, done, event.now_s)
         return len(done)
+
+    def _wait_until_durable(self, ticket: Ticket, ids: Ids, now_s: float) -> None:
+        """Lease the blocks meanwhile: an id given to another block would answer for this one."""
+        book = self.residency.leases
+        decision = p.Decision("reload", len(ids), "durable", "", 0.0, 0.0, 0.0)
+        lease = Lease(
+            book.next_id(),
+            ticket.owner,
+            ticket.namespace,
+            ids,
+            [ids],
+            now_s + DURABLE_WAIT_S,
+            (),
+            decision,
+        )
+        book.open(lease)
+        self._durable_waits[ticket.id] = lease
 
     def abort(self, event: p.Abort) -> int:
         house = self.residency
@@ -161,13 +201,15 @@ class Storing:
         tier = self.writedown.tier
         if tier is None:
             return []
-        readable = [
-            ticket
-            for ticket, ids in self._durable_waits.items()
-            if (self.residency.blocks.tags[ids] >> tier & 1).all()
-        ]
-        for ticket in readable:
-            del self._durable_waits[ticket]
-        while len(self._durable_waits) > MAX_DURABLE_WAITS:  # waits whose blocks never got there
-            self._durable_waits.popitem(last=False)
-        return readable
+        book = self.residency.leases
+        durable = []
+        for ticket, lease in list(self._durable_waits.items()):
+            if lease.id not in book.leases:  # expired, or its owner is gone
+                del self._durable_waits[ticket]
+            elif (self.residency.blocks.tags[lease.ids] >> tier & 1).all():
+                durable.append(ticket)
+                del self._durable_waits[ticket]
+                book.close(lease.id)
+        if durable:
+            self.residency.unpark()
+        return durable

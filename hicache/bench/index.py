@@ -1,9 +1,9 @@
 """The radix index by itself: the product's own engine over slots that hold nothing.
 
-Thread-CPU time. A *hit* collects the path, the residency runs and the block ids. An *insert* matches
-and hangs in a new prompt of 8,192 tokens; hashing its blocks and the bookkeeping of slots and
-states are not part of it and stand beside it. An *evict* gives up the coldest tokens of a full tier;
-the slots' free list stands beside it again.
+Thread-CPU time. A *hit* collects the path, the residency runs and the block ids. An *insert*
+matches and hangs in a new prompt of 8,192 tokens; hashing its blocks and the bookkeeping of slots
+and states are not part of it and stand beside it. An *evict* gives up the coldest tokens of a full
+tier; the slots' free list stands beside it again.
 
     tree: 2,000 prompts of 8,192 tokens in 50 groups that share their first 2,048
 """
@@ -270,8 +270,7 @@ def _memory(step: Step) -> tuple[float, float]:
     total = tracemalloc.get_traced_memory()[0] - pool_bytes
     tracemalloc.stop()
     blocks = grove.house.blocks
-    arrays = [blocks.node, blocks.depth, blocks.leases, blocks.hits, blocks.tags]
-    state = sum(array.nbytes for array in [*arrays, *blocks.state, *blocks.slot])
+    state = blocks.num_bytes()
     return round((total - state) / grove.num_tokens, 2), round(total / grove.num_tokens, 2)
 
 
