@@ -40,19 +40,21 @@ class PrivateDaemon:
         if tiers.hbm is None or tiers.disk is None:
             raise DaemonFailed(f"{config_file}: the demo needs all three tiers: hbm, dram and disk")
         self._process: subprocess.Popen[bytes] | None = None
-        self._cleanup = ExitStack()
-        self._folder = self._temporary_folder(None)
-        self.endpoint = f"ipc://{self._folder}/hicache.sock"
-        self._file = self._folder / "config.yaml"
-        self._log = self._folder / "daemon.log"
-        values: dict[str, Any] = yaml.safe_load(config_file.read_text())
-        values["socket"] = {**(values.get("socket") or {}), "endpoint": self.endpoint}
-        values["planner"] = {**(values.get("planner") or {}), "exploration": 0.0}
-        own = values["tiers"]
-        own["hbm"] |= {"device": "host", "path": str(self._temporary_folder(tiers.hbm.path))}
-        own["dram"] |= {"path": str(self._temporary_folder(tiers.dram.path))}
-        own["disk"] |= {"path": str(self._folder / "disk")}
-        self._file.write_text(yaml.safe_dump(values))
+        with ExitStack() as cleanup:
+            self._folder = _temporary_folder(cleanup, None)
+            self.endpoint = f"ipc://{self._folder}/hicache.sock"
+            self._file = self._folder / "config.yaml"
+            self._log = self._folder / "daemon.log"
+            values: dict[str, Any] = yaml.safe_load(config_file.read_text())
+            values["socket"] = {**(values.get("socket") or {}), "endpoint": self.endpoint}
+            values["planner"] = {**(values.get("planner") or {}), "exploration": 0.0}
+            own = values["tiers"]
+            hbm_folder = _temporary_folder(cleanup, tiers.hbm.path)
+            own["hbm"] |= {"device": "host", "path": str(hbm_folder)}
+            own["dram"] |= {"path": str(_temporary_folder(cleanup, tiers.dram.path))}
+            own["disk"] |= {"path": str(self._folder / "disk")}
+            self._file.write_text(yaml.safe_dump(values))
+            self._cleanup = cleanup.pop_all()
 
     def start(self) -> float:
         """Seconds until it was ready. Raises DaemonFailed."""
@@ -134,9 +136,10 @@ class PrivateDaemon:
             return " It wrote no log."
         return "\nIts log ends so:\n" + "\n".join(f"    {line}" for line in lines)
 
-    def _temporary_folder(self, parent: str | None) -> Path:
-        if parent is not None:
-            Path(parent).mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="hicache-demo-", dir=parent))
-        self._cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
-        return folder
+
+def _temporary_folder(cleanup: ExitStack, parent: str | None) -> Path:
+    if parent is not None:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="hicache-demo-", dir=parent))
+    cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -26,11 +26,9 @@ class Report:
     """Shows a demo on a console. Use it in a `with`, which ends the spinner."""
 
     def __init__(self, console: Console | None = None) -> None:
-        console = console or Console()
-        # A pipe has no width of its own: lines must not be cut there.
-        self._console = (
-            console if console.is_terminal else Console(width=max(MIN_WIDTH, console.width))
-        )
+        self._console = console or Console()
+        if not self._console.is_terminal:  # a pipe has no width of its own
+            self._console.width = max(MIN_WIDTH, self._console.width)
         self._status: Status | None = None
 
     def __enter__(self) -> Report:
@@ -154,7 +152,7 @@ def _conclusions(result: Result) -> list[str]:
     if hits:
         speedups = sorted(turn.speedup for turn in hits)
         lines.append(
-            f"TTFT on {len(hits)} hits: {speedups[0]:.1f} to {speedups[-1]:.1f} times lower than "
+            f"TTFT of the {len(hits)} turns with hits: {speedups[0]:.1f} to {speedups[-1]:.1f} times lower than "
             f"without hicache, median {speedups[len(speedups) // 2]:.1f}"
         )
     if unused := result.unused_tiers():

@@ -129,7 +129,7 @@ TOOLS = (
         "ask_user",
         "Ask the user one question and wait for the answer. Costs the user's time: see rule 7.",
         "question",
-        question=_text("One question that can be answered in a sentence."),
+        question=_text("One question, in one line, that can be answered in a sentence."),
         choices={
             "type": "array",
             "items": {"type": "string"},
