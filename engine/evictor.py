@@ -82,8 +82,13 @@ class Evictor:
         return min(pool.available(slot_bytes), count)
 
     def room_is_coming(self, tier: int) -> bool:
-        """Whether copies of the tier are draining now."""
-        return self.residency.draining_bytes[tier] > 0
+        """Whether copies of the tier are draining now, or are being copied elsewhere: one that a
+        match rescued while it was written down can go once that is done."""
+        house = self.residency
+        return house.draining_bytes[tier] > 0 or any(
+            src == tier and house.bytes_moving((src, dst), Priority.DEMOTION) > 0
+            for src, dst in house.links
+        )
 
     def keep_watermarks(self) -> None:
         """Above a tier's high watermark, give up cold copies down to the low one. Only a durable
@@ -189,7 +194,7 @@ class Evictor:
                 return len(ids)
         if elsewhere:
             return self._give_up_copy(ids, tier)
-        if below is not None and (self.room_is_coming(below) or self._is_being_read(below)):
+        if below is not None and self.room_is_coming(below):
             return 0
         if not self._may_drop:
             self._spared = node
@@ -230,14 +235,6 @@ class Evictor:
             house.evicted[tier] += len(ids)
         house.settle(ids)
         return len(ids)
-
-    def _is_being_read(self, tier: int) -> bool:
-        """Copies that a match rescued while they were written down can go once that is done."""
-        house = self.residency
-        return any(
-            src == tier and house.bytes_moving((src, dst), Priority.DEMOTION) > 0
-            for src, dst in house.links
-        )
 
     def drop(self, node: Node, tier: int) -> int:
         """Forget the blocks of a leaf that has no other place. Not while anything hangs below."""
