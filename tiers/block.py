@@ -12,6 +12,7 @@ the tier, so one 31-bit number names any slot of a tier of up to 8 TiB whatever 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,12 +51,23 @@ class TierSpec:
     low_watermark: float = 0.90
 
 
+@dataclass(frozen=True, slots=True)
+class Clearing:
+    """A run of pages of one tier, first_page … end_page-1, that is emptied of the slots it holds so
+    that slots of another class, `slot_bytes` large, find room there."""
+
+    slot_bytes: int
+    first_page: int
+    end_page: int
+
+
 class SlotPool(Protocol):
     """The free list of one tier, as the cache engine sees it (tiers/slots.py implements it)."""
 
     capacity_bytes: int
     used_bytes: int
     quarantined_bytes: int
+    clearing: Clearing | None
 
     def allocate(self, slot_bytes: int, count: int) -> Ids:
         """Up to `count` slots of the class, fewer (perhaps none) when the tier lacks room."""
@@ -72,8 +84,24 @@ class SlotPool(Protocol):
     def end_quarantine(self, slot_bytes: int, slots: Ids) -> None:
         """The writer is known to be gone: the slots are free."""
 
-    def donor_class(self, slot_bytes: int) -> int | None:
-        """The class holding most slabs, other than this one: where room could come from."""
+    def can_hold(self, slot_bytes: int) -> bool:
+        """Whether a slot of the class would fit if the tier were empty."""
+
+    def num_used(self, slot_bytes: int) -> int:
+        """How many slots of the class are in use."""
+
+    def clearings(self, slot_bytes: int, count: int) -> Sequence[Clearing]:
+        """What could be emptied to make room for a slot of the class, the least used first."""
+
+    def close(self, clearing: Clearing) -> None:
+        """Hand out nothing there until it is empty, and then only to its class."""
+
+    def reopen(self) -> None:
+        """End the clearing, empty or not."""
+
+    @property
+    def clearing_bytes(self) -> int:
+        """What is still in use in the clearing."""
 
     def validate(self) -> None:
         """Recount everything from the ground; AssertionError tells what differs."""

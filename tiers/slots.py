@@ -7,12 +7,16 @@ into free slabs again, so room moves between classes one slab at a time and neve
     pages   0              slab              2·slab             3·slab            4·slab
             | region: class 8 KiB | region: class 6 MiB, two slabs  |  free slab  | …
 
+A region that never empties by itself can be emptied for another class: `close` hands out nothing of
+it any more, and what becomes free there is kept for that class alone (`Clearing`).
+
 Owned by the daemon's loop through the cache engine; one thread, no I/O. A failed call changes
 nothing. A class can hold no slot larger than `max_slot_bytes`; `allocate` answers none then.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable
 from operator import attrgetter
@@ -20,7 +24,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from hicache.tiers.block import MAX_TIER_BYTES, PAGE_BYTES, Ids
+from hicache.tiers.block import MAX_TIER_BYTES, PAGE_BYTES, Clearing, Ids
 
 DEFAULT_SLAB_BYTES = 64 << 20
 MIN_SLABS = 8
@@ -33,9 +37,19 @@ NO_SLOTS = np.empty(0, np.int32)
 
 
 class _Region:
-    """Adjacent slabs of one class. `free[head:]` are its free slots, ascending once sorted."""
+    """Adjacent slabs of one class. `free[head:]` are its free slots, ascending once sorted; those
+    of a closed region are not offered, nor counted by its class."""
 
-    __slots__ = ("cls", "first_slab", "free", "head", "is_sorted", "num_slabs", "num_slots")
+    __slots__ = (
+        "cls",
+        "first_slab",
+        "free",
+        "head",
+        "is_closed",
+        "is_sorted",
+        "num_slabs",
+        "num_slots",
+    )
 
     def __init__(self, cls: _Class, first_slab: int, num_slabs: int, slab_pages: int) -> None:
         first, stride = first_slab * slab_pages, cls.stride
@@ -44,22 +58,31 @@ class _Region:
         self.free: Ids = np.arange(first, first + self.num_slots * stride, stride, dtype=np.int32)
         self.head = 0
         self.is_sorted = True
+        self.is_closed = False
 
     @property
     def num_free(self) -> int:
         return len(self.free) - self.head
 
+    @property
+    def used_bytes(self) -> int:
+        return (self.num_slots - self.num_free) * self.cls.slot_bytes
+
     def take(self, count: int) -> Ids:
+        """A view, good until slots are given back."""
         if not self.is_sorted:
-            self.free = np.sort(self.free[self.head :])
-            self.head, self.is_sorted = 0, True
+            self.free[self.head :].sort()
+            self.is_sorted = True
         part = self.free[self.head : self.head + count]
         self.head += len(part)
         return part
 
     def give(self, slots: Ids) -> None:
-        self.free = np.concatenate((slots, self.free[self.head :]))
-        self.head, self.is_sorted = 0, False
+        """Take back slots, which are in ascending order."""
+        old, self.head = self.head, self.head - len(slots)
+        self.free[self.head : old] = slots
+        follows = old == self.num_slots or slots[-1] < self.free[old]
+        self.is_sorted = self.is_sorted and bool(follows)
 
 
 _by_place = attrgetter("first_slab")
@@ -75,12 +98,14 @@ class _Class:
         "num_used",
         "open",
         "quarantined",
+        "slot_bytes",
         "spans",
         "stride",
         "used",
     )
 
-    def __init__(self, code: int, stride: int, spans: list[int]) -> None:
+    def __init__(self, slot_bytes: int, code: int, stride: int, spans: list[int]) -> None:
+        self.slot_bytes = slot_bytes
         self.used, self.quarantined = code, code + 1
         self.stride = stride
         self.spans = spans  # how many slabs a region takes: the best first, then what still fits
@@ -118,6 +143,7 @@ class SlotPool:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.quarantined_bytes = 0
+        self.clearing: Clearing | None = None
         self.slab_pages = slab_bytes // PAGE_BYTES
         self.num_slabs = num_pages // self.slab_pages
         self._pages_of = pages_of
@@ -133,6 +159,14 @@ class SlotPool:
     def max_slot_bytes(self) -> int:
         """The largest slot an empty tier could hold, where a slot takes its own pages only."""
         return self.num_slabs * self.slab_pages * PAGE_BYTES
+
+    def can_hold(self, slot_bytes: int) -> bool:
+        """Whether a slot of the class would fit if the tier were empty."""
+        return bool(self._class(slot_bytes).spans)
+
+    def num_used(self, slot_bytes: int) -> int:
+        """How many slots of the class are in use."""
+        return self._class(slot_bytes).num_used
 
     def allocate(self, slot_bytes: int, count: int) -> Ids:
         """Up to `count` slots of the class, from regions in use first, the lowest pages first."""
@@ -163,10 +197,16 @@ class SlotPool:
         if not cls.spans:
             return 0
         best, least = cls.spans[0], cls.spans[-1]
+        slabs, num_slabs = self._free_slabs, self._num_free_slabs
+        cleared = self._cleared_for(cls)
+        if cleared:
+            slabs = slabs.copy()
+            slabs[cleared.start : cleared.stop] = b"\x01" * len(cleared)
+            num_slabs += len(cleared)
         if best == 1:
-            return cls.num_free + self._num_free_slabs * (self.slab_pages // cls.stride)
+            return cls.num_free + num_slabs * (self.slab_pages // cls.stride)
         room = cls.num_free
-        for run in bytes(self._free_slabs).split(b"\x00"):
+        for run in bytes(slabs).split(b"\x00"):
             whole, rest = divmod(len(run), best)
             room += whole * (best * self.slab_pages // cls.stride)
             room += rest * self.slab_pages // cls.stride if rest >= least else 0
@@ -198,15 +238,69 @@ class SlotPool:
         self.quarantined_bytes -= len(slots) * slot_bytes
         self._give_back(cls, slots)
 
-    def donor_class(self, slot_bytes: int) -> int | None:
-        """The class holding most slabs, other than this one; None when there is no other."""
-        others = [(c.num_slabs, size) for size, c in self._classes.items() if size != slot_bytes]
-        num_slabs, size = max(others, default=(0, 0))
-        return size if num_slabs else None
+    def clearings(self, slot_bytes: int, count: int) -> list[Clearing]:
+        """Up to `count` runs of slabs that would hold a slot of the class once they are empty, the
+        least used first, those used alike spread over the tier. Slabs of the class itself and slabs
+        with quarantined slots are not among them. None while one is under way already."""
+        cls = self._class(slot_bytes)
+        others = any(other.num_slabs for other in self._classes.values() if other is not cls)
+        if not cls.spans or not others or self.clearing is not None:
+            return []
+        costs = np.array([self._clearing_cost(region, cls) for region in self._region_of])
+        sums = np.lib.stride_tricks.sliding_window_view(costs, cls.spans[-1]).sum(axis=1)
+        order = np.argsort(sums, kind="stable")[: np.count_nonzero(np.isfinite(sums))]
+        if len(order) > count:
+            limit = sums[order[count - 1]]
+            cheaper, alike = order[sums[order] < limit], order[sums[order] == limit]
+            spread = np.linspace(0, len(alike) - 1, count - len(cheaper)).astype(np.intp)
+            order = np.concatenate((cheaper, alike[spread]))
+        found = [self._clearing_at(slot_bytes, first, cls.spans[-1]) for first in order.tolist()]
+        return list(dict.fromkeys(found))
+
+    def close(self, clearing: Clearing) -> None:
+        """Hand out nothing of these slabs until they are empty, and then only to the class that
+        they are emptied for, whose first slot there ends the pool's `clearing`. So does `reopen`."""
+        assert self.clearing is None, "two clearings at a time"
+        self.clearing = clearing
+        for slab in self._slabs_of(clearing):
+            region = self._region_of[slab]
+            if region is None:
+                self._free_slabs[slab] = 0
+                self._num_free_slabs -= 1
+            elif not region.is_closed:
+                region.is_closed = True
+                region.cls.num_free -= region.num_free
+                if region.num_free:
+                    region.cls.open.remove(region)
+
+    def reopen(self) -> None:
+        """End the clearing, empty or not: whoever comes may have what is free there."""
+        assert self.clearing is not None
+        for slab in self._slabs_of(self.clearing):
+            region = self._region_of[slab]
+            if region is None:
+                self._free_slabs[slab] = 1
+                self._num_free_slabs += 1
+            elif region.is_closed:
+                region.is_closed = False
+                region.cls.num_free += region.num_free
+                if region.num_free:
+                    insort(region.cls.open, region, key=_by_place)
+        self.clearing = None
+
+    @property
+    def clearing_bytes(self) -> int:
+        """What is still in use in the slabs being emptied."""
+        if self.clearing is None:
+            return 0
+        slabs = self._slabs_of(self.clearing)
+        regions = {id(r): r for r in self._region_of[slabs.start : slabs.stop] if r is not None}
+        return sum(region.used_bytes for region in regions.values())
 
     def validate(self) -> None:
         """Recount everything from the ground; AssertionError tells what differs."""
         owned = bytearray(b"\x01" * self.num_slabs)
+        held = () if self.clearing is None else self._slabs_of(self.clearing)
         marked = np.count_nonzero(self._state)
         for size, cls in self._classes.items():
             counts = [0, 0, 0, 0]
@@ -221,8 +315,11 @@ class SlotPool:
                 free = sorted(region.free[region.head :].tolist())
                 assert free == pages[state == FREE].tolist(), f"free list of the region at {first}"
                 assert len(free) < region.num_slots, f"the region at {first} holds nothing"
-                assert (region in cls.open) == bool(free), f"the region at {first} wrongly listed"
-                counts[0] += len(free)
+                is_open = bool(free) and not region.is_closed
+                assert (region in cls.open) == is_open, f"the region at {first} wrongly listed"
+                slabs = range(region.first_slab, region.first_slab + region.num_slabs)
+                assert all((slab in held) == region.is_closed for slab in slabs), "wrongly closed"
+                counts[0] += 0 if region.is_closed else len(free)
                 counts[1] += int(np.count_nonzero(state == cls.used))
                 counts[2] += int(np.count_nonzero(state == cls.quarantined))
                 counts[3] += region.num_slabs
@@ -230,6 +327,8 @@ class SlotPool:
             assert kept == counts, f"class {size}: {kept}, counted {counts}"
             assert cls.open == sorted(cls.open, key=_by_place), f"class {size}: out of order"
             marked -= cls.num_used + cls.num_quarantined
+        for slab in held:
+            owned[slab] = 0
         assert owned == self._free_slabs, "the free slabs are not those that no region owns"
         assert self._num_free_slabs == sum(owned), "free slabs miscounted"
         assert not marked, f"{marked} slots are marked outside every region"
@@ -244,13 +343,46 @@ class SlotPool:
         regions = {id(r): r for r in self._region_of if r is not None and r.cls is cls}
         return list(regions.values())
 
+    def _slabs_of(self, clearing: Clearing) -> range:
+        return range(clearing.first_page // self.slab_pages, clearing.end_page // self.slab_pages)
+
+    def _clearing_cost(self, region: _Region | None, cls: _Class) -> float:
+        """Bytes in use in a slab's region; infinite where it cannot be emptied for the class."""
+        if region is None:
+            return 0.0
+        if region.cls is cls:
+            return math.inf
+        if region.cls.num_quarantined:
+            first, span = region.first_slab * self.slab_pages, region.num_slabs * self.slab_pages
+            if (self._state[first : first + span] == region.cls.quarantined).any():
+                return math.inf
+        return float(region.used_bytes)
+
+    def _clearing_at(self, slot_bytes: int, first: int, span: int) -> Clearing:
+        """`span` slabs from `first` on, and the whole regions that reach into them."""
+        at_first, at_last = self._region_of[first], self._region_of[first + span - 1]
+        end = first + span
+        if at_first is not None:
+            first = at_first.first_slab
+        if at_last is not None:
+            end = at_last.first_slab + at_last.num_slabs
+        return Clearing(slot_bytes, first * self.slab_pages, end * self.slab_pages)
+
+    def _cleared_for(self, cls: _Class) -> range:
+        """The slabs of the clearing, if it is empty and for this class; no slabs otherwise."""
+        clearing = self.clearing
+        if clearing is None or clearing.slot_bytes != cls.slot_bytes:
+            return range(0)
+        slabs = self._slabs_of(clearing)
+        return range(0) if any(self._region_of[slabs.start : slabs.stop]) else slabs
+
     def _class(self, slot_bytes: int) -> _Class:
         cls = self._classes.get(slot_bytes)
         if cls is None:
             if slot_bytes <= 0 or slot_bytes % PAGE_BYTES:
                 raise ValueError(f"{slot_bytes} bytes are not a whole number of pages")
             stride = self._pages_of(slot_bytes)
-            cls = _Class(self._free_code(), stride, self._spans(stride))
+            cls = _Class(slot_bytes, self._free_code(), stride, self._spans(stride))
             self._classes[slot_bytes] = cls
         return cls
 
@@ -280,6 +412,8 @@ class SlotPool:
         return list(range(best, least - 1, -1))
 
     def _open_region(self, cls: _Class) -> bool:
+        if self._cleared_for(cls):
+            self.reopen()
         for span in cls.spans:
             first = self._free_slabs.find(b"\x01" * span)
             if first < 0:
@@ -313,28 +447,32 @@ class SlotPool:
     def _give_back(self, cls: _Class, slots: Ids) -> None:
         """Slots (sorted) become free; a region left without a used slot dissolves."""
         self._state[slots] = FREE
-        cls.num_free += len(slots)
         start = 0
         while start < len(slots):
             region = self._region_of[int(slots[start]) // self.slab_pages]
             assert region is not None
             end_page = (region.first_slab + region.num_slabs) * self.slab_pages
             end = len(slots) if slots[-1] < end_page else int(np.searchsorted(slots, end_page))
-            was_full = not region.num_free
             if region.num_free + end - start == region.num_slots:
-                self._dissolve(cls, region, was_full)
+                self._dissolve(cls, region)
             else:
+                is_listed = region.is_closed or region.num_free > 0
                 region.give(slots[start:end])
-                if was_full:
+                if not region.is_closed:
+                    cls.num_free += end - start
+                if not is_listed:
                     insort(cls.open, region, key=_by_place)
             start = end
 
-    def _dissolve(self, cls: _Class, region: _Region, was_full: bool) -> None:
+    def _dissolve(self, cls: _Class, region: _Region) -> None:
+        """Its slabs become free; those of a closed region stay with the clearing."""
         first, span = region.first_slab, region.num_slabs
-        if not was_full:
-            cls.open.remove(region)
         self._region_of[first : first + span] = [None] * span
+        cls.num_slabs -= span
+        if region.is_closed:
+            return
+        if region.num_free:
+            cls.open.remove(region)
+            cls.num_free -= region.num_free
         self._free_slabs[first : first + span] = b"\x01" * span
         self._num_free_slabs += span
-        cls.num_slabs -= span
-        cls.num_free -= region.num_slots

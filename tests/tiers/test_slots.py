@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from hicache.tiers import block
 from hicache.tiers.block import PAGE_BYTES
@@ -41,6 +47,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(pages=PAGES, count=st.integers(0, 40))
     def allocate(self, pages: int, count: int) -> None:
         offered = self.pool.available(pages * PAGE_BYTES)
+        clearing = self.pool.clearing
         slots = self.pool.allocate(pages * PAGE_BYTES, count)
         while self.reshaped:
             first, num_pages = self.reshaped.pop()
@@ -48,6 +55,11 @@ class PoolMachine(RuleBasedStateMachine):
                 self.last_size.pop(page, None)
         assert slots.dtype == np.int32
         assert len(slots) == min(count, offered)
+        if clearing is not None and self.pool.clearing is None:
+            assert clearing.slot_bytes == pages * PAGE_BYTES
+        elif clearing is not None:
+            held = range(clearing.first_page, clearing.end_page)
+            assert not any(slot in held for slot in slots.tolist())
         for slot in slots.tolist():
             assert slot + pages <= self.pool.capacity_bytes // PAGE_BYTES
             for page in range(slot, slot + pages):
@@ -67,6 +79,36 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.free(pages * PAGE_BYTES, group)
         for slot in slots:
             del self.used[slot]
+
+    @rule(pages=PAGES, count=st.integers(1, 5), data=st.data())
+    def close(self, pages: int, count: int, data: Any) -> None:
+        """Begin to empty slabs; perhaps empty them, and see that the class has got room."""
+        found = self.pool.clearings(pages * PAGE_BYTES, count)
+        assert len(found) <= count
+        if self.pool.clearing is not None:
+            assert not found
+        if not found:
+            return
+        clearing = data.draw(st.sampled_from(found))
+        inside = range(clearing.first_page, clearing.end_page)
+        assert len(inside) >= pages + self.spare
+        assert not any(slot in inside for slot in self.quarantined)
+        assert not any(slot in inside for slot, size in self.used.items() if size == pages)
+        self.pool.close(clearing)
+        slots = [slot for slot in self.used if slot in inside]
+        assert self.pool.clearing_bytes == sum(self.used[slot] for slot in slots) * PAGE_BYTES
+        if data.draw(st.booleans()):
+            for size, group in _by_size(self.used, slots).items():
+                self.pool.free(size * PAGE_BYTES, group)
+            for slot in slots:
+                del self.used[slot]
+            assert self.pool.clearing_bytes == 0
+            assert self.pool.available(pages * PAGE_BYTES) > 0
+
+    @precondition(lambda self: hasattr(self, "pool") and self.pool.clearing is not None)
+    @rule()
+    def reopen(self) -> None:
+        self.pool.reopen()
 
     @rule(data=st.data())
     def end_quarantine(self, data: Any) -> None:
@@ -150,10 +192,59 @@ def test_an_emptied_slab_serves_another_class() -> None:
     pool = SlotPool(MIB)
     small = pool.allocate(PAGE_BYTES, 256)
     assert pool.available(2 * PAGE_BYTES) == 0
-    assert pool.donor_class(2 * PAGE_BYTES) == PAGE_BYTES
     pool.free(PAGE_BYTES, small[:32])
     assert pool.available(2 * PAGE_BYTES) == 16
-    assert pool.donor_class(PAGE_BYTES) is None
+
+
+def test_the_least_used_slab_is_emptied_first_and_serves_nobody_meanwhile() -> None:
+    pool = SlotPool(MIB)
+    small = pool.allocate(PAGE_BYTES, 256)
+    pool.free(PAGE_BYTES, np.concatenate((small[33:40], small[64:66])))
+    first = pool.clearings(2 * PAGE_BYTES, 1)
+    assert [(c.first_page, c.end_page) for c in first] == [(32, 64)]
+    pool.close(first[0])
+    assert pool.clearing_bytes == 25 * PAGE_BYTES
+    assert pool.available(PAGE_BYTES) == 2
+    assert not pool.clearings(3 * PAGE_BYTES, 1)
+    pool.free(PAGE_BYTES, np.concatenate((small[32:33], small[40:64])))
+    assert pool.available(PAGE_BYTES) == len(pool.allocate(PAGE_BYTES, 9)) == 2
+    assert pool.available(2 * PAGE_BYTES) == 16
+    assert pool.allocate(2 * PAGE_BYTES, 1).tolist() == [32]
+    assert pool.clearing is None
+
+
+def test_a_clearing_that_fails_gives_its_room_back() -> None:
+    pool = SlotPool(MIB)
+    small = pool.allocate(PAGE_BYTES, 256)
+    pool.close(pool.clearings(2 * PAGE_BYTES, 1)[0])
+    pool.free(PAGE_BYTES, small[3:6])
+    assert pool.available(PAGE_BYTES) == 0
+    pool.reopen()
+    assert pool.allocate(PAGE_BYTES, 9).tolist() == [3, 4, 5]
+
+
+def test_slabs_with_quarantined_slots_and_slabs_of_the_class_itself_are_not_emptied() -> None:
+    pool = SlotPool(MIB)
+    small = pool.allocate(PAGE_BYTES, 32 * 6)
+    large = pool.allocate(2 * PAGE_BYTES, 32)
+    pool.free(2 * PAGE_BYTES, large[1:16])
+    pool.quarantine(PAGE_BYTES, small[[0, 40, 191]])
+    assert [c.first_page for c in pool.clearings(2 * PAGE_BYTES, 9)] == [64, 96, 128]
+    assert [c.first_page for c in pool.clearings(PAGE_BYTES, 1)] == [192]
+
+
+def test_a_slot_of_several_slabs_needs_as_many_side_by_side() -> None:
+    pool = SlotPool(MIB)
+    small = pool.allocate(PAGE_BYTES, 256)
+    pool.free(PAGE_BYTES, small[40:60])
+    pool.free(PAGE_BYTES, small[64:80])
+    (found,) = pool.clearings(48 * PAGE_BYTES, 1)
+    assert (found.first_page, found.end_page) == (32, 96)
+    pool.close(found)
+    pool.free(PAGE_BYTES, np.concatenate((small[32:40], small[60:64])))
+    assert pool.available(48 * PAGE_BYTES) == 0
+    pool.free(PAGE_BYTES, small[80:96])
+    assert pool.available(48 * PAGE_BYTES) == 1
 
 
 def test_naming_a_slot_twice_changes_nothing() -> None:
