@@ -152,8 +152,8 @@ def _conclusions(result: Result) -> list[str]:
     if hits:
         speedups = sorted(turn.speedup for turn in hits)
         lines.append(
-            f"TTFT of the {len(hits)} turns with hits: {speedups[0]:.1f} to {speedups[-1]:.1f} times lower than "
-            f"without hicache, median {speedups[len(speedups) // 2]:.1f}"
+            f"TTFT of the {len(hits)} turns with hits: {speedups[0]:.1f} to {speedups[-1]:.1f} "
+            f"times lower than without hicache, median {speedups[len(speedups) // 2]:.1f}"
         )
     if unused := result.unused_tiers():
         lines.append(f"[yellow]no turn was served from: {', '.join(unused)}[/]")

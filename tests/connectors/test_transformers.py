@@ -16,6 +16,8 @@ transformers = pytest.importorskip("transformers")
 from hicache.connectors.transformers import CachedModel, Generation, Unsupported  # noqa: E402
 from hicache.connectors.transformers_spec import Forward  # noqa: E402
 
+torch.set_num_threads(1)  # tiny models: threads only wait for each other
+
 BLOCK_TOKENS = 4
 NEW_TOKENS = 6
 SIZES: dict[str, Any] = {
