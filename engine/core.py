@@ -331,6 +331,7 @@ class CacheEngine:
             self.storing.abort(p.Abort(ticket, event.now_s, writer_gone=False))
         for lease in leases:
             self._release(p.Release(lease, event.now_s))
+        self.evictor.evacuations.tick(event.now_s)
         self._make_progress()
         return p.Arrivals({}, leases, self.storing.durable_now(), bool(leases or tickets))
 
@@ -364,3 +365,4 @@ class CacheEngine:
     def validate(self) -> None:
         """Recompute every counter from the ground. AssertionError tells what differs."""
         self.residency.validate()
+        self.evictor.evacuations.validate()

@@ -7,7 +7,8 @@ A victim, the coldest leaf of its tier by the tier's policy, goes one of three w
     nothing below, or no room there   ──▶ dropped: the block is forgotten, leaves first
 
 Into a durable tier the whole path goes, ancestors first (`WriteDown`). A durable copy's record is
-deleted before its room counts as free. Leased copies and copies being read are parked, not asked
+deleted before its room counts as free. Where victims by age make no room for a size of slots, slabs
+are emptied for it (`Evacuations`). Leased copies and copies being read are parked, not asked
 again until a lease or a move has ended.
 
 Races, told once:
@@ -26,6 +27,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from hicache.engine.blocks import State
+from hicache.engine.evacuation import Evacuations
 from hicache.engine.ids import Span, part_of
 from hicache.engine.index import Node
 from hicache.engine.plan import Priority
@@ -53,33 +55,45 @@ class Evictor:
         self._making_room_in = 0
         self._may_drop = True
         self._spared: Node | None = None
+        self.evacuations = Evacuations(residency, self)
 
     def make_room(self, tier: int, slot_bytes: int, count: int) -> int:
         """Try for `count` free slots of a class. Returns how many are free now; more may be on
         their way (`room_is_coming`)."""
         house = self.residency
         pool = house.pools[tier]
+        self.evacuations.watch()
         available = pool.available(slot_bytes)
-        if slot_bytes > pool.capacity_bytes:  # nothing may go for what can never be placed
+        if not pool.can_hold(slot_bytes):  # nothing may go for what can never be placed
             return 0
         if available >= count or self._making_room_in >> tier & 1 or not house.is_up(tier):
             return min(available, count)
+        if self.evacuations.is_for(tier, slot_bytes):
+            return available
         self._making_room_in |= 1 << tier
         may_drop, self._may_drop = self._may_drop, True
-        wanted = (count - available) * slot_bytes - house.draining_bytes[tier]
         try:
-            wanted -= self._forget_plain(tier, wanted)
-            while wanted > 0:
-                node = house.policies[tier].pop()
-                if node is None:
-                    break
-                wanted -= self._give_up(node, tier, wanted)
-                if pool.available(slot_bytes) >= count:
-                    break
+            if pool.num_used(slot_bytes):
+                self._take_victims(tier, slot_bytes, count)
+            if not pool.available(slot_bytes) and not house.num_draining[tier][slot_bytes]:
+                self.evacuations.begin(tier, slot_bytes)
         finally:
             self._making_room_in &= ~(1 << tier)
             self._may_drop = may_drop
         return min(pool.available(slot_bytes), count)
+
+    def _take_victims(self, tier: int, slot_bytes: int, count: int) -> None:
+        """Give up the coldest, of whatever size, until their bytes would do for `count` slots."""
+        house = self.residency
+        pool = house.pools[tier]
+        coming = house.draining_bytes[tier] - pool.clearing_bytes
+        wanted = (count - pool.available(slot_bytes)) * slot_bytes - coming
+        wanted -= self._forget_plain(tier, wanted)
+        while wanted > 0 and pool.available(slot_bytes) < count:
+            node = house.policies[tier].pop()
+            if node is None:
+                break
+            wanted -= self._give_up(node, tier, wanted)
 
     def room_is_coming(self, tier: int) -> bool:
         """Whether copies of the tier are draining now, or are being copied elsewhere: one that a
@@ -94,6 +108,7 @@ class Evictor:
         """Above a tier's high watermark, give up cold copies down to the low one. Only a durable
         tier forgets blocks ahead of need; others wait until a slower tier can take them."""
         house = self.residency
+        self.evacuations.watch()
         for tier, spec in enumerate(house.tiers):
             pool = house.pools[tier]
             staying = pool.used_bytes - house.draining_bytes[tier]
@@ -190,7 +205,7 @@ class Evictor:
             elif not elsewhere:
                 house.drain(ids, tier)
                 house.settle(ids)
-                self._durable().want(node)
+                self.write_down(node)
                 return len(ids)
         if elsewhere:
             return self._give_up_copy(ids, tier)
@@ -207,16 +222,18 @@ class Evictor:
         namespace = house.namespace_of(node)
         queued = house.bytes_moving((tier, below), Priority.DEMOTION)
         may_move = max(0, self.max_moving_bytes - queued) // namespace.block_bytes
-        absent = house.where(node.block_ids(), below, State.ABSENT)
+        ids = node.block_ids()
+        absent = house.where(ids, below, State.ABSENT)
         count = min(len(absent), may_move)
-        room = self.make_room(below, namespace.slot_bytes, count) if count else 0
+        with house.pinned([node.span]):
+            room = self.make_room(below, namespace.slot_bytes, count) if count else 0
         if len(absent) and not room:
             return 0
-        if room < len(absent):
-            cut = int(house.blocks.depth[absent[len(absent) - room]]) - node.depth
-            if cut:
-                house.queue(house.index.split(node, cut, namespace.step))
-            absent = absent[len(absent) - room :]
+        first = ids[0] if room == len(absent) else absent[len(absent) - room]
+        cut = int(house.blocks.depth[first]) - node.depth  # it may have grown by its parent
+        if cut:
+            house.queue(house.index.split(node, cut, namespace.step))
+        absent = absent[len(absent) - room :]
         slots = house.pools[below].allocate(namespace.slot_bytes, len(absent))
         ids = node.block_ids()
         house.drain(ids, tier)
@@ -244,8 +261,9 @@ class Evictor:
         self.dropped += len(ids)
         return self._give_up_copy(ids, tier)
 
-    def _durable(self) -> Durable:
+    def write_down(self, node: Node) -> None:
+        """Write the path to this node to the durable tier."""
         assert self.durable is not None, "a durable tier without its WriteDown"
-        return self.durable
+        self.durable.want(node)
 
     durable: Durable | None = None

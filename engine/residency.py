@@ -15,7 +15,9 @@ Owned by the daemon's one loop; does no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,6 +73,7 @@ class Residency:
         self.moves_of: dict[int, list[Move]] = {}
         self.num_moving = {link: [0, 0, 0] for link in self.links}
         self.draining_bytes = [0] * len(tiers)
+        self.num_draining: list[Counter[int]] = [Counter() for _ in tiers]  # by slot size
         self.promoted = [0] * len(tiers)
         self.demoted = [0] * len(tiers)
         self.evicted = [0] * len(tiers)
@@ -208,12 +211,12 @@ class Residency:
         """ready → draining: free as soon as another copy stays and nobody reads it."""
         if len(ids):
             self.blocks.change(tier, ids, State.DRAINING)
-            self.draining_bytes[tier] += self._bytes_of(ids)
+            self._count_draining(tier, ids, 1)
 
     def rescue(self, ids: Ids, tier: int) -> None:
         """draining → ready: somebody asked for it in time."""
         if len(ids):
-            self.draining_bytes[tier] -= self._bytes_of(ids)
+            self._count_draining(tier, ids, -1)
             self.blocks.change(tier, ids, State.READY)
 
     def vacate(self, ids: Ids, tier: int) -> None:
@@ -221,7 +224,7 @@ class Residency:
         if len(ids) == 0:
             return
         draining = self.where(ids, tier, State.DRAINING)
-        self.draining_bytes[tier] -= self._bytes_of(draining)
+        self._count_draining(tier, draining, -1)
         self.blocks.vacate(tier, ids, self._namespace_of_block(int(ids[0])).slot_bytes)
 
     def free_drained(self, ids: Ids) -> bool:
@@ -304,6 +307,17 @@ class Residency:
                     self.policies[tier].add(node)
             parked.clear()
 
+    @contextmanager
+    def pinned(self, spans: Sequence[Span]) -> Iterator[None]:
+        """Nothing of these blocks is given up meanwhile: room is being made for their sake."""
+        for span in spans:
+            self.blocks.leases[span] += 1
+        try:
+            yield
+        finally:
+            for span in spans:
+                self.blocks.leases[span] -= 1
+
     def unhang_tail(self, node: Node, tier: int, count: int) -> Span:
         """Take the last blocks of a leaf, whose only copies are ready in `tier`, out of the tree.
         Returns their ids, which the caller gives to `BlockTable.forget` before anybody looks."""
@@ -358,8 +372,11 @@ class Residency:
     def _namespace_of_block(self, block: int) -> Namespace:
         return self.namespaces[self.index.node_of(block).namespace]
 
-    def _bytes_of(self, ids: Ids) -> int:
-        return len(ids) * self._namespace_of_block(int(ids[0])).slot_bytes if len(ids) else 0
+    def _count_draining(self, tier: int, ids: Ids, sign: int) -> None:
+        if len(ids):
+            slot_bytes = self._namespace_of_block(int(ids[0])).slot_bytes
+            self.num_draining[tier][slot_bytes] += sign * len(ids)
+            self.draining_bytes[tier] += sign * len(ids) * slot_bytes
 
     def _next_move(self) -> int:
         self._move_serial += 1
@@ -389,6 +406,9 @@ class Residency:
                         draining += int((states == State.DRAINING).sum()) * namespace.slot_bytes
             assert used == pool.used_bytes, (self.tiers[tier].name, used, pool.used_bytes)
             assert draining == self.draining_bytes[tier]
+            by_size = self.num_draining[tier]
+            assert draining == sum(size * count for size, count in by_size.items())
+            assert min(by_size.values(), default=0) >= 0
         moving = {link: [0, 0, 0] for link in self.links}
         filling = set()
         for move in self.moves.values():

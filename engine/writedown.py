@@ -20,7 +20,7 @@ from hicache.engine.blocks import State
 from hicache.engine.evictor import Evictor
 from hicache.engine.index import Node
 from hicache.engine.plan import Priority
-from hicache.engine.residency import Namespace, Residency
+from hicache.engine.residency import Residency
 
 
 class _Progress(Enum):
@@ -79,17 +79,18 @@ class WriteDown:
             return _Progress.DONE
         house = self.residency
         namespace = house.namespace_of(node)
-        for piece in house.index.path_to(node):
+        path = house.index.path_to(node)
+        for piece in path:
             absent = house.where(piece.block_ids(), tier, State.ABSENT)
             if len(absent) == 0:
                 continue
             src = self._source(piece, tier)
             if src is None:
-                progress = self._bring_closer(namespace, piece, tier)
+                progress = self._bring_closer(path, piece, tier)
                 if progress is not _Progress.DONE:
                     return progress
                 continue
-            room = self._room(namespace, src, tier, len(absent))
+            room = self._room(path, src, tier, len(absent))
             if not room:
                 coming = self._is_saturated() or self.evictor.room_is_coming(tier)
                 return _Progress.WAITING if coming else _Progress.HOPELESS
@@ -108,15 +109,16 @@ class WriteDown:
                 return src
         return None
 
-    def _bring_closer(self, namespace: Namespace, piece: Node, tier: int) -> _Progress:
+    def _bring_closer(self, path: list[Node], piece: Node, tier: int) -> _Progress:
         """Copy a piece to a tier from which it can be written; it waits for that copy."""
         house = self.residency
+        namespace = house.namespace_of(piece)
         src = house.fastest(piece.tiers)
         for middle in range(len(house.tiers)):
             if not ((src, middle) in house.links and (middle, tier) in house.links):
                 continue
             absent = house.where(piece.block_ids(), middle, State.ABSENT)
-            room = self._room(namespace, src, middle, len(absent)) if len(absent) else 0
+            room = self._room(path, src, middle, len(absent)) if len(absent) else 0
             if room:
                 slots = house.pools[middle].allocate(namespace.slot_bytes, room)
                 house.start(namespace, absent[:room], src, middle, slots, Priority.DEMOTION)
@@ -125,12 +127,17 @@ class WriteDown:
                 return _Progress.WAITING
         return _Progress.HOPELESS
 
-    def _room(self, namespace: Namespace, src: int, dst: int, count: int) -> int:
+    def _room(self, path: list[Node], src: int, dst: int, count: int) -> int:
+        """Slots for up to `count` blocks of the path, made at the expense of others."""
         house = self.residency
+        namespace = house.namespace_of(path[0])
         queued = house.bytes_moving((src, dst), Priority.DEMOTION)
         may_move = max(0, self.evictor.max_moving_bytes - queued) // namespace.block_bytes
         count = min(count, may_move)
-        return self.evictor.make_room(dst, namespace.slot_bytes, count) if count else 0
+        if house.pools[dst].available(namespace.slot_bytes) >= count:
+            return count
+        with house.pinned([piece.span for piece in path]):
+            return self.evictor.make_room(dst, namespace.slot_bytes, count)
 
     def _is_saturated(self) -> bool:
         house = self.residency

@@ -259,7 +259,7 @@ class SlotPool:
 
     def close(self, clearing: Clearing) -> None:
         """Hand out nothing of these slabs until they are empty, and then only to the class that
-        they are emptied for, whose first slot there ends the pool's `clearing`. So does `reopen`."""
+        they are emptied for, which ends the pool's `clearing` by coming. So does `reopen`."""
         assert self.clearing is None, "two clearings at a time"
         self.clearing = clearing
         for slab in self._slabs_of(clearing):

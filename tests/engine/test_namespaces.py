@@ -150,7 +150,6 @@ def test_a_refused_giant_moves_nobody() -> None:
     assert w.tiers_of(tokens_of(1, 2)) == ["hbm", "hbm"]
 
 
-@pytest.mark.xfail(reason="victims are taken by age alone, so no slab ever becomes free as a whole")
 def test_a_second_size_gets_room_where_slabs_hold_many_slots() -> None:
     """One slab holds 16 blocks of the first size, touched in a random order: the coldest leaves are
     scattered over the slabs. Each try gives up some of them, and still places nothing."""
