@@ -29,34 +29,48 @@ RELATIVE_NOISE: Final = 0.2
 HUBER: Final = 3.0
 LEAST_NOISE_S: Final = 1e-6
 """No step is timed more finely; weights of less noise would drown the prior and the solver."""
+MAX_WRONG: Final = 5.0
+"""A prior that is off by more than this at the first step only says how the terms compare."""
 _SCALE: Final = np.array([1.0, 1e-3, 1e-6])
 """Features in requests, thousands of tokens, millions of token pairs: all near 1 in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPrior:
-    """Where a namespace starts: seconds per request, per token, per token pair."""
+    """Where a namespace starts: seconds per request, per token, per token pair.
+
+    `is_guess`: nobody has said so; nothing should be decided by it before a prefill was measured.
+    """
 
     fixed_s: float = 0.005
     per_token_s: float = 1e-4
     per_pair_s: float = 0.0
+    is_guess: bool = True
 
 
 class PrefillCost:
     """One namespace's prefill time. `num_observed` steps have been seen."""
 
     def __init__(self, prior: PrefillPrior) -> None:
-        theta = np.array([prior.fixed_s, prior.per_token_s, prior.per_pair_s]) / _SCALE
-        # The prior speaks with the weight of one observation of a 1,000-token prefill, loosely.
+        self._info = np.zeros((3, 3))
+        self._vector = np.zeros(3)
+        self._is_stale = False
+        self._is_given = not prior.is_guess
+        self.num_observed = 0
+        self._assume(np.array([prior.fixed_s, prior.per_token_s, prior.per_pair_s]) / _SCALE)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it rests on a measurement, or at least on an operator's word."""
+        return self._is_given or self.num_observed > 0
+
+    def _assume(self, theta: Vector) -> None:
+        """The prior speaks with the weight of one observation of a 1,000-token prefill, loosely."""
         spread = np.maximum(theta, 0.02 * max(theta.max(), 1e-6)) * 2.0
         self._prior_info = np.diag(1.0 / spread**2) * 0.25
         self._prior_vector = self._prior_info @ theta
-        self._info = np.zeros((3, 3))
-        self._vector = np.zeros(3)
         self._theta: Vector = theta
         self._seconds_per: list[float] = (theta * _SCALE).tolist()
-        self._is_stale = False
-        self.num_observed = 0
 
     def observe(self, num_requests: int, sum_n: float, sum_nc: float, seconds: float) -> None:
         """Learn from one step. Steps without tokens or time say nothing."""
@@ -64,6 +78,10 @@ class PrefillCost:
             return
         x = np.array([num_requests, sum_n, sum_nc]) * _SCALE
         expected = float(x @ self._solve())
+        if not self.num_observed and not 1 / MAX_WRONG < seconds / expected < MAX_WRONG:
+            # Another kind of machine: the prior's shape is kept, not its size.
+            self._assume(self._theta * (seconds / expected))
+            expected = seconds
         scale = RELATIVE_NOISE * (max(expected, 0.25 * seconds) if self.num_observed else seconds)
         scale = max(scale, LEAST_NOISE_S)
         surprise = abs(seconds - expected) / scale

@@ -72,10 +72,12 @@ class Fetching:
             missing = np.flatnonzero(mapped == NO_TIER)
             missing = missing[missing >= lease.unplaced]
             self._place(lease, missing, None)
+            while lease.unplaced < len(lease.ids) and not self.residency.moves:
+                # Nothing else will make room any more: the lease's own end must.
+                self._shorten(lease)
+                missing = missing[(missing >= lease.unplaced) & (missing < len(lease.ids))]
+                self._place(lease, missing, None)
             if lease.unplaced >= len(lease.ids):
-                self.unplaced.pop(lease.id, None)
-            elif not self.residency.moves:  # nothing will make room any more
-                lease.failed_at = min(lease.failed_at, lease.unplaced)
                 self.unplaced.pop(lease.id, None)
 
     def came(self, move: Move, ok: bool, leases: dict[int, Lease]) -> list[Lease]:
@@ -138,6 +140,13 @@ class Fetching:
                 slots = house.blocks.slot[tier][ids[first:last]]
                 runs.append(ReadyRun(first, house.tiers[tier].name, slots))
         return runs
+
+    def _shorten(self, lease: Lease) -> None:
+        """A prompt larger than the memory it is to be read from: half of what is not placed yet is
+        given up at the end, so that its copies there can make room for the front."""
+        kept = lease.unplaced + (len(lease.ids) - lease.unplaced) // 2
+        self.residency.leases.shorten(lease, kept)
+        self.residency.unpark()
 
     def _place(self, lease: Lease, missing: Positions, deadline_s: float | None) -> None:
         """Wait for the lease's `missing` positions: join moves under way, start the others."""

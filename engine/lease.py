@@ -95,6 +95,13 @@ class LeaseBook:
                 self.blocks.leases[span] -= 1
         return lease
 
+    def shorten(self, lease: Lease, num_blocks: int) -> None:
+        """Unpin all but the first blocks of a lease."""
+        self.blocks.leases[lease.ids[num_blocks:]] -= 1
+        lease.ids = lease.ids[:num_blocks]
+        lease.spans = [lease.ids]
+        lease.failed_at = min(lease.failed_at, num_blocks)
+
     def expired(self, now_s: float) -> tuple[list[int], list[int]]:
         """Ids of leases and of tickets past their time."""
         return (

@@ -61,6 +61,7 @@ class Matching:
         kept = _slice_runs(runs, event.skip_blocks, min(hit_blocks, loadable))
         hop = event.hop_bytes_per_s
         hop_s = 1.0 / hop if hop else self.estimates.hop_s_per_byte[event.namespace]
+        prefill = self.estimates.prefill[event.namespace]
         decision = self.planner.decide(
             Hit(
                 num_tokens,
@@ -68,7 +69,8 @@ class Matching:
                 min(event.skip_blocks * namespace.block_tokens, num_tokens),
                 kept,
                 self._reload_seconds(namespace, kept, hop_s),
-                self.estimates.prefill[event.namespace].seconds,
+                prefill.seconds,
+                prefill.is_known,
             )
         )
         self.ledger.decided(decision.name, decision.reason)

@@ -23,6 +23,7 @@ from hicache.engine.plan import Decision, DecisionName, TierRun
 
 _WHY_RELOAD = {
     "mode": "because the planner's mode is always_reload",
+    "unmeasured": "since no prefill of this model has been measured yet",
     "exploration": "to keep the estimates alive, although recomputing looked no slower",
 }
 _WHY_RECOMPUTE = {
@@ -49,6 +50,8 @@ class Hit:
     """What there is to decide on. `reload_s[k]`: expected seconds until the first k+1 runs are in
     the engine; `prefill_s(n, c)`: expected seconds to prefill n tokens on context c.
 
+    `is_measured` is False while `prefill_s` is only a guess: then there is nothing to compare with,
+    and a hit is reloaded, which also brings the first measurement of the reload.
     `skipped_tokens` at the front are in the engine already; runs begin after them.
     """
 
@@ -58,6 +61,7 @@ class Hit:
     runs: Sequence[TierRun]
     reload_s: Sequence[float]
     prefill_s: Callable[[float, float], float]
+    is_measured: bool = True
 
 
 class _Cut(NamedTuple):
@@ -92,16 +96,19 @@ class Planner:
                 recompute_s,
             )
         mode = self.settings.mode
+        takes_all = mode == "always_reload" or not hit.is_measured
         best = _Cut(0, 0, float("inf"), 0.0)
         for number, run in enumerate(hit.runs):
             context += run.num_blocks * hit.block_tokens
             prefill_s = hit.prefill_s(hit.prompt_tokens - context, context)
-            if hit.reload_s[number] + prefill_s < best.total_s or mode == "always_reload":
+            if hit.reload_s[number] + prefill_s < best.total_s or takes_all:
                 best = _Cut(number, context, hit.reload_s[number] + prefill_s, prefill_s)
         if mode == "always_reload":
             return self._reload(hit, best, recompute_s, "mode")
         if mode == "always_recompute":
             return self._recompute(hit, best, recompute_s, "mode")
+        if not hit.is_measured:
+            return self._reload(hit, best, recompute_s, "unmeasured")
         if best.total_s < recompute_s * (1.0 - self.settings.recompute_band):
             return self._reload(hit, best, recompute_s, "faster")
         if self.settings.exploration and self._rng() < self.settings.exploration:

@@ -87,6 +87,7 @@ def engine_settings(config: Config) -> EngineSettings:
             default.fixed_s if planner.prior_fixed_s is None else planner.prior_fixed_s,
             default.per_token_s if planner.prior_per_token_s is None else planner.prior_per_token_s,
             planner.prior_per_token_squared_s or default.per_pair_s,
+            is_guess=planner.prior_per_token_s is None,
         ),
         max_moving_bytes=min(config.limits.max_queued_bytes, 256 << 20),
     )
