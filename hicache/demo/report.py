@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
@@ -69,7 +71,7 @@ class Report:
         self._console.print(_turns(result))
         self._console.print(_tiers(result))
         for line in _conclusions(result):
-            self._console.print(line, highlight=False)
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def _end_phase(self) -> None:
         if self._status is not None:
@@ -100,15 +102,20 @@ def as_data(result: Result) -> dict[str, Any]:
     }
 
 
+def _table(title: str, *columns: str, left: Collection[str]) -> Table:
+    """Narrow enough for 80 columns."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
+
+
 def _turns(result: Result) -> Table:
-    table = Table(title="turns", title_justify="left")
-    for column in ("agent", "turn", "prompt", *TIERS, "decision", "TTFT", "without", "", "outputs"):
-        side = "left" if column in ("agent", "decision", "outputs") else "right"
-        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    columns = ("turn", "prompt", *TIERS, "decision", "TTFT", "without", "faster", "outputs")
+    table = _table("turns", *columns, left=("turn", "decision", "outputs"))
     for turn in result.turns:
         table.add_row(
-            turn.agent,
-            str(turn.turn),
+            f"{turn.agent} {turn.turn}",
             f"{turn.prompt_tokens:,}",
             *(f"{turn.hit_tokens[tier]:,}" if turn.hit_tokens[tier] else "–" for tier in TIERS),
             turn.decision,
@@ -121,20 +128,15 @@ def _turns(result: Result) -> Table:
 
 
 def _tiers(result: Result) -> Table:
-    """The counters of both lives of the daemon added up; blocks and bytes as they are now."""
-    table = Table(title="tiers", title_justify="left")
-    table.add_column("tier")
-    table.add_column("medium")
-    for column in ("capacity", "used", "blocks", *_COUNTERS.values()):
-        table.add_column(column, justify="right")
+    """The counters of both lives of the daemon added up; bytes as they are now."""
+    columns = ("tier", "medium", "used / MiB", *_COUNTERS.values())
+    table = _table("tiers", *columns, left=("tier", "medium"))
     lives = [{row["name"]: row for row in stats["tiers"]} for stats in result.stats]
     for name, row in lives[-1].items():
         table.add_row(
             name,
             row["medium"],
-            f"{row['capacity_bytes'] / 2**20:,.0f} MiB",
-            f"{row['used_bytes'] / 2**20:,.0f} MiB",
-            f"{row['blocks']:,}",
+            f"{row['used_bytes'] / 2**20:,.0f} / {row['capacity_bytes'] / 2**20:,.0f}",
             *(f"{sum(life[name][counter] for life in lives):,}" for counter in _COUNTERS),
         )
     return table
