@@ -104,7 +104,9 @@ def as_data(result: Result) -> dict[str, Any]:
 
 def _table(title: str, *columns: str, left: Collection[str]) -> Table:
     """Narrow enough for 80 columns."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right")
     return table
@@ -112,15 +114,19 @@ def _table(title: str, *columns: str, left: Collection[str]) -> Table:
 
 def _turns(result: Result) -> Table:
     columns = ("turn", "prompt", *TIERS, "decision", "TTFT", "without", "faster", "outputs")
-    table = _table("turns", *columns, left=("turn", "decision", "outputs"))
+    table = _table(
+        "turns (tokens, and seconds to the first one)",
+        *columns,
+        left=("turn", "decision", "outputs"),
+    )
     for turn in result.turns:
         table.add_row(
             f"{turn.agent} {turn.turn}",
             f"{turn.prompt_tokens:,}",
             *(f"{turn.hit_tokens[tier]:,}" if turn.hit_tokens[tier] else "–" for tier in TIERS),
             turn.decision,
-            f"{turn.ttft_s:.2f} s",
-            f"{turn.ttft_without_s:.2f} s",
+            f"{turn.ttft_s:.2f}",
+            f"{turn.ttft_without_s:.2f}",
             f"{turn.speedup:.1f}×",
             _equal(turn.outputs_equal),
         )
