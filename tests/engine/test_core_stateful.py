@@ -45,6 +45,8 @@ class EngineMachine(RuleBasedStateMachine):
     tiers: Sequence[tuple[str, int, bool, bool]] = THREE_TIERS
     policy = "write_back"
     num_namespaces = 1
+    slab_bytes = BLOCK_BYTES
+    prompts_at_start = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,6 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.world = World(
             self.tiers,
             EngineSettings(write_policy=self.policy, planner=reload),  # type: ignore[arg-type]
+            self.slab_bytes,
         )
         if self.num_namespaces > 1:
             self.world.open(OTHER_DIGEST, 2 * BLOCK_BYTES)
@@ -60,6 +63,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.leases: dict[int, tuple[bytes, int, int]] = {}
         self.got: dict[int, set[int]] = {}
         self.down: set[str] = set()
+        for number in range(self.prompts_at_start):
+            tokens = tokens_of(number % 3, number // 3 % 3, 2, number // 9)
+            self.world.store(tokens)
+            self.world.finish_all()
+            self.committed.update(self.keys(tokens, 0))
 
     def keys(self, tokens: bytes, namespace: int) -> list[bytes]:
         return keys_of(tokens, self.world.digests[namespace])
@@ -210,7 +218,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(num_bytes=st.integers(1, 10**9), seconds=st.floats(1e-6, 10.0), data=st.data())
     def measured(self, num_bytes: int, seconds: float, data: st.DataObject) -> None:
         if len(self.tiers) > 1:
-            self.world.do(p.LinkMeasured("hbm", "dram", num_bytes, seconds))
+            first, second = self.tiers[0][0], self.tiers[1][0]
+            self.world.do(p.LinkMeasured(first, second, num_bytes, seconds))
         self.world.do(p.Observe(0, 1, num_bytes % 4096, num_bytes, seconds))
         if self.leases:
             lease = data.draw(st.sampled_from(sorted(self.leases)))
@@ -266,6 +275,22 @@ class TwoSizesMachine(EngineMachine):
     num_namespaces = 2
 
 
+class TwoSizesInSlabsMachine(EngineMachine):
+    """As before, several slots to a slab, and full of the first size at the start: the second gets
+    room by evacuations only."""
+
+    num_namespaces = 2
+    prompts_at_start = 24
+    slab_bytes = 4 * BLOCK_BYTES
+    tiers = (("dram", 12, True, False), ("disk", 64, False, True))
+
+
+class TwoSizesInMemoryMachine(TwoSizesInSlabsMachine):
+    """Nothing durable below: evacuated blocks are forgotten with all that hangs below them."""
+
+    tiers = (("hbm", 8, False, False), ("dram", 12, True, False))
+
+
 MACHINES = [
     EngineMachine,
     WriteThroughMachine,
@@ -273,6 +298,8 @@ MACHINES = [
     UnmappedHbmMachine,
     OneTierMachine,
     TwoSizesMachine,
+    TwoSizesInSlabsMachine,
+    TwoSizesInMemoryMachine,
 ]
 
 
