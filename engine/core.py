@@ -336,8 +336,7 @@ class CacheEngine:
         return p.Arrivals({}, leases, self.storing.durable_now(), bool(leases or tickets))
 
     def _flush(self, event: p.Flush) -> int:
-        if not self.writedown.pending and not self.residency.moves:
-            self.writedown.want_all()
+        self.writedown.flush()
         self._make_progress()
         return len(self.writedown.pending) + len(self.residency.moves)
 

@@ -261,6 +261,24 @@ class Evictor:
         self.dropped += len(ids)
         return self._give_up_copy(ids, tier)
 
+    def forget(self, leaf: Node, count: int) -> None:
+        """Forget the last blocks of a childless node wherever they are. Nobody leases or moves
+        them."""
+        house = self.residency
+        namespace = house.namespace_of(leaf)
+        if count < len(leaf):
+            house.queue(house.index.split(leaf, len(leaf) - count, namespace.step))
+        ids = leaf.block_ids()
+        self.dropped += len(ids)
+        for tier, spec in enumerate(house.tiers):
+            copies = ids[house.blocks.tags[ids] >> tier & 1 == 1]
+            if spec.durable and house.is_up(tier) and len(copies):
+                house.start_giving_up(namespace, house.where(copies, tier, State.READY), tier)
+            else:
+                house.vacate(copies, tier)
+                house.evicted[tier] += len(copies)
+        house.settle(ids)
+
     def write_down(self, node: Node) -> None:
         """Write the path to this node to the durable tier."""
         assert self.durable is not None, "a durable tier without its WriteDown"

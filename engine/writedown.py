@@ -8,6 +8,9 @@ blocks held only in a tier without a link to the durable one are first copied to
     dram        [ B ][ C ]           2. A, B, C go to disk in this order
     disk
 
+A path larger than the memory it has to pass through would wait for itself: its front for room in
+dram, its end in dram for its front to be written. Then the end is forgotten, leaves first.
+
 Moves of one link and priority keep their order, so an ancestor handed over first is written first.
 Owned by the daemon's one loop.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 from enum import Enum
 
 from hicache.engine.blocks import State
-from hicache.engine.evictor import Evictor
+from hicache.engine.evictor import MIN_VICTIMS, Evictor
 from hicache.engine.index import Node
 from hicache.engine.plan import Priority
 from hicache.engine.residency import Residency
@@ -36,6 +39,7 @@ class WriteDown:
         self.residency = residency
         self.evictor = evictor
         self.pending: dict[Node, None] = {}
+        self.is_flushing = False
         durable = [number for number, tier in enumerate(residency.tiers) if tier.durable]
         self.tier = durable[0] if durable else None
 
@@ -44,10 +48,21 @@ class WriteDown:
         if self.tier is not None:
             self.pending[node] = None
 
-    def want_all(self) -> None:
-        """Everything that the durable tier lacks (a clean stop)."""
+    def flush(self) -> int:
+        """Write everything that the durable tier lacks (a clean stop). Returns how many paths are
+        pending; wanted once, until it is 0: where the tier is too small for all, what it gives up
+        for others is not wanted again."""
         if self.tier is None:
-            return
+            return 0
+        if not self.is_flushing:
+            self._want_all()
+        self.is_flushing = True
+        self.advance()
+        if not self.pending and not self.residency.moves:
+            self.is_flushing = False
+        return len(self.pending)
+
+    def _want_all(self) -> None:
         for namespace in self.residency.namespaces:
             for node in self.residency.index.subtree(namespace.root):
                 if not node.children and not node.is_root:
@@ -61,6 +76,12 @@ class WriteDown:
             for node in list(self.pending):
                 self._give_up_on(node)
             return
+        self._advance_all()
+        while self.pending and self._is_stuck():
+            self._sacrifice(next(reversed(self.pending)))
+            self._advance_all()
+
+    def _advance_all(self) -> None:
         for node in list(self.pending):
             if node not in self.pending:
                 continue
@@ -71,6 +92,26 @@ class WriteDown:
                 self._give_up_on(node)
             elif self._is_saturated():
                 return
+
+    def _is_stuck(self) -> bool:
+        """Nothing moves and nobody holds anything, so no news will ever come: the front of a path
+        waits for room that its own end has, and its end may not be written before the front."""
+        house = self.residency
+        return not (house.moves or house.leases.leases or house.leases.tickets)
+
+    def _sacrifice(self, node: Node) -> None:
+        """Forget the last blocks of a path that is larger than the memory it has to pass through.
+        A path that only was to be written early loses nothing: it is not written now."""
+        house = self.residency
+        if node.parent is None or not (self.is_flushing or any(house.draining_bytes)):
+            self.pending.pop(node, None)
+            return
+        leaf = node
+        while leaf.children:
+            leaf = next(iter(leaf.children.values()))
+        self.evictor.forget(leaf, MIN_VICTIMS)
+        if not leaf.parent and leaf is node:
+            self.pending.pop(node, None)
 
     def _advance(self, node: Node) -> _Progress:
         tier = self.tier

@@ -584,3 +584,23 @@ def test_a_lone_tier_is_used_to_the_last_slot() -> None:
     w.store(tokens_of(9))
     assert w.tiers_of(tokens_of(9)) == ["dram"]
     assert w.tiers_of(tokens_of(0)) == []
+
+
+def test_a_path_larger_than_the_memory_it_passes_through() -> None:
+    """1. A path fills hbm and dram, and dram is to be emptied: its blocks drain towards the disk.
+    2. They may not be written before their ancestors, which are only in hbm.
+    3. The ancestors need a slot in dram, and all of dram drains: nothing moves, for ever.
+    4. The end of the path is forgotten, and what is left gets through; a flush ends.
+    """
+    world = World((("hbm", 8, True, False), ("dram", 8, True, False), ("disk", 16, False, True)))
+    for number in range(24):
+        world.store(tokens_of(number % 3, number // 3 % 3, 2, number // 9))
+        world.finish_all()
+    assert not any(world.engine.residency.draining_bytes), "something drains for ever"
+    for _ in range(100):
+        if not world.do(p.Flush(world.now_s)):
+            break
+        world.finish_all()
+    else:
+        raise AssertionError("the flush never ends")
+    assert world.store(tokens_of(7, 8, 9)).ticket
