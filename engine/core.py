@@ -94,10 +94,20 @@ class CacheEngine:
 
     def handle(self, event: p.Event[p.Answer]) -> p.Plan[p.Answer]:
         """Apply one event. Raises UnknownLease or UnknownTicket, having changed nothing."""
+        self.matching.settle()
         answer = self._handlers[type(event)](event)
         moves, self.residency.outbox = self.residency.outbox, []
         cancel, self._cancel = self._cancel, []
         return p.Plan(cast(p.Answer, answer), moves, cancel)
+
+    def catch_up(self) -> p.Plan[None] | None:
+        """Bookkeeping that the last answer did not have to wait for. The daemon calls it once the
+        answer is sent; `handle` begins with it in any case. Returns the moves it led to, if any."""
+        self.matching.settle()
+        if not self.residency.outbox:
+            return None
+        moves, self.residency.outbox = self.residency.outbox, []
+        return p.Plan(None, moves)
 
     def identify(self, moves: Iterable[p.Move]) -> None:
         """Fill in `identity` of moves that touch a durable tier, just before they leave."""
@@ -363,5 +373,6 @@ class CacheEngine:
 
     def validate(self) -> None:
         """Recompute every counter from the ground. AssertionError tells what differs."""
+        self.matching.settle()
         self.residency.validate()
         self.evictor.evacuations.validate()

@@ -30,8 +30,20 @@ class Estimates:
     hop_s_per_byte: list[float] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Unsettled:
+    """An answered match whose bookkeeping is still to be done."""
+
+    event: p.Match
+    path: Path
+    lease_id: int
+    runs: tuple[p.TierRun, ...]
+    decision: p.Decision
+
+
 class Matching:
-    """Answers Match."""
+    """Answers Match. The answer leaves first: opening its lease and noting the use of its path
+    are done by `settle`, which comes before anything else happens here."""
 
     def __init__(
         self,
@@ -48,13 +60,16 @@ class Matching:
         self.writedown = writedown
         self.ledger = ledger
         self.settings = settings
+        self._unsettled: _Unsettled | None = None
 
     def match(self, event: p.Match) -> p.Matched:
         house = self.residency
         namespace = house.namespaces[event.namespace]
         num_tokens = len(event.tokens) // 4
         path = house.index.match(namespace.root, event.tokens, namespace.step)
-        if path.num_blocks and self._touch(path, namespace, event.now_s):
+        if any(node.leaving for node in path.nodes):  # what is leaving may be needed: rescue it
+            house.index.cut(path, namespace.step)
+            house.touch(path, event.now_s)
             path = house.index.match(namespace.root, event.tokens, namespace.step)
         runs, hit_blocks = self.runs(path)
         loadable = max(0, (num_tokens - 1) // namespace.block_tokens)
@@ -74,46 +89,50 @@ class Matching:
             )
         )
         self.ledger.decided(decision.name, decision.reason)
-        lease_id = 0
-        if decision.reload_blocks:
-            first, last = event.skip_blocks, event.skip_blocks + decision.reload_blocks
-            ids = path.ids()[first:last]
-            spans = path.spans(first, last)
-            lease_id = house.leases.next_id()
-            expires_s = event.now_s + event.ttl_s
-            lease = Lease(
-                lease_id,
-                event.owner,
-                event.namespace,
-                ids,
-                spans,
-                expires_s,
-                tuple(kept),
-                decision,
-            )
-            lease.failed_at = len(ids)
-            house.leases.open(lease)
+        lease_id = house.leases.next_id() if decision.reload_blocks else 0
+        if path.num_blocks:
+            self._unsettled = _Unsettled(event, path, lease_id, tuple(kept), decision)
         return p.Matched(lease_id, tuple(runs), hit_blocks, decision)
 
-    def _touch(self, path: Path, namespace: Namespace, now_s: float) -> bool:
-        """The path is used: youngest, one hit more, written down if that makes it worth it.
-
-        Returns whether the tree's nodes may have changed under the path."""
+    def settle(self) -> None:
+        """Do what the last answer promised: open its lease, and note that its path was used."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None:
+            return
+        event, path, decision = unsettled.event, unsettled.path, unsettled.decision
         house = self.residency
+        namespace = house.namespaces[event.namespace]
         house.index.cut(path, namespace.step)
+        if unsettled.lease_id:
+            first, last = event.skip_blocks, event.skip_blocks + decision.reload_blocks
+            lease = Lease(
+                unsettled.lease_id,
+                event.owner,
+                event.namespace,
+                path.ids()[first:last],
+                path.spans(first, last),
+                event.now_s + event.ttl_s,
+                unsettled.runs,
+                decision,
+            )
+            lease.failed_at = len(lease.ids)
+            house.leases.open(lease)
+        self._touch(path, namespace, event.now_s)
+
+    def _touch(self, path: Path, namespace: Namespace, now_s: float) -> None:
+        """The path is used: youngest, one hit more, written down if that makes it worth it."""
+        house = self.residency
         hits = house.blocks.hits
-        for span in path.spans(0, path.num_blocks):
-            hits[span] += 1
+        for node in path.nodes:
+            hits[node.span] += 1
         last = path.nodes[-1]
-        is_stale = house.touch(path, now_s)
+        house.touch(path, now_s)
         durable = self.writedown.tier
         if self.settings.write_policy == "write_through_selective" and durable is not None:
             wanted = last.tiers and not last.tiers >> durable & 1
             if wanted and hits[int(last.block_ids()[0])] >= self.settings.selective_hits:
                 self.writedown.want(last)
                 self.writedown.advance()
-                return True
-        return is_stale
 
     def runs(self, path: Path) -> tuple[list[p.TierRun], int]:
         """The readable prefix of a path, grouped by each block's fastest tier."""
@@ -134,7 +153,9 @@ class Matching:
             else:
                 while position < len(bits) and bits[position] == alike:
                     position += 1
-                count = sum(map(len, path.nodes[start:position]))
+                count = sum([node.num_blocks for node in path.nodes[start:position]])
+                if position == len(bits) and path.partial:
+                    count += path.partial - path.nodes[-1].num_blocks
             total += count
             if runs and runs[-1].tier == house.tiers[tier].name:
                 runs[-1].num_blocks += count

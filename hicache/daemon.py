@@ -105,6 +105,7 @@ class Daemon:
         self._poller.register(self.mover.fileno(), zmq.POLLIN)
         self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
         self._watched: set[int] = set()
+        self._news_s = self.started_s
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -145,6 +146,7 @@ class Daemon:
     def _turn(self, wait_s: float) -> None:
         """One poll, and everything that was ready."""
         events = dict(self._poller.poll(math.ceil(wait_s * 1000)))
+        self._news_s = time.monotonic()
         if self.mover.fileno() in events:
             self._take_news(self.mover.on_readable(time.monotonic()))
         for pidfd in self._watched & events.keys():
@@ -157,6 +159,7 @@ class Daemon:
             self._doorkeeper.answer()
         if self._router in events:
             self._serve_requests()
+            self._await_the_next()
         if self._wants_reload:
             self._wants_reload = False
             self._reload_or_complain()
@@ -223,6 +226,19 @@ class Daemon:
             if not int(router.get(zmq.EVENTS)) & _READABLE:
                 return  # asked, since an exception for "nothing there" costs more than a request
 
+    def _await_the_next(self) -> None:
+        """An inference engine's requests come in rows (match, fetch, release). Looking for the next
+        one a little while, before going to sleep, saves each of them the wake-up of this process:
+        a third of a match's round trip."""
+        router, busy_poll_s = self._router, self.config.socket.busy_poll_s
+        give_up_s = time.monotonic() + busy_poll_s
+        while (now_s := time.monotonic()) < give_up_s and not self._is_stopping:
+            if int(router.get(zmq.EVENTS)) & _READABLE:
+                self._serve_requests()
+                if now_s - self._news_s > TICK_S / 10:
+                    return  # workers and timers get their turn
+                give_up_s = time.monotonic() + busy_poll_s
+
     def _serve(self, routing_id: bytes, frames: Sequence[zmq.Frame]) -> None:
         """One request, one reply: nothing that a peer sends gets past here as an exception."""
         peer = Peer(routing_id, 0)
@@ -245,6 +261,9 @@ class Daemon:
             pid = _peer_pid(frames[0]) if request.op == "hello" and self._is_ipc else 0
             parts = [frame.buffer for frame in frames[1:]]
             self.service.handle(Asked(peer, request, parts, pid, now_s))
+            plan = self.engine.catch_up()
+            if plan is not None:
+                self._dispatch(plan)
         except WireError as error:
             self.service.errors[error.code] += 1
             request_id = peer.request_id or error.request_id

@@ -41,6 +41,13 @@ class SocketConfig(Section):
     hwm: int = Field(
         default=1000, ge=1, description="Messages kept per peer before new ones are dropped."
     )
+    busy_poll_s: Seconds = Field(
+        default=0.0003,
+        validation_alias="busy_poll",
+        le=0.1,
+        description="After a request, look for the next one so long before sleeping; 0 saves a "
+        "little processor time and costs each request of a row a wake-up.",
+    )
     curve_secret_key_file: FilePath | None = Field(
         default=None, description="The daemon's CURVE key pair, for tcp:// beyond this machine."
     )

@@ -73,8 +73,10 @@ class World:
     def do(self, event: p.Event[A]) -> A:
         """Handle an event, take its moves, check every invariant."""
         plan = self.engine.handle(event)
-        self.engine.identify(plan.moves)
-        for move in plan.moves:
+        later = self.engine.catch_up()
+        moves = plan.moves + (later.moves if later else [])
+        self.engine.identify(moves)
+        for move in moves:
             self.in_flight[move.id] = move
         if isinstance(plan.answer, p.Arrivals):
             for lease, runs in plan.answer.arrived.items():
