@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -260,11 +261,22 @@ _DECISION_FIELDS: Final = (
     ("recompute_s", float),
 )
 _MATCH_FIELDS: Final = (("lease", int), ("hit_blocks", int), ("runs", list), ("decision", dict))
+_MATCH_TYPES: Final = (int, int, list, *(kind for _, kind in _DECISION_FIELDS))
+_pick_match = itemgetter("lease", "hit_blocks", "runs")
+_pick_decision = itemgetter(*(name for name, _ in _DECISION_FIELDS))
 
 
 def read_match(reply: Mapping[str, Any], session: bytes) -> Match:
-    lease, hit_blocks, runs, fields = _read(reply, _MATCH_FIELDS)
-    decision = Decision(*_read(fields, _DECISION_FIELDS))
+    try:
+        values = [*_pick_match(reply), *_pick_decision(reply["decision"])]
+    except (KeyError, TypeError):
+        values = []
+    if tuple(map(type, values)) != _MATCH_TYPES or min(values[0], values[1], values[4]) < 0:
+        # Something is not as usual: field by field, to say what, or to take an int for a float.
+        lease, hit_blocks, runs, fields = _read(reply, _MATCH_FIELDS)
+        values = [lease, hit_blocks, runs, *_read(fields, _DECISION_FIELDS)]
+    lease, hit_blocks, runs = values[:3]
+    decision = Decision(*values[3:])
     if decision.name not in _DECISIONS:
         raise WireError("malformed", f"decision: {decision.name[:40]!r} is not known")
     if decision.reload_blocks > hit_blocks:

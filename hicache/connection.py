@@ -219,10 +219,10 @@ class Connection:
             "id": request_id,
             "sent_s": now_s,
             "deadline_s": min(3600.0, max(0.001, (deadline_s - now_s) * TOLD_SHARE)),
-            **body,
         }
         if greeting is not None:
             head["s"] = greeting.session
+        head.update(body)
         await self._port.send([pack(head), *parts], deadline_s)
         if is_awaited:  # after sending, which may have closed a broken connection first
             mailbox.expect(request_id)

@@ -219,8 +219,8 @@ class Daemon:
         router = self._router
         for _ in range(MAX_DRAIN):
             routing_id = router.recv(zmq.NOBLOCK)
-            frames = []
-            while router.rcvmore:
+            frames = [router.recv(zmq.NOBLOCK, copy=False)]
+            while frames[-1].more:
                 frames.append(router.recv(zmq.NOBLOCK, copy=False))
             self._serve(routing_id, frames)
             if not int(router.get(zmq.EVENTS)) & _READABLE:

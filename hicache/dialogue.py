@@ -53,12 +53,13 @@ class Dialogue:
     ) -> Match:
         packed = encode_tokens(tokens)
         started_s = time.monotonic()
-        body = {
-            "request": request,
-            "tokens": packed,
-            "skip_blocks": skip_blocks,
-            "hop_bytes_per_s": hop_bytes_per_s,
-        }
+        body: dict[str, Any] = {"tokens": packed}
+        if request:
+            body["request"] = request
+        if skip_blocks:
+            body["skip_blocks"] = skip_blocks
+        if hop_bytes_per_s:
+            body["hop_bytes_per_s"] = hop_bytes_per_s
         try:
             self._connection.begin(started_s)
             deadline_s = started_s + self._connection.timeouts.call_s
