@@ -51,6 +51,8 @@ class _Link:
 class AsyncChannel:
     """The port of an event loop."""
 
+    ask_at_once = None
+
     def __init__(
         self, endpoint: str, max_part_bytes: int = 0, curve: CurveKeys | None = None
     ) -> None:

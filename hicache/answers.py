@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,7 @@ TRANSPORTS: Final = ("arena", "frames")
 _DECISIONS: Final = ("reload", "partial", "recompute")
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """How much of a hit to reload, and why. Seconds are the daemon's expectations.
 
     `name` is reload, partial or recompute; `reason` a short word for statistics; `sentence` the
@@ -43,7 +42,7 @@ class Decision:
     recompute_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Match:
     """What the cache holds of a prompt, from its first block on.
 
@@ -276,7 +275,7 @@ def read_match(reply: Mapping[str, Any], session: bytes) -> Match:
         lease, hit_blocks, runs, fields = _read(reply, _MATCH_FIELDS)
         values = [lease, hit_blocks, runs, *_read(fields, _DECISION_FIELDS)]
     lease, hit_blocks, runs = values[:3]
-    decision = Decision(*values[3:])
+    decision = Decision._make(values[3:])
     if decision.name not in _DECISIONS:
         raise WireError("malformed", f"decision: {decision.name[:40]!r} is not known")
     if decision.reload_blocks > hit_blocks:
@@ -284,7 +283,9 @@ def read_match(reply: Mapping[str, Any], session: bytes) -> Match:
     for run in runs:
         if type(run) is not list or len(run) != 2 or (type(run[0]), type(run[1])) != (str, int):
             raise WireError("malformed", "runs: each must be [tier, n]")
-    return Match(lease, hit_blocks, tuple(map(tuple, runs)), decision, True, session)
+    return Match(
+        lease, hit_blocks, tuple([(run[0], run[1]) for run in runs]), decision, True, session
+    )
 
 
 def read_runs(

@@ -78,12 +78,19 @@ class Held(DaemonAbsent):
     """Not even tried: the circuit breaker is open."""
 
 
+AskAtOnce = Callable[[bytes, int, float], tuple[bool, Reply | None]]
+
+
 class Port(Protocol):
     """What `hicache.dialogue` needs of a channel; the blocking one never suspends."""
 
     mailbox: Mailbox
     has_parts: bool
     """Whether replies may have parts behind their map (the transport `frames`)."""
+
+    @property
+    def ask_at_once(self) -> AskAtOnce | None:
+        """A short cut for one request and its one reply, where there is one."""
 
     @property
     def connected(self) -> bool: ...
@@ -301,6 +308,31 @@ class Channel:
         except zmq.Again:
             self._hang_up(self._gone())
             raise absent(self.endpoint) from None
+
+    def ask_at_once(
+        self, request: bytes, request_id: int, deadline_s: float
+    ) -> tuple[bool, Reply | None]:
+        """The plain case, without a step too many: a sound connection, one request, and its one
+        reply next on it. Returns whether the request was sent, and the reply; without it, `send`
+        or `receive` take over, which know what to do about everything else."""
+        socket = self._socket
+        if socket is None or self.has_parts or deadline_s - time.monotonic() < _SLICE_S:
+            return False, None
+        try:
+            socket.send(request, _NOBLOCK)
+        except zmq.ZMQError:
+            return False, None
+        try:
+            reply = decode_reply(socket.recv())
+        except zmq.Again:  # not within a slice of time
+            return True, None
+        except WireError as error:
+            self._hang_up(f"the daemon answered garbage: {error}")
+            return True, None
+        if reply["id"] != request_id:
+            self.mailbox.deliver(reply, [])
+            return True, None
+        return True, reply
 
     async def receive(self, request_id: int, deadline_s: float) -> tuple[Reply, list[Part]]:
         while (answer := self.mailbox.take(request_id)) is None:

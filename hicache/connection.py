@@ -187,8 +187,20 @@ class Connection:
         parts: Sequence[Part] = (),
     ) -> tuple[Reply, list[Part]]:
         """One request and its one reply. Raises TROUBLE."""
-        request_id = await self.send(op, body, deadline_s, greeting, parts)
         mailbox = self._port.mailbox
+        ask_at_once = self._port.ask_at_once
+        if ask_at_once is None or parts or mailbox.late:
+            request_id = await self.send(op, body, deadline_s, greeting, parts)
+        else:
+            request_id = next(self._ids)
+            request = pack(self._head(op, request_id, body, deadline_s, greeting))
+            was_sent, reply = ask_at_once(request, request_id, deadline_s)
+            if reply is not None:
+                return self._accepted(reply, greeting), []
+            if was_sent:
+                mailbox.expect(request_id)
+            else:
+                request_id = await self.send(op, body, deadline_s, greeting, parts)
         try:
             return await self.answer(request_id, deadline_s, greeting)
         except DaemonError:
@@ -213,6 +225,21 @@ class Connection:
         if mailbox.late:
             await self._clean_up()
         request_id = next(self._ids)
+        head = self._head(op, request_id, body, deadline_s, greeting)
+        await self._port.send([pack(head), *parts], deadline_s)
+        if is_awaited:  # after sending, which may have closed a broken connection first
+            mailbox.expect(request_id)
+        return request_id
+
+    def _head(
+        self,
+        op: str,
+        request_id: int,
+        body: Mapping[str, Any],
+        deadline_s: float,
+        greeting: Greeting | None,
+    ) -> dict[str, Any]:
+        """A request's map."""
         now_s = time.monotonic()
         head: dict[str, Any] = {
             "op": op,
@@ -223,10 +250,7 @@ class Connection:
         if greeting is not None:
             head["s"] = greeting.session
         head.update(body)
-        await self._port.send([pack(head), *parts], deadline_s)
-        if is_awaited:  # after sending, which may have closed a broken connection first
-            mailbox.expect(request_id)
-        return request_id
+        return head
 
     async def post(
         self, op: str, body: Mapping[str, Any], deadline_s: float, greeting: Greeting
@@ -239,11 +263,15 @@ class Connection:
         self, request_id: int, deadline_s: float, greeting: Greeting | None
     ) -> tuple[Reply, list[Part]]:
         reply, parts = await self._port.receive(request_id, deadline_s)
+        return self._accepted(reply, greeting), parts
+
+    def _accepted(self, reply: Reply, greeting: Greeting | None) -> Reply:
+        """The reply, if it is no error. Raises DaemonError."""
         if not reply["ok"]:
             if reply["error"] == "unknown_session" and greeting is not None:
                 self.lose(greeting)
             raise DaemonError(reply["error"], str(reply.get("message", ""))[:1000])
-        return reply, parts
+        return reply
 
     async def _clean_up(self) -> None:
         """Give back what answers that came too late had promised."""

@@ -238,6 +238,8 @@ class Daemon:
                 if now_s - self._news_s > TICK_S / 10:
                     return  # workers and timers get their turn
                 give_up_s = time.monotonic() + busy_poll_s
+            else:
+                os.sched_yield()
 
     def _serve(self, routing_id: bytes, frames: Sequence[zmq.Frame]) -> None:
         """One request, one reply: nothing that a peer sends gets past here as an exception."""
