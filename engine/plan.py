@@ -11,7 +11,7 @@ is a plain dataclass, never changed after it is made: freezing costs 2 µs each,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, Literal, TypeVar
@@ -116,15 +116,23 @@ class TierRun:
 
 @dataclass(slots=True)
 class Decision:
-    """How much of a hit to reload, and why. Seconds are expectations at the time of deciding."""
+    """How much of a hit to reload, and why. Seconds are expectations at the time of deciding.
+
+    `told()` is the same in words, made only when somebody wants to read it.
+    """
 
     name: DecisionName
     reload_blocks: int
     reason: str
-    sentence: str
     reload_s: float
     prefill_s: float
     recompute_s: float
+    told: Callable[[], str] = str
+
+    @property
+    def sentence(self) -> str:
+        """The decision and its reason, for people."""
+        return self.told()
 
 
 @dataclass(slots=True)

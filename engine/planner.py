@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
-from hicache.engine.plan import Decision, DecisionName, TierRun
+from hicache.engine.plan import Decision, TierRun
 
 _WHY_RELOAD = {
+    "faster": "against {recompute} to recompute everything",
     "mode": "because the planner's mode is always_reload",
     "unmeasured": "since no prefill of this model has been measured yet",
     "exploration": "to keep the estimates alive, although recomputing looked no slower",
@@ -89,11 +91,10 @@ class Planner:
                 "recompute",
                 0,
                 "no_hit",
-                f"Nothing of these {hit.prompt_tokens} tokens is held; "
-                f"prefill is expected to take {_ms(recompute_s)}.",
                 0.0,
                 recompute_s,
                 recompute_s,
+                partial(_tell_no_hit, hit, recompute_s),
             )
         mode = self.settings.mode
         takes_all = mode == "always_reload" or not hit.is_measured
@@ -117,29 +118,41 @@ class Planner:
         return self._recompute(hit, best, recompute_s, reason)
 
     def _reload(self, hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> Decision:
-        name: DecisionName = "reload" if cut.run == len(hit.runs) - 1 else "partial"
-        reload_s = hit.reload_s[cut.run]
-        tokens = cut.end_tokens - hit.skipped_tokens
-        rest = hit.prompt_tokens - cut.end_tokens
-        if cut.run == 0:
-            sources = hit.runs[0].tier
-        else:
-            sources = " and ".join(dict.fromkeys(run.tier for run in hit.runs[: cut.run + 1]))
-        if reason == "faster":
-            why = f"against {_ms(recompute_s)} to recompute everything"
-        else:
-            why = _WHY_RELOAD[reason]
-        sentence = (
-            f"Reload {tokens} tokens from {sources} ({_ms(reload_s)}) and prefill {rest} "
-            f"({_ms(cut.prefill_s)}), {why}."
+        return Decision(
+            "reload" if cut.run == len(hit.runs) - 1 else "partial",
+            (cut.end_tokens - hit.skipped_tokens) // hit.block_tokens,
+            reason,
+            hit.reload_s[cut.run],
+            cut.prefill_s,
+            recompute_s,
+            partial(_tell_reload, hit, cut, recompute_s, reason),
         )
-        blocks = tokens // hit.block_tokens
-        return Decision(name, blocks, reason, sentence, reload_s, cut.prefill_s, recompute_s)
 
     def _recompute(self, hit: Hit, best: _Cut, recompute_s: float, reason: str) -> Decision:
-        why = _WHY_RECOMPUTE[reason].format(best=_ms(best.total_s))
-        sentence = f"Recompute all {hit.prompt_tokens} tokens ({_ms(recompute_s)}): {why}."
-        return Decision("recompute", 0, reason, sentence, 0.0, recompute_s, recompute_s)
+        told = partial(_tell_recompute, hit, best, recompute_s, reason)
+        return Decision("recompute", 0, reason, 0.0, recompute_s, recompute_s, told)
+
+
+def _tell_no_hit(hit: Hit, recompute_s: float) -> str:
+    return (
+        f"Nothing of these {hit.prompt_tokens} tokens is held; "
+        f"prefill is expected to take {_ms(recompute_s)}."
+    )
+
+
+def _tell_reload(hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> str:
+    sources = " and ".join(dict.fromkeys(run.tier for run in hit.runs[: cut.run + 1]))
+    why = _WHY_RELOAD[reason].format(recompute=_ms(recompute_s))
+    return (
+        f"Reload {cut.end_tokens - hit.skipped_tokens} tokens from {sources} "
+        f"({_ms(hit.reload_s[cut.run])}) and prefill {hit.prompt_tokens - cut.end_tokens} "
+        f"({_ms(cut.prefill_s)}), {why}."
+    )
+
+
+def _tell_recompute(hit: Hit, best: _Cut, recompute_s: float, reason: str) -> str:
+    why = _WHY_RECOMPUTE[reason].format(best=_ms(best.total_s))
+    return f"Recompute all {hit.prompt_tokens} tokens ({_ms(recompute_s)}): {why}."
 
 
 def _ms(seconds: float) -> str:

@@ -157,7 +157,7 @@ class Storing:
     def _wait_until_durable(self, ticket: Ticket, ids: Ids, now_s: float) -> None:
         """Lease the blocks meanwhile: an id given to another block would answer for this one."""
         book = self.residency.leases
-        decision = p.Decision("reload", len(ids), "durable", "", 0.0, 0.0, 0.0)
+        decision = p.Decision("reload", len(ids), "durable", 0.0, 0.0, 0.0)
         lease = Lease(
             book.next_id(),
             ticket.owner,

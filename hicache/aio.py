@@ -228,8 +228,9 @@ class AsyncClient:
         request: str = "",
         skip_blocks: int = 0,
         hop_bytes_per_s: float = 0.0,
+        explain: bool = False,
     ) -> Match:
-        return await self._dialogue.match(tokens, request, skip_blocks, hop_bytes_per_s)
+        return await self._dialogue.match(tokens, request, skip_blocks, hop_bytes_per_s, explain)
 
     def fetch_runs(self, match: Match) -> AsyncGenerator[FetchedRun, None]:
         return self._dialogue.fetch_runs(match)

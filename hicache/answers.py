@@ -28,18 +28,31 @@ _DECISIONS: Final = ("reload", "partial", "recompute")
 class Decision(NamedTuple):
     """How much of a hit to reload, and why. Seconds are the daemon's expectations.
 
-    `name` is reload, partial or recompute; `reason` a short word for statistics; `sentence` the
-    same for people; `reload_s` to get `reload_blocks`, `prefill_s` for the rest of the prompt,
+    `name` is reload, partial or recompute; `reason` a short word for statistics; `reload_s` to get
+    `reload_blocks`, `prefill_s` for the rest of the prompt,
     `recompute_s` to prefill everything instead.
     """
 
     name: str
     reload_blocks: int
     reason: str
-    sentence: str
+    told: str = ""
     reload_s: float = 0.0
     prefill_s: float = 0.0
     recompute_s: float = 0.0
+
+    @property
+    def sentence(self) -> str:
+        """The decision for people: in the daemon's words, where it was asked to `explain`."""
+        if self.told:
+            return self.told
+        everything = f"{self.recompute_s * 1e3:.1f} ms"
+        if self.name == "recompute":
+            return f"Recompute everything ({everything}; {self.reason})."
+        return (
+            f"Reload {self.reload_blocks} blocks ({self.reload_s * 1e3:.1f} ms) and prefill the "
+            f"rest ({self.prefill_s * 1e3:.1f} ms), against {everything} ({self.reason})."
+        )
 
 
 @dataclass(slots=True)
@@ -254,7 +267,6 @@ _DECISION_FIELDS: Final = (
     ("name", str),
     ("reload_blocks", int),
     ("reason", str),
-    ("sentence", str),
     ("reload_s", float),
     ("prefill_s", float),
     ("recompute_s", float),
@@ -275,7 +287,11 @@ def read_match(reply: Mapping[str, Any], session: bytes) -> Match:
         lease, hit_blocks, runs, fields = _read(reply, _MATCH_FIELDS)
         values = [lease, hit_blocks, runs, *_read(fields, _DECISION_FIELDS)]
     lease, hit_blocks, runs = values[:3]
-    decision = Decision._make(values[3:])
+    name, reload_blocks, reason, *seconds = values[3:]
+    told = reply["decision"].get("sentence", "")
+    if type(told) is not str:
+        raise WireError("malformed", "sentence: must be a string")
+    decision = Decision(name, reload_blocks, reason, told, *seconds)
     if decision.name not in _DECISIONS:
         raise WireError("malformed", f"decision: {decision.name[:40]!r} is not known")
     if decision.reload_blocks > hit_blocks:

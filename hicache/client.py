@@ -107,14 +107,16 @@ class Client:
         request: str = "",
         skip_blocks: int = 0,
         hop_bytes_per_s: float = 0.0,
+        explain: bool = False,
     ) -> Match:
         """What the cache has of this prompt, and how much of it to reload.
 
         `request`: the same id and prompt again get the same lease. `skip_blocks` blocks at the
         front are held by the inference engine itself. `hop_bytes_per_s`: the speed of its own copy
         from the fetched bytes to where it needs them, 0 if that costs nothing or is not known.
+        `explain`: have the daemon word the decision's `sentence`.
         """
-        return run_now(self._dialogue.match(tokens, request, skip_blocks, hop_bytes_per_s))
+        return run_now(self._dialogue.match(tokens, request, skip_blocks, hop_bytes_per_s, explain))
 
     def fetch_runs(self, match: Match) -> Iterator[FetchedRun]:
         """The leased blocks as they become readable, in runs; ends early on any trouble.

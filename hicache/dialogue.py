@@ -49,7 +49,12 @@ class Dialogue:
         self._storing = Storing(connection)
 
     async def match(
-        self, tokens: Tokens, request: str, skip_blocks: int, hop_bytes_per_s: float
+        self,
+        tokens: Tokens,
+        request: str,
+        skip_blocks: int,
+        hop_bytes_per_s: float,
+        explain: bool,
     ) -> Match:
         packed = encode_tokens(tokens)
         started_s = time.monotonic()
@@ -60,6 +65,8 @@ class Dialogue:
             body["skip_blocks"] = skip_blocks
         if hop_bytes_per_s:
             body["hop_bytes_per_s"] = hop_bytes_per_s
+        if explain:
+            body["explain"] = True
         try:
             self._connection.begin(started_s)
             deadline_s = started_s + self._connection.timeouts.call_s

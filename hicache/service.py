@@ -234,12 +234,13 @@ class Service:
                 "name": decision.name,
                 "reload_blocks": decision.reload_blocks,
                 "reason": decision.reason,
-                "sentence": decision.sentence,
                 "reload_s": decision.reload_s,
                 "prefill_s": decision.prefill_s,
                 "recompute_s": decision.recompute_s,
             },
         }
+        if body["explain"]:
+            reply["decision"]["sentence"] = decision.sentence
         if body["request"]:
             session.remember(
                 body["request"],

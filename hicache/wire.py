@@ -84,6 +84,7 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
         "tokens": U32S,
         "skip_blocks": Field(int, 0),
         "hop_bytes_per_s": Field(float, 0.0, high=1e15),
+        "explain": Field(bool, False, high=1),
     },
     "fetch": {"lease": COUNT},
     "release": {

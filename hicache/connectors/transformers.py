@@ -47,7 +47,7 @@ _TORCH_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class CacheClient(Protocol):
     """What the connector asks of `hicache.client.Client`."""
 
-    def match(self, tokens: Sequence[int]) -> Match: ...
+    def match(self, tokens: Sequence[int], *, explain: bool = False) -> Match: ...
     def fetch_runs(self, match: Match) -> Iterator[FetchedRun]: ...
     def release(
         self, match: Match, *, hop_bytes: float = 0.0, hop_s: float = 0.0, total_s: float = 0.0
@@ -221,7 +221,7 @@ class CachedModel:
         started_s = time.perf_counter()
         arrived: set[int] = set()
         try:
-            loaded.match = self.client.match(prompt)
+            loaded.match = self.client.match(prompt, explain=True)
             wanted = min(loaded.match.decision.reload_blocks, len(prompt) // self.spec.block_tokens)
             if wanted < 1:
                 return loaded

@@ -58,7 +58,7 @@ class MemoryClient:
         self._namespace = spec.digest()
         self._prompt = b""
 
-    def match(self, tokens: Sequence[int]) -> Match:
+    def match(self, tokens: Sequence[int], *, explain: bool = False) -> Match:
         self._check("match")
         self._prompt = encode_tokens(tokens)
         hit = 0
