@@ -67,10 +67,12 @@ class Matching:
         namespace = house.namespaces[event.namespace]
         num_tokens = len(event.tokens) // 4
         path = house.index.match(namespace.root, event.tokens, namespace.step)
-        if any(node.leaving for node in path.nodes):  # what is leaving may be needed: rescue it
-            house.index.cut(path, namespace.step)
-            house.touch(path, event.now_s)
-            path = house.index.match(namespace.root, event.tokens, namespace.step)
+        for node in path.nodes:
+            if node.leaving:  # what is leaving may be needed: rescue it
+                house.index.cut(path, namespace.step)
+                house.touch(path, event.now_s)
+                path = house.index.match(namespace.root, event.tokens, namespace.step)
+                break
         runs, hit_blocks = self.runs(path)
         loadable = max(0, (num_tokens - 1) // namespace.block_tokens)
         kept = _slice_runs(runs, event.skip_blocks, min(hit_blocks, loadable))
@@ -182,18 +184,24 @@ class Matching:
                     if link[0] == src and house.tiers[link[1]].mapped:
                         loaded[link] = loaded.get(link, 0.0) + num_bytes
                         break
+            if not loaded:  # readable in place, as far as this: only the last hop counts
+                seconds.append(total * hop_s_per_byte)
+                continue
             links_s = [
                 self.estimates.links[link].seconds(
                     size, house.bytes_moving(link, p.Priority.DEMAND)
                 )
                 for link, size in loaded.items()
             ]
-            seconds.append(max(links_s, default=0.0) + total * hop_s_per_byte)
+            seconds.append(max(links_s) + total * hop_s_per_byte)
         return seconds
 
 
 def _slice_runs(runs: Sequence[p.TierRun], first: int, last: int) -> list[p.TierRun]:
     """The part of the runs that covers blocks first … last-1."""
+    if len(runs) == 1 and not first and last > 0:
+        run = runs[0]
+        return [p.TierRun(run.tier, last)] if last < run.num_blocks else [run]
     kept = []
     position = 0
     for run in runs:

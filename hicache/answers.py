@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -272,23 +272,58 @@ _DECISION_FIELDS: Final = (
     ("recompute_s", float),
 )
 _MATCH_FIELDS: Final = (("lease", int), ("hit_blocks", int), ("runs", list), ("decision", dict))
-_MATCH_TYPES: Final = (int, int, list, *(kind for _, kind in _DECISION_FIELDS))
-_pick_match = itemgetter("lease", "hit_blocks", "runs")
-_pick_decision = itemgetter(*(name for name, _ in _DECISION_FIELDS))
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _PlainDecision(msgspec.Struct):
+    name: Literal["reload", "partial", "recompute"]
+    reload_blocks: Count
+    reason: str
+    reload_s: float
+    prefill_s: float
+    recompute_s: float
+    sentence: str = ""
+
+
+class PlainMatch(msgspec.Struct):
+    """A match's reply that is right in every way, straight from its bytes."""
+
+    id: int
+    ok: bool
+    lease: Count
+    hit_blocks: Count
+    runs: list[tuple[str, Count]]
+    decision: _PlainDecision
+
+
+_plain_match: Final = msgspec.msgpack.Decoder(PlainMatch)
+
+
+def read_plain_match(data: bytes, request_id: int) -> PlainMatch | None:
+    """None where anything is not as usual: `read_match` says what, or takes it all the same."""
+    try:
+        reply = _plain_match.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if reply.id != request_id or not reply.ok or reply.decision.reload_blocks > reply.hit_blocks:
+        return None
+    return reply
+
+
+def match_of(reply: PlainMatch, session: bytes) -> Match:
+    d = reply.decision
+    decision = Decision(
+        d.name, d.reload_blocks, d.reason, d.sentence, d.reload_s, d.prefill_s, d.recompute_s
+    )
+    return Match(reply.lease, reply.hit_blocks, tuple(reply.runs), decision, True, session)
 
 
 def read_match(reply: Mapping[str, Any], session: bytes) -> Match:
-    try:
-        values = [*_pick_match(reply), *_pick_decision(reply["decision"])]
-    except (KeyError, TypeError):
-        values = []
-    if tuple(map(type, values)) != _MATCH_TYPES or min(values[0], values[1], values[4]) < 0:
-        # Something is not as usual: field by field, to say what, or to take an int for a float.
-        lease, hit_blocks, runs, fields = _read(reply, _MATCH_FIELDS)
-        values = [lease, hit_blocks, runs, *_read(fields, _DECISION_FIELDS)]
-    lease, hit_blocks, runs = values[:3]
-    name, reload_blocks, reason, *seconds = values[3:]
-    told = reply["decision"].get("sentence", "")
+    lease, hit_blocks, runs, fields = _read(reply, _MATCH_FIELDS)
+    name, reload_blocks, reason, *seconds = _read(fields, _DECISION_FIELDS)
+    told = fields.get("sentence", "")
     if type(told) is not str:
         raise WireError("malformed", "sentence: must be a string")
     decision = Decision(name, reload_blocks, reason, told, *seconds)

@@ -78,7 +78,7 @@ class Held(DaemonAbsent):
     """Not even tried: the circuit breaker is open."""
 
 
-AskAtOnce = Callable[[bytes, int, float], tuple[bool, Reply | None]]
+AskAtOnce = Callable[[bytes, float], tuple[bool, bytes | None]]
 
 
 class Port(Protocol):
@@ -91,6 +91,9 @@ class Port(Protocol):
     @property
     def ask_at_once(self) -> AskAtOnce | None:
         """A short cut for one request and its one reply, where there is one."""
+
+    def sort_in(self, message: bytes) -> None:
+        """What to do with a message that the short cut brought and nobody could read."""
 
     @property
     def connected(self) -> bool: ...
@@ -309,12 +312,10 @@ class Channel:
             self._hang_up(self._gone())
             raise absent(self.endpoint) from None
 
-    def ask_at_once(
-        self, request: bytes, request_id: int, deadline_s: float
-    ) -> tuple[bool, Reply | None]:
-        """The plain case, without a step too many: a sound connection, one request, and its one
-        reply next on it. Returns whether the request was sent, and the reply; without it, `send`
-        or `receive` take over, which know what to do about everything else."""
+    def ask_at_once(self, request: bytes, deadline_s: float) -> tuple[bool, bytes | None]:
+        """The plain case, without a step too many: a sound connection, one request, and one message
+        in answer. Returns whether the request was sent, and the message that came within a slice of
+        time; `sort_in` and `receive` know what to do about everything else."""
         socket = self._socket
         if socket is None or self.has_parts or deadline_s - time.monotonic() < _SLICE_S:
             return False, None
@@ -323,16 +324,16 @@ class Channel:
         except zmq.ZMQError:
             return False, None
         try:
-            reply = decode_reply(socket.recv())
-        except zmq.Again:  # not within a slice of time
+            return True, socket.recv()
+        except zmq.Again:
             return True, None
+
+    def sort_in(self, message: bytes) -> None:
+        """Put a message where `receive` finds it; garbage ends the connection."""
+        try:
+            self.mailbox.deliver(decode_reply(message), [])
         except WireError as error:
             self._hang_up(f"the daemon answered garbage: {error}")
-            return True, None
-        if reply["id"] != request_id:
-            self.mailbox.deliver(reply, [])
-            return True, None
-        return True, reply
 
     async def receive(self, request_id: int, deadline_s: float) -> tuple[Reply, list[Part]]:
         while (answer := self.mailbox.take(request_id)) is None:

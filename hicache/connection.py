@@ -30,6 +30,8 @@ log = logging.getLogger("hicache.client")
 T = TypeVar("T")
 Transport = Literal["auto", "arena", "frames"]
 
+Reader = Callable[[bytes, int], Any]
+
 TOLD_SHARE: Final = 0.9
 """The daemon is told a little less than the caller waits, so that its answer is in time."""
 BYE_S: Final = 0.2
@@ -147,7 +149,8 @@ class Connection:
         started_s = time.monotonic()
         try:
             self.begin(started_s)
-            reply, _ = await self.exchange(op, {}, started_s + self.timeouts.call_s, None)
+            deadline_s = started_s + self.timeouts.call_s
+            reply: Reply = (await self.exchange(op, {}, deadline_s, None))[0]
         except TROUBLE as trouble:
             self.failed(trouble, started_s)
             return None
@@ -158,7 +161,7 @@ class Connection:
         started_s = time.monotonic()
         try:
             self.begin(started_s)
-            _, reply, _ = await self.ask(op, {}, started_s + self.timeouts.call_s)
+            reply: Reply = (await self.ask(op, {}, started_s + self.timeouts.call_s))[1]
         except TROUBLE as trouble:
             self.failed(trouble, started_s)
             return None
@@ -166,12 +169,14 @@ class Connection:
         return reply
 
     async def ask(
-        self, op: str, body: Mapping[str, Any], deadline_s: float
-    ) -> tuple[Greeting, Reply, list[Part]]:
-        """Ask within a session; a session that the daemon does not know is opened anew, once."""
+        self, op: str, body: Mapping[str, Any], deadline_s: float, read: Reader | None = None
+    ) -> tuple[Greeting, Any, list[Part]]:
+        """Ask within a session; a session that the daemon does not know is opened anew, once.
+
+        `read(message, request id)` may read a plain reply straight from its bytes."""
         greeting = self.greeting or await self.greeted(deadline_s)
         try:
-            return greeting, *await self.exchange(op, body, deadline_s, greeting)
+            return greeting, *await self.exchange(op, body, deadline_s, greeting, (), read)
         except DaemonError as error:
             if error.code != "unknown_session":
                 raise
@@ -185,8 +190,9 @@ class Connection:
         deadline_s: float,
         greeting: Greeting | None,
         parts: Sequence[Part] = (),
-    ) -> tuple[Reply, list[Part]]:
-        """One request and its one reply. Raises TROUBLE."""
+        read: Reader | None = None,
+    ) -> tuple[Any, list[Part]]:
+        """One request and its one reply: its map, or what `read` made of it. Raises TROUBLE."""
         mailbox = self._port.mailbox
         ask_at_once = self._port.ask_at_once
         if ask_at_once is None or parts or mailbox.late:
@@ -194,11 +200,15 @@ class Connection:
         else:
             request_id = next(self._ids)
             request = pack(self._head(op, request_id, body, deadline_s, greeting))
-            was_sent, reply = ask_at_once(request, request_id, deadline_s)
-            if reply is not None:
-                return self._accepted(reply, greeting), []
+            was_sent, message = ask_at_once(request, deadline_s)
+            if message is not None and read is not None:
+                plain = read(message, request_id)
+                if plain is not None:
+                    return plain, []
             if was_sent:
                 mailbox.expect(request_id)
+                if message is not None:
+                    self._port.sort_in(message)
             else:
                 request_id = await self.send(op, body, deadline_s, greeting, parts)
         try:

@@ -28,10 +28,13 @@ from hicache.answers import (
     FetchedRun,
     Match,
     Ping,
+    PlainMatch,
     PutResult,
+    match_of,
     read_count,
     read_match,
     read_ping,
+    read_plain_match,
     read_runs,
 )
 from hicache.connection import TROUBLE, Connection
@@ -74,8 +77,13 @@ class Dialogue:
             if len(packed) > greeting.max_prompt_tokens * TOKEN_BYTES:
                 whole = greeting.max_prompt_tokens // greeting.block_tokens * greeting.block_tokens
                 body["tokens"] = packed[: whole * TOKEN_BYTES]
-            greeting, reply, _ = await self._connection.ask("match", body, deadline_s)
-            match = read_match(reply, greeting.session)
+            greeting, reply, _ = await self._connection.ask(
+                "match", body, deadline_s, read_plain_match
+            )
+            if isinstance(reply, PlainMatch):
+                match = match_of(reply, greeting.session)
+            else:
+                match = read_match(reply, greeting.session)
         except TROUBLE as trouble:
             return Match.miss(self._connection.failed(trouble, started_s))
         self._connection.succeeded()

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, Union
 
 import msgpack
+import msgspec
 
 PROTOCOL: Final = 1
 SESSION_BYTES: Final = 16
+TOKEN_BYTES: Final = 4
 MAX_HEAD_BYTES: Final = 16 << 20
 """The map alone; block bytes travel in parts of their own."""
 # A msgpack array's length is believed, and room made for it, before its items are read, at each
@@ -150,10 +152,12 @@ class Request:
     body: dict[str, Any]
 
 
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
 def pack(message: Mapping[str, Any]) -> bytes:
     """One message's map as bytes."""
-    packed: bytes = msgpack.packb(message, use_bin_type=True)
-    return packed
+    return _encoder.encode(message)
 
 
 def unpack(data: bytes | memoryview, max_array_len: int = _MAX_REQUEST_ARRAY) -> dict[str, Any]:
@@ -181,6 +185,52 @@ def unpack(data: bytes | memoryview, max_array_len: int = _MAX_REQUEST_ARRAY) ->
 
 def decode_request(data: bytes | memoryview) -> Request:
     """Raises WireError naming the field that is wrong; its `request_id` is set when known."""
+    return _decode_plain(data) or _decode_strictly(data)
+
+
+def _struct_of(op: str) -> type[msgspec.Struct]:
+    """An operation's table as a struct: what it takes, the strict way takes as well."""
+    fields: list[Any] = [("id", Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)])]
+    fields.append(("s", Annotated[bytes, msgspec.Meta(max_length=SESSION_BYTES)], b""))
+    for name, field in _ALL[op].items():
+        if field.kind in (bytes, str):
+            bounds = msgspec.Meta(max_length=min(int(field.high), 2**62))
+        elif field.kind is int:
+            bounds = msgspec.Meta(ge=int(field.low), le=min(int(field.high), 2**63 - 1))
+        else:
+            bounds = msgspec.Meta(ge=field.low, le=field.high)
+        kind = bool if field.kind is bool else Annotated[field.kind, bounds]
+        fields.append((name, kind) if field.default is None else (name, kind, field.default))
+    return msgspec.defstruct(
+        f"_{op}", fields, tag_field="op", tag=op, kw_only=True, forbid_unknown_fields=True
+    )
+
+
+_PLAIN_OPS: Final = [op for op in OPS if all(f.kind is not dict for f in OPS[op].values())]
+_plain: Final = msgspec.msgpack.Decoder(Union[tuple(_struct_of(op) for op in _PLAIN_OPS)])  # noqa: UP007
+_NAMES: Final = {op: tuple(fields) for op, fields in OPS.items()}
+_U32S: Final = {op: [n for n, f in fields.items() if f.multiple > 1] for op, fields in OPS.items()}
+
+
+def _decode_plain(data: bytes | memoryview) -> Request | None:
+    """A request that is right in every way, four times as fast; None: see what is wrong with it."""
+    if len(data) > MAX_HEAD_BYTES:
+        return None
+    try:
+        found: Any = _plain.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    op: str = found.__struct_config__.tag
+    session: bytes = found.s
+    if len(session) != SESSION_BYTES and (session or op in NEEDS_SESSION):
+        return None
+    body = {name: getattr(found, name) for name in _NAMES[op]}
+    if any(len(body[name]) % TOKEN_BYTES for name in _U32S[op]):
+        return None
+    return Request(op, found.id, session, found.deadline_s, found.sent_s, body)
+
+
+def _decode_strictly(data: bytes | memoryview) -> Request:
     message = unpack(data)
     request_id = message.get("id", 0)
     if type(request_id) is not int or not 0 <= request_id < 2**63:

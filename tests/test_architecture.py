@@ -231,7 +231,7 @@ def test_rooms_refuse_a_second_identity(room: str) -> None:
 
 @pytest.mark.parametrize("name", ["hicache.client", "hicache.aio"])
 def test_a_client_is_light(name: str) -> None:
-    """An inference engine's process gains msgpack, zmq and numpy, and nothing of the daemon's."""
+    """An inference engine's process gains msgspec, zmq and numpy, and nothing of the daemon's."""
     code = (
         f"import sys, {name}\n"
         "heavy = ('lmdb', 'cupy', 'torch', 'pydantic', 'click', 'rich', 'yaml', 'psutil',\n"

@@ -471,6 +471,7 @@ def test_every_request_tells_when_it_was_sent_and_how_long_it_waits(
         "tokens": np.array(TOKENS, "<u4").tobytes(),
         "skip_blocks": 2,
         "hop_bytes_per_s": 1e9,
+        "explain": False,
     }
 
 
