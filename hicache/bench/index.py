@@ -14,12 +14,11 @@ import gc
 import time
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from hicache.bench.report import Step
+from hicache.bench.report import IndexRow, Step
 from hicache.engine import plan as p
 from hicache.engine.blocks import State
 from hicache.engine.core import CacheEngine
@@ -39,26 +38,6 @@ BLOCK_BYTES: Final = 4096
 PAGES: Final = (1, 16, 64)
 
 clock = time.thread_time
-
-
-@dataclass(frozen=True, slots=True)
-class IndexRow:
-    """Microseconds of thread-CPU time for one operation, over `n` samples."""
-
-    op: str
-    page_tokens: int
-    query_tokens: int
-    p50_us: float
-    p99_us: float
-    n: int
-    indexed_tokens: int
-
-    @classmethod
-    def of(cls, op: str, page: int, query: int, seconds: list[float], indexed: int) -> IndexRow:
-        p50, p99 = np.percentile(seconds, (50, 99)) * 1e6
-        return cls(
-            op, page, query, round(float(p50), 2), round(float(p99), 2), len(seconds), indexed
-        )
 
 
 class TimedPool(SlotPool):

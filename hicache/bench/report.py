@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -65,7 +65,26 @@ class StoreRow:
         return cls(op, value_bytes, blocks, *figures, len(seconds))
 
 
-Row = RpcRow | StoreRow
+@dataclass(frozen=True, slots=True)
+class IndexRow:
+    """Microseconds of thread-CPU time for one operation of the index, over `n` samples."""
+
+    op: str
+    page_tokens: int
+    query_tokens: int
+    p50_us: float
+    p99_us: float
+    n: int
+    indexed_tokens: int
+
+    @classmethod
+    def of(cls, op: str, page: int, query: int, seconds: list[float], indexed: int) -> IndexRow:
+        p50, p99 = np.percentile(seconds, (50, 99)) * 1e6
+        p50_us, p99_us = round(float(p50), 2), round(float(p99), 2)
+        return cls(op, page, query, p50_us, p99_us, len(seconds), indexed)
+
+
+Row = RpcRow | StoreRow | IndexRow
 
 
 class Step(Protocol):
@@ -98,9 +117,14 @@ class ProgressLine(AbstractContextManager["ProgressLine"]):
         self._progress.stop()
 
 
-def tell(rows: Sequence[Row], title: str, json_target: str | None) -> None:
+def tell(
+    rows: Sequence[Row],
+    title: str,
+    json_target: str | None,
+    more: Mapping[str, object] | None = None,
+) -> None:
     """A table on stdout; or JSON, on stdout (`-`) or into a file beside the table."""
-    data = json.dumps({"rows": [asdict(row) for row in rows]}, indent=2)
+    data = json.dumps({"rows": [asdict(row) for row in rows], **(more or {})}, indent=2)
     if json_target == "-":
         click.echo(data)
         return

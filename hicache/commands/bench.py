@@ -1,25 +1,29 @@
 """`hicache bench`: measure a daemon against this machine's floor."""
 
+from dataclasses import asdict
+
 import click
 
+from hicache.bench import index as index_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
 from hicache.bench.report import ProgressLine, tell
 
+_json_option = click.option(
+    "--json",
+    "json_target",
+    is_flag=False,
+    flag_value="-",
+    default=None,
+    metavar="[FILE|-]",
+    help="As data, on stdout or into FILE.",
+)
 _options = [
     click.option("--endpoint", help="A running daemon; by default one is started and stopped."),
     click.option(
         "--block-tokens", default=16, show_default=True, help="As the daemon's configuration says."
     ),
-    click.option(
-        "--json",
-        "json_target",
-        is_flag=False,
-        flag_value="-",
-        default=None,
-        metavar="[FILE|-]",
-        help="As data, on stdout or into FILE.",
-    ),
+    _json_option,
 ]
 
 
@@ -44,6 +48,20 @@ def store(endpoint: str | None, block_tokens: int, json_target: str | None, call
     with ProgressLine() as step:
         rows = store_bench.run(endpoint, block_tokens, calls, step)
     tell(rows, "blocks beside a bare copy", json_target)
+
+
+@bench.command()
+@click.option("--repeat", default=300, show_default=True, help="Samples per row.")
+@click.option("--scale", is_flag=True, help="Also grow the index from 1 M to 100 M tokens.")
+@_json_option
+def index(repeat: int, scale: bool, json_target: str | None) -> None:
+    """The radix index by itself, in thread-CPU time: hits, inserts, evictions."""
+    with ProgressLine() as step:
+        rows, tree, everything = index_bench.run(step, repeat)
+        more = {"bytes_per_token": tree, "bytes_per_token_with_state": everything}
+        grown = index_bench.scale(step, repeat) if scale else []
+    extra = {**more, **({"scale": [asdict(row) for row in grown]} if scale else {})}
+    tell([*rows, *grown] if json_target != "-" else rows, "the index by itself", json_target, extra)
 
 
 for _command in (rpc, store):
