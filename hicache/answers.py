@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES, Ids, slot_bytes_for
-from hicache.wire import SESSION_BYTES, WireError
+from hicache.wire import SESSION_BYTES, MatchReply, WireError
 
 Bytes2D = npt.NDArray[np.uint8]
 """Blocks: uint8, shape [n, block_bytes], C-contiguous."""
@@ -274,34 +274,10 @@ _DECISION_FIELDS: Final = (
 _MATCH_FIELDS: Final = (("lease", int), ("hit_blocks", int), ("runs", list), ("decision", dict))
 
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+_plain_match: Final = msgspec.msgpack.Decoder(MatchReply)
 
 
-class _PlainDecision(msgspec.Struct):
-    name: Literal["reload", "partial", "recompute"]
-    reload_blocks: Count
-    reason: str
-    reload_s: float
-    prefill_s: float
-    recompute_s: float
-    sentence: str = ""
-
-
-class PlainMatch(msgspec.Struct):
-    """A match's reply that is right in every way, straight from its bytes."""
-
-    id: int
-    ok: bool
-    lease: Count
-    hit_blocks: Count
-    runs: list[tuple[str, Count]]
-    decision: _PlainDecision
-
-
-_plain_match: Final = msgspec.msgpack.Decoder(PlainMatch)
-
-
-def read_plain_match(data: bytes, request_id: int) -> PlainMatch | None:
+def read_plain_match(data: bytes, request_id: int) -> MatchReply | None:
     """None where anything is not as usual: `read_match` says what, or takes it all the same."""
     try:
         reply = _plain_match.decode(data)
@@ -312,7 +288,7 @@ def read_plain_match(data: bytes, request_id: int) -> PlainMatch | None:
     return reply
 
 
-def match_of(reply: PlainMatch, session: bytes) -> Match:
+def match_of(reply: MatchReply, session: bytes) -> Match:
     d = reply.decision
     decision = Decision(
         d.name, d.reload_blocks, d.reason, d.sentence, d.reload_s, d.prefill_s, d.recompute_s

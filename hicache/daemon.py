@@ -46,7 +46,7 @@ from hicache.transfer.mover import (
     WorkerUp,
 )
 from hicache.waiting import Peer
-from hicache.wire import WireError, decode_request, error_reply, pack
+from hicache.wire import MatchReply, WireError, decode_request, error_reply, pack
 
 TICK_S: Final = 0.1
 _READABLE: Final = int(zmq.POLLIN)
@@ -281,7 +281,10 @@ class Daemon:
         return self.config.socket.endpoint.startswith("ipc://")
 
     def _send(
-        self, peer: Peer, message: Mapping[str, Any], parts: Sequence[bytes | memoryview] = ()
+        self,
+        peer: Peer,
+        message: Mapping[str, Any] | MatchReply,
+        parts: Sequence[bytes | memoryview] = (),
     ) -> None:
         """A reply. A peer that is gone or does not read loses it: its deadline answers for us."""
         try:

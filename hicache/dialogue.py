@@ -28,7 +28,6 @@ from hicache.answers import (
     FetchedRun,
     Match,
     Ping,
-    PlainMatch,
     PutResult,
     match_of,
     read_count,
@@ -41,7 +40,7 @@ from hicache.connection import TROUBLE, Connection
 from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
 from hicache.storing import Fill, Source, Storing, Tally
 from hicache.tiers.arena import Arena
-from hicache.wire import WireError
+from hicache.wire import MatchReply, WireError
 
 
 class Dialogue:
@@ -80,7 +79,7 @@ class Dialogue:
             greeting, reply, _ = await self._connection.ask(
                 "match", body, deadline_s, read_plain_match
             )
-            if isinstance(reply, PlainMatch):
+            if isinstance(reply, MatchReply):
                 match = match_of(reply, greeting.session)
             else:
                 match = read_match(reply, greeting.session)

@@ -23,11 +23,11 @@ from hicache.session import RememberedMatch, Session, Sessions
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import slot_bytes_for
 from hicache.waiting import Peer, Waiting, WaitingCommit, WaitingFetch, WaitingPut
-from hicache.wire import PROTOCOL, Request, WireError
+from hicache.wire import PROTOCOL, DecisionReply, MatchReply, Request, WireError
 
 Answer = TypeVar("Answer")
 Part = bytes | memoryview
-Send = Callable[[Peer, Mapping[str, Any], Sequence[Part]], None]
+Send = Callable[[Peer, Mapping[str, Any] | MatchReply, Sequence[Part]], None]
 TRANSPORTS: Final = ("auto", "arena", "frames")
 
 
@@ -210,7 +210,8 @@ class Service:
         if body["request"]:
             known = session.matches.get(body["request"])
             if known is not None and self._is_same(known, body):
-                self._reply(asked.peer, **known.reply)
+                known.reply.id = asked.request.id
+                self._send(asked.peer, known.reply, ())
                 return
         if len(self.engine.residency.leases.leases) >= self.limits.max_leases:
             raise WireError("refused", f"{self.limits.max_leases} leases are open (max_leases)")
@@ -226,27 +227,28 @@ class Service:
             )
         )
         decision = matched.decision
-        reply: dict[str, Any] = {
-            "lease": matched.lease,
-            "hit_blocks": matched.hit_blocks,
-            "runs": [[run.tier, run.num_blocks] for run in matched.runs],
-            "decision": {
-                "name": decision.name,
-                "reload_blocks": decision.reload_blocks,
-                "reason": decision.reason,
-                "reload_s": decision.reload_s,
-                "prefill_s": decision.prefill_s,
-                "recompute_s": decision.recompute_s,
-            },
-        }
-        if body["explain"]:
-            reply["decision"]["sentence"] = decision.sentence
+        reply = MatchReply(
+            asked.request.id,
+            True,
+            matched.lease,
+            matched.hit_blocks,
+            [(run.tier, run.num_blocks) for run in matched.runs],
+            DecisionReply(
+                decision.name,
+                decision.reload_blocks,
+                decision.reason,
+                decision.reload_s,
+                decision.prefill_s,
+                decision.recompute_s,
+                decision.sentence if body["explain"] else "",
+            ),
+        )
         if body["request"]:
             session.remember(
                 body["request"],
                 RememberedMatch(body["tokens"], body["skip_blocks"], matched.lease, reply),
             )
-        self._reply(asked.peer, **reply)
+        self._send(asked.peer, reply, ())
 
     def _is_same(self, known: RememberedMatch, body: Mapping[str, Any]) -> bool:
         """Idempotent: the same request asking the same gets the same lease while it lasts."""

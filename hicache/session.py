@@ -16,10 +16,10 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from hicache.keys import NamespaceSpec
-from hicache.wire import SESSION_BYTES, WireError
+from hicache.wire import SESSION_BYTES, MatchReply, WireError
 
 MAX_REMEMBERED_MATCHES: Final = 4096
 
@@ -31,7 +31,7 @@ class RememberedMatch:
     tokens: bytes
     skip_blocks: int
     lease: int
-    reply: dict[str, Any]
+    reply: MatchReply
 
 
 @dataclass(slots=True)

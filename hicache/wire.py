@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, NamedTuple, Union
+from typing import Annotated, Any, Final, Literal, NamedTuple, Union
 
 import msgpack
 import msgspec
@@ -152,10 +152,37 @@ class Request:
     body: dict[str, Any]
 
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class DecisionReply(msgspec.Struct, omit_defaults=True):
+    """How much of a hit to reload, and why; `sentence` only where it was asked to `explain`."""
+
+    name: Literal["reload", "partial", "recompute"]
+    reload_blocks: Count
+    reason: str
+    reload_s: float
+    prefill_s: float
+    recompute_s: float
+    sentence: str = ""
+
+
+class MatchReply(msgspec.Struct):
+    """The reply that stands between an inference engine and its first token, so it is a struct
+    from end to end: `runs` are (tier, number of blocks)."""
+
+    id: int
+    ok: bool
+    lease: Count
+    hit_blocks: Count
+    runs: list[tuple[str, Count]]
+    decision: DecisionReply
+
+
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-def pack(message: Mapping[str, Any]) -> bytes:
+def pack(message: Mapping[str, Any] | MatchReply) -> bytes:
     """One message's map as bytes."""
     return _encoder.encode(message)
 
