@@ -264,6 +264,7 @@ class Daemon:
             pid = _peer_pid(frames[0]) if request.op == "hello" and self._is_ipc else 0
             parts = [frame.buffer for frame in frames[1:]]
             self.service.handle(Asked(peer, request, parts, pid, now_s))
+            os.sched_yield()  # ZeroMQ's own thread has the answer to send; the rest can wait
             plan = self.engine.catch_up()
             if plan is not None:
                 self._dispatch(plan)

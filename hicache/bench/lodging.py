@@ -32,7 +32,9 @@ def lodging(endpoint: str | None, config: Mapping[str, Any]) -> Iterator[tuple[s
             return
         own = f"ipc://{folder}/hicache.sock"
         file = folder / "bench.yaml"
-        file.write_text(json.dumps({**config, "socket": {**config.get("socket", {}), "endpoint": own}}))
+        file.write_text(
+            json.dumps({**config, "socket": {**config.get("socket", {}), "endpoint": own}})
+        )
         log = folder / "daemon.log"
         with log.open("wb") as sink:
             command = [sys.executable, "-m", "hicache", "serve", "--config", str(file)]
