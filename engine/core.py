@@ -147,8 +147,9 @@ class CacheEngine:
         lease = self._lease(event.lease)
         lease.started_s = event.now_s
         ready, expected_s = self.fetching.fetch(lease, event.deadline_s)
-        unplaced = len(lease.ids) - lease.unplaced if lease.id in self.fetching.unplaced else 0
         self._make_progress()
+        unplaced = len(lease.ids) - lease.unplaced if lease.id in self.fetching.unplaced else 0
+        self.fetching.take_ended()  # the answer says so itself
         return p.Fetched(tuple(ready), len(lease.awaited), unplaced, expected_s)
 
     def _release(self, event: p.Release) -> bool:
@@ -281,6 +282,7 @@ class CacheEngine:
             positions = np.flatnonzero(np.isin(lease.ids, np.array(blocks, np.int32)))
             arrived[lease_id] = self._runs_at(lease, positions)
         finished = [lease.id for lease in told.values() if self.fetching.is_finished(lease)]
+        finished += self.fetching.take_ended()
         return p.Arrivals(arrived, finished, self.storing.durable_now(), freed)
 
     def _runs_at(self, lease: Lease, positions: Positions) -> list[p.ReadyRun]:
@@ -343,7 +345,8 @@ class CacheEngine:
             self._release(p.Release(lease, event.now_s))
         self.evictor.evacuations.tick(event.now_s)
         self._make_progress()
-        return p.Arrivals({}, leases, self.storing.durable_now(), bool(leases or tickets))
+        finished = leases + self.fetching.take_ended()
+        return p.Arrivals({}, finished, self.storing.durable_now(), bool(leases or tickets))
 
     def _flush(self, event: p.Flush) -> int:
         self.writedown.flush()

@@ -42,6 +42,7 @@ class Fetching:
         self.links = links
         self.waiters: dict[int, set[int]] = {}
         self.unplaced: dict[int, None] = {}
+        self._ended: list[int] = []
         self._landing = [self._landing_of(src) for src in range(len(residency.tiers))]
 
     def fetch(self, lease: Lease, deadline_s: float) -> tuple[list[ReadyRun], float]:
@@ -67,18 +68,27 @@ class Fetching:
 
     def place_more(self, leases: Iterable[Lease]) -> None:
         """Room was made: place what lacked it."""
+        house = self.residency
         for lease in leases:
             mapped = self.mapped_tier(lease.ids)
             missing = np.flatnonzero(mapped == NO_TIER)
             missing = missing[missing >= lease.unplaced]
             self._place(lease, missing, None)
-            while lease.unplaced < len(lease.ids) and not self.residency.moves:
-                # Nothing else will make room any more: the lease's own end must.
+            while lease.unplaced < len(lease.ids) and not (
+                house.moves or any(house.draining_bytes)
+            ):  # nothing else will make room any more: the lease's own end must
                 self._shorten(lease)
                 missing = missing[(missing >= lease.unplaced) & (missing < len(lease.ids))]
                 self._place(lease, missing, None)
             if lease.unplaced >= len(lease.ids):
                 self.unplaced.pop(lease.id, None)
+                if not lease.awaited:
+                    self._ended.append(lease.id)  # no outcome will tell of it
+
+    def take_ended(self) -> list[int]:
+        """Leases for which nothing is to come since no room could be had; told once."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def came(self, move: Move, ok: bool, leases: dict[int, Lease]) -> list[Lease]:
         """A move into a mapped tier has ended. Returns the leases that waited for the block."""

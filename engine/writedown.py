@@ -201,5 +201,6 @@ class WriteDown:
                 draining = house.where(ids, tier, State.DRAINING)
                 house.rescue(draining, tier)
                 house.settle(draining)
-                if node.parent is not None and not node.holding[tier]:
+                is_read = any(house.is_read(block, tier) for block in draining.tolist())
+                if node.parent is not None and not node.holding[tier] and not is_read:
                     self.evictor.drop(node, tier)

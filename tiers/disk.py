@@ -54,6 +54,8 @@ _DAMAGE = (
     lmdb.PanicError,
     lmdb.InvalidError,
     lmdb.VersionMismatchError,
+    lmdb.MapResizedError,  # its first pages were overwritten: nobody else may change the map
+    lmdb.InvalidParameterError,  # its lock file was
 )
 
 
@@ -63,6 +65,7 @@ class _Environment(NamedTuple):
     env: lmdb.Environment
     meta: Any
     blocks: Any
+    inode: int
 
     def file_bytes(self) -> int:
         return (self.env.info()["last_pgno"] + 1) * PAGE_BYTES
@@ -265,8 +268,8 @@ class DiskTier:
         directory = self._device.directory(slot_bytes)
         file = directory / "data.mdb"
         had_bytes = file.stat().st_size if file.exists() else 0
-        directory.mkdir(mode=0o700, exist_ok=True)
         with _typed("open", self.path):
+            directory.mkdir(mode=0o700, exist_ok=True)
             env = lmdb.open(
                 str(directory),
                 map_size=self.capacity_bytes,
@@ -282,7 +285,8 @@ class DiskTier:
                 needs = (env.info()["last_pgno"] + 1) * PAGE_BYTES
                 if had_bytes and had_bytes < needs:  # touching the missing pages would be a SIGBUS
                     raise TierDamaged(f"it has {had_bytes} bytes where its own record says {needs}")
-                opened = _Environment(env, env.open_db(b"meta"), env.open_db(b"blocks"))
+                inode = file.stat().st_ino
+                opened = _Environment(env, env.open_db(b"meta"), env.open_db(b"blocks"), inode)
             except BaseException:
                 env.close()
                 raise
@@ -300,8 +304,12 @@ class DiskTier:
 
     def _commit(self, opened: _Environment, change: Callable[[lmdb.Transaction], object]) -> None:
         """One write transaction; on any failure it is aborted and nothing of it is seen."""
-        with _typed("write", self.path), opened.env.begin(write=True) as txn:
-            change(txn)
+        with _typed("write", self.path):
+            # What is written to a file without a name is acknowledged and lost.
+            if os.stat(opened.env.path() + "/data.mdb").st_ino != opened.inode:
+                raise TierDamaged("its file was replaced while it was open")
+            with opened.env.begin(write=True) as txn:
+                change(txn)
 
     def _is_over_budget(self, opened: _Environment, num_bytes: int) -> bool:
         """Would this put grow the files of all classes together beyond the capacity? The file of
@@ -388,6 +396,8 @@ def _typed(doing: str, path: Path) -> Iterator[None]:
     except _DAMAGE as error:
         raise TierDamaged(f"{doing}: {error}") from error
     except (lmdb.Error, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise TierDamaged(f"{doing}: somebody deleted {error.filename}") from error
         code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
         # A write cut short by a full volume is EIO to LMDB.
         if code in (errno.ENOSPC, errno.EDQUOT) or (code == errno.EIO and _is_full(path)):

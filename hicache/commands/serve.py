@@ -20,7 +20,7 @@ from hicache.config import (
     probe_machine,
     resolve_sizes,
 )
-from hicache.config.errors import mistakes_of
+from hicache.config.errors import Mistake, mistakes_of
 from hicache.doorkeeper import check_keys
 
 
@@ -42,6 +42,8 @@ def serve(file: Path, endpoint: str | None) -> None:
     around = Surroundings.of(os.environ, os.getuid())
 
     def load(other: str) -> LoadedConfig:
+        if other and not os.path.isfile(other):  # a client names it: a pipe would stop the loop
+            raise ConfigError(other, [Mistake((), "cannot be read: there is no such file")])
         return load_config(Path(other) if other else file, around)
 
     loaded = load("")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import time
@@ -374,6 +375,16 @@ def test_serve_with_a_wrong_configuration(house: Household, tmp_path: Path, what
     assert "wrong.yaml" in ran.stderr
     assert all(word in ran.stderr for word in words), ran.stderr
     assert set(house.arena_folder.iterdir()) == arenas
+
+
+def test_reload_reads_only_files() -> None:
+    """A pipe would stop the daemon's loop for everybody, and a null byte is no path."""
+    with Household() as house:
+        os.mkfifo(house.root / "pipe")
+        for name in (f"{house.root}/pipe", str(house.root), "/dev/zero", "a\0b", "/nowhere"):
+            with pytest.raises(DaemonError, match="no such file"):
+                house.ask("reload", file=name)
+        assert house.is_ready()
 
 
 def test_reload_by_signal_and_by_command() -> None:

@@ -258,6 +258,39 @@ def test_a_fetch_larger_than_the_room_comes_in_parts() -> None:
     assert lease in w.finished
 
 
+def test_a_fetch_larger_than_memory_waits_for_its_own_end_to_leave() -> None:
+    """1. Twelve blocks of a path are on disk, its last four are all of dram, and only there.
+    2. The fetch leases them all, so the end is given up; but it has to be written before it can go.
+    3. It is written: as much of the front comes as dram holds, and no more of the lease is lost.
+    """
+    w = World((("dram", 4, True, False), ("disk", 64, False, True)))
+    big = tokens_of(*range(1, 17))
+    while w.store(big).refused:
+        w.finish(*list(w.in_flight)[:4])
+    assert w.tiers_of(big)[-1] == "dram"
+    lease = w.match(big + END).lease
+    assert [run.first for run in w.fetch(lease).ready] == [12]
+    w.finish_all()
+    assert [run.first for run in w.arrived[lease]] == [0]
+    assert w.read(0, w.arrived[lease], big) == 4
+    assert lease in w.finished
+
+
+def test_a_fetch_that_can_have_no_room_ends_at_once() -> None:
+    """1. Somebody else leases all of dram, the path is on disk. 2. The fetch gives up its own end,
+    which is of no use, down to nothing. 3. It ends there, and does not wait for its deadline."""
+    w = World((("dram", 4, True, False), ("disk", 64, False, True)))
+    big, small = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)
+    on_disk_only(w, big)
+    w.store(small)
+    holder = w.match(small + END).lease
+    assert w.match(small + END).decision.reload_blocks == 4
+    lease = w.match(big + END).lease
+    fetched = w.fetch(lease)
+    assert (fetched.waiting, fetched.unplaced, fetched.ready) == (0, 0, ())
+    assert w.release(holder)
+
+
 # --- workers that come back -------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -475,3 +476,53 @@ def test_usable_bytes_leaves_room_for_three_batches() -> None:
     assert usable_bytes(100 << 30, 16 * MIB) == (100 << 30) - (5 << 30)
     assert usable_bytes(256 * MIB, 16 * MIB) == 208 * MIB
     assert usable_bytes(40 * MIB, 16 * MIB) == 0
+
+
+# --- what somebody did to an open device --------------------------------------------------------
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+def _move(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def _remove_class(path: Path) -> None:
+    shutil.rmtree(path / f"class-{SLOT}")
+
+
+def _overwrite_start(path: Path) -> None:
+    with (path / f"class-{SLOT}" / "data.mdb").open("r+b") as file:
+        file.write(b"\xa5" * 2 * PAGE_BYTES)
+
+
+def _overwrite_lock(path: Path) -> None:
+    (path / f"class-{SLOT}" / "lock.mdb").write_bytes(b"\xa5" * 2 * PAGE_BYTES)
+
+
+@pytest.mark.parametrize("hurt", [_remove, _move, _remove_class, _overwrite_start, _overwrite_lock])
+def test_a_put_into_a_device_that_is_gone_is_damage(
+    tmp_path: Path, hurt: Callable[[Path], None]
+) -> None:
+    """Nothing is acknowledged that nobody will find again; a new worker makes the device anew."""
+    path = tmp_path / "d"
+    tier = DiskTier(path, 16 * MIB)
+    put(tier, 1)
+    hurt(path)
+    with pytest.raises(TierDamaged):
+        put(tier, 2)
+    tier._release()
+    with DiskTier(path, 16 * MIB) as again:
+        put(again, 3)
+        assert holds(again, 3)
+        assert not holds(again, 2)
+
+
+def test_a_new_class_in_a_device_that_is_gone_is_damage(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "d", 16 * MIB)
+    shutil.rmtree(tmp_path / "d")
+    with pytest.raises(TierDamaged, match="deleted"):
+        put(tier, 1)
+    tier._release()
