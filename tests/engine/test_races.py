@@ -9,7 +9,7 @@ import pytest
 from hicache.engine import plan as p
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
-from tests.engine.world import BLOCK_BYTES, STEP, World, keys_of, tokens_of
+from tests.engine.world import BLOCK_BYTES, STEP, THREE_TIERS, World, keys_of, tokens_of
 
 SMALL = (("hbm", 2, True, False), ("dram", 4, True, False), ("disk", 20, False, True))
 NO_DISK = (("hbm", 2, True, False), ("dram", 3, True, False))
@@ -289,6 +289,26 @@ def test_a_fetch_that_can_have_no_room_ends_at_once() -> None:
     fetched = w.fetch(lease)
     assert (fetched.waiting, fetched.unplaced, fetched.ready) == (0, 0, ())
     assert w.release(holder)
+
+
+def test_what_is_given_up_on_stays_while_it_is_copied() -> None:
+    """1. A client commits the end of a path and not its front: the end cannot be written down.
+    2. hbm gets full, and the end is on its way from there to dram. 3. A clean stop wants it on disk
+    and gives up on it: its slots stay until they were copied, or others' bytes would arrive.
+    """
+    w = World(THREE_TIERS)
+    path = tokens_of(1, 1, 0, 0, 2, 0)
+    placed = w.put(path)
+    w.write(path, placed)
+    w.do(p.Commit(placed.ticket, placed.indices[2:4], w.now_s, False))
+    w.store(tokens_of(0, 1, 2, 2))
+    assert len(w.moving("hbm", "dram")) == 2
+    for _ in range(20):
+        if not w.do(p.Flush(w.now_s)):
+            break
+        w.finish_all()
+    else:
+        raise AssertionError("the flush never ends")
 
 
 # --- workers that come back -------------------------------------------------------------------
