@@ -439,6 +439,9 @@ class Daemon:
         except ConfigError as error:
             log.error("the configuration was not reloaded: %s", error)
             return
+        except Exception:  # a fault of ours, as in a request: no file ends a daemon that serves
+            log.exception("the configuration was not reloaded")
+            return
         log.info("applied: %s", ", ".join(applied["live"]) or "nothing")
         if applied["restart"]:
             log.warning("needs a restart: %s", ", ".join(applied["restart"]))

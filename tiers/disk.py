@@ -56,6 +56,7 @@ _DAMAGE = (
     lmdb.VersionMismatchError,
     lmdb.MapResizedError,  # its first pages were overwritten: nobody else may change the map
     lmdb.InvalidParameterError,  # its lock file was
+    lmdb.BadTxnError,  # a page of its trees was no page
 )
 
 

@@ -27,6 +27,13 @@ class Document:
 def read_yaml(text: str) -> Document:
     """The document's values; empty where the text is no YAML mapping, with a mistake saying so."""
     try:
+        return _read(text)
+    except RecursionError:
+        return Document({}, {}, (Mistake((), "this is nested too deeply"),))
+
+
+def _read(text: str) -> Document:
+    try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

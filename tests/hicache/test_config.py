@@ -172,7 +172,10 @@ deadlines: {match: never}
     ]
 
 
-@pytest.mark.parametrize("text", ["", "# nothing", "- 1", "5", "a: [", "\x00"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "# nothing", "- 1", "5", "a: [", "\x00", pytest.param("a: " + "[" * 9999, id="deep")],
+)
 def test_a_text_that_is_no_configuration_is_one_sentence(text: str) -> None:
     assert len(sentences(text)) == 1
     assert "\n" not in sentences(text)[0]

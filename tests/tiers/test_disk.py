@@ -498,11 +498,21 @@ def _overwrite_start(path: Path) -> None:
         file.write(b"\xa5" * 2 * PAGE_BYTES)
 
 
+def _overwrite_pages(path: Path) -> None:
+    file = path / f"class-{SLOT}" / "data.mdb"
+    with file.open("r+b") as out:
+        for page in range(2, file.stat().st_size // PAGE_BYTES):
+            out.seek(page * PAGE_BYTES)
+            out.write(b"\xa5" * 16)
+
+
 def _overwrite_lock(path: Path) -> None:
     (path / f"class-{SLOT}" / "lock.mdb").write_bytes(b"\xa5" * 2 * PAGE_BYTES)
 
 
-@pytest.mark.parametrize("hurt", [_remove, _move, _remove_class, _overwrite_start, _overwrite_lock])
+@pytest.mark.parametrize(
+    "hurt", [_remove, _move, _remove_class, _overwrite_start, _overwrite_pages, _overwrite_lock]
+)
 def test_a_put_into_a_device_that_is_gone_is_damage(
     tmp_path: Path, hurt: Callable[[Path], None]
 ) -> None:
@@ -514,7 +524,7 @@ def test_a_put_into_a_device_that_is_gone_is_damage(
     with pytest.raises(TierDamaged):
         put(tier, 2)
     tier._release()
-    with DiskTier(path, 16 * MIB) as again:
+    with DiskTier(path, 16 * MIB, set_aside=hurt is _overwrite_pages) as again:
         put(again, 3)
         assert holds(again, 3)
         assert not holds(again, 2)
