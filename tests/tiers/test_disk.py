@@ -281,7 +281,8 @@ class FailingEnvironment:
         (OSError(errno.ENOSPC, "x"), TierFull),
         (OSError(errno.EIO, "x"), TierDamaged),
         (lmdb.CorruptedError("x"), TierDamaged),
-        (lmdb.BadTxnError("x"), TierError),
+        (lmdb.BadTxnError("x"), TierDamaged),
+        (lmdb.ReadersFullError("x"), TierError),
     ],
 )
 def test_the_nth_step_failing_leaves_all_or_nothing(
