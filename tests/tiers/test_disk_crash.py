@@ -48,6 +48,8 @@ def kill_a_writer(path: Path, durability: str, first: int, lines: int) -> tuple[
         for seen, line in enumerate(child.stdout):
             if seen == lines:
                 child.kill()  # whatever it is in the middle of; the pipe still tells what it acked
+            if not line.endswith(b"\n"):
+                break  # it was killed in the middle of a line (PYTHONUNBUFFERED writes words)
             what, number = line.split()
             numbers = set(range(int(number), int(number) + BATCH))
             if what == b"kept":
