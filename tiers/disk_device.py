@@ -40,6 +40,9 @@ class DiskDevice:
         try:
             self._recover(set_aside)
             self.mark(is_clean=False)
+        except OSError as error:  # a full volume, most likely
+            self.close()
+            raise TierUnavailable(f"{self.path}: {error.strerror}") from error
         except BaseException:
             self.close()
             raise

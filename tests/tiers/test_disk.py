@@ -537,3 +537,15 @@ def test_a_new_class_in_a_device_that_is_gone_is_damage(tmp_path: Path) -> None:
     with pytest.raises(TierDamaged, match="deleted"):
         put(tier, 1)
     tier._release()
+
+
+def test_a_device_on_a_full_volume_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not any OSError, which its worker would take for the daemon's end and say nothing."""
+
+    def write_nothing(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk_device, "write_state", write_nothing)
+    for _ in range(2):  # and the lock is free again
+        with pytest.raises(TierUnavailable, match="No space left"):
+            DiskTier(tmp_path, 16 * MIB)
