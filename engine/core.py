@@ -17,7 +17,7 @@ import numpy as np
 
 from hicache.engine import plan as p
 from hicache.engine.blocks import State
-from hicache.engine.cost import LinkCost, PrefillCost
+from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Fetching, Positions
 from hicache.engine.identity import Identities
@@ -195,11 +195,10 @@ class CacheEngine:
         lease = self.residency.leases.leases.get(event.lease)
         if lease is None:
             return
-        if event.hop_bytes > 0 and event.hop_seconds > 0:
-            known = self.hop_s_per_byte[lease.namespace]
-            seen = event.hop_seconds / event.hop_bytes
-            self.hop_s_per_byte[lease.namespace] = 0.75 * known + 0.25 * seen
-        if event.total_seconds > 0:
+        self.hop_s_per_byte[lease.namespace] = learn_hop(
+            self.hop_s_per_byte[lease.namespace], event.hop_bytes, event.hop_seconds
+        )
+        if is_measurable(event.total_seconds):
             self.ledger.judged(lease.decision.reload_s, event.total_seconds)
 
     def _clear(self, event: p.Clear) -> int:

@@ -18,6 +18,7 @@ from hicache import __version__
 from hicache.config import DeadlinesConfig, LimitsConfig
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
+from hicache.engine.cost import plausible_hop
 from hicache.keys import NamespaceSpec
 from hicache.session import RememberedMatch, Session, Sessions
 from hicache.tiers.arena import Arena
@@ -222,7 +223,7 @@ class Service:
                 session.group.number,
                 asked.now_s,
                 self.limits.lease_ttl_s,
-                body["hop_bytes_per_s"],
+                plausible_hop(body["hop_bytes_per_s"]),
                 body["skip_blocks"],
             )
         )

@@ -212,6 +212,40 @@ def test_requests_that_come_too_late(house: Household, peer: Peer) -> None:
     assert put(peer, session)["ticket"]
 
 
+EXTREMES = (5e-324, 1e-300, 1e-9, 1e6)
+
+
+def test_no_number_spoils_the_planner(house: Household) -> None:
+    """All that the wire lets through, in every field that is learned from: `hop_bytes` of 5e-324
+    made every later reload of the namespace take for ever."""
+    client, spec = house.model("numbers", block_bytes=4096)
+    tokens = prompt(91, 3)
+    store(client, tokens, spec)
+    peer = house.peer()
+    session = peer.hello(spec, transport="frames")["session"]
+
+    def match(**more: Any) -> dict[str, Any]:
+        return peer.ask("match", s=session, tokens=tokens.tobytes(), **more)
+
+    for one in EXTREMES:
+        for other in EXTREMES:
+            lease = match(hop_bytes_per_s=one)["lease"]
+            said: dict[str, Any] = {"hop_bytes": one, "hop_s": other, "total_s": other}
+            assert peer.ask("release", s=session, lease=lease, **said)["released"]
+            step: dict[str, Any] = {
+                "num_requests": 1,
+                "sum_n": one,
+                "sum_nc": other,
+                "seconds": other,
+            }
+            assert peer.ask("observe", s=session, **step)["ok"]
+    decision = match()["decision"]
+    seconds = [decision[name] for name in ("reload_s", "prefill_s", "recompute_s")]
+    assert all(0.0 <= value < 3600.0 for value in seconds), decision
+    error = house.stats()["planner"]["mean_abs_error_s"]
+    assert error is None or error < 3600.0
+
+
 # --- other people's leases and tickets ----------------------------------------------------------
 
 
