@@ -207,6 +207,18 @@ class Residency:
         name = self.tiers[tier].name
         return any(move.src == name for move in self.moves_of.get(block, ()))
 
+    def is_deleted(self, block: int, tier: int) -> bool:
+        """Whether the block's record in the tier is being deleted, which cannot be called back."""
+        name = self.tiers[tier].name
+        moves = self.moves_of.get(block, ())
+        return any(move.src == name and move.dst is None for move in moves)
+
+    def is_going(self, block: int) -> bool:
+        """Whether every readable copy of the block is a record that is being deleted."""
+        tag = int(self.blocks.tags[block])
+        readable = [tier for tier in range(len(self.tiers)) if tag >> tier & 1]
+        return all(self.is_deleted(block, tier) for tier in readable)
+
     def drain(self, ids: Ids, tier: int) -> None:
         """ready → draining: free as soon as another copy stays and nobody reads it."""
         if len(ids):
@@ -359,15 +371,9 @@ class Residency:
         ids = node.block_ids()
         for tier in range(len(self.tiers)):
             if node.leaving >> tier & 1:
-                # A record being deleted cannot be called back.
-                kept = [block for block in ids.tolist() if not self._is_deleted(block, tier)]
+                kept = [block for block in ids.tolist() if not self.is_deleted(block, tier)]
                 self.rescue(np.array(kept, np.int32), tier)
         self.settle(ids)
-
-    def _is_deleted(self, block: int, tier: int) -> bool:
-        name = self.tiers[tier].name
-        moves = self.moves_of.get(block, ())
-        return any(move.src == name and move.dst is None for move in moves)
 
     def _namespace_of_block(self, block: int) -> Namespace:
         return self.namespaces[self.index.node_of(block).namespace]

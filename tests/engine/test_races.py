@@ -432,6 +432,36 @@ def test_a_block_that_is_there_is_not_stored_again() -> None:
     assert (placed.ticket, placed.present, placed.refused) == (0, 1, 0)
 
 
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_block_that_is_being_deleted_is_stored_anew(ok: bool, is_late: bool) -> None:
+    """1. A's records are being deleted, and it has no other copy. 2. A is put: it was called
+    present, and gone a moment later. Now it is written anew, whenever the deletion ends and even if
+    it fails.
+    """
+    w = world()
+    a = tokens_of(1, 2)
+    w.store(a, durable=True)
+    w.finish_all()
+    assert w.do(p.Clear(0, w.now_s)) == 2
+    deleted = w.moving("disk", None)
+    assert len(deleted) == 2
+    assert w.match(a + END).hit_blocks == 0
+    placed = w.put(a)
+    assert (placed.present, placed.busy, placed.indices.tolist()) == (0, 0, [0, 1])
+    if not is_late:
+        w.finish(*deleted, ok=ok)
+    assert w.put(a).busy == (0 if not ok and not is_late else 2)
+    w.write(a, placed)
+    assert w.commit(placed) == 2
+    if is_late:
+        w.finish(*deleted, ok=ok)
+    w.finish_all()
+    matched = w.match(a + END)
+    assert matched.hit_blocks == 2
+    assert w.read(0, w.fetch(matched.lease).ready, a) == 2
+
+
 def test_half_a_put_is_committed() -> None:
     """1. Of three blocks the client wrote two. 2. Those are visible; the third's slot is free."""
     w = world((("hbm", 6, True, False),))
