@@ -369,6 +369,12 @@ class CacheEngine:
             raise p.UnknownLease(lease_id)
         return lease
 
+    def too_small_for(self, block_bytes: int) -> list[TierSpec]:
+        """The tiers that cannot hold a single block of this size; the others do without them."""
+        slot_bytes = slot_bytes_for(block_bytes)
+        rooms = zip(self.residency.tiers, self.residency.pools, strict=True)
+        return [tier for tier, pool in rooms if not pool.can_hold(slot_bytes)]
+
     def story(self, block: int) -> str:
         """One block in words."""
         return self.residency.blocks.story(block)

@@ -29,6 +29,7 @@ from hicache import __version__
 from hicache import statistics as figures
 from hicache.assembly import Parts, engine_settings, new_engine, tier_specs
 from hicache.config import Config, LoadedConfig, diff_live
+from hicache.config.units import format_size
 from hicache.doorkeeper import Doorkeeper
 from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
@@ -87,7 +88,6 @@ class Daemon:
             self.engine,
             self.sessions,
             parts.arenas,
-            min(tier.pool.max_slot_bytes for tier in parts.mapped),
             self.epoch,
             os.getpid(),
             config.deadlines,
@@ -364,6 +364,14 @@ class Daemon:
                 log.warning("a stored block was not what it should be: %s", outcome.error)
 
     def _describe(self, spec: NamespaceSpec) -> None:
+        for tier in self.engine.too_small_for(spec.block_bytes):
+            log.warning(
+                "%s (%s) is too small for a block of %d bytes: those of %s are kept elsewhere",
+                tier.name,
+                format_size(tier.capacity_bytes),
+                spec.block_bytes,
+                spec.name or spec.digest().hex()[:12],
+            )
         for worker in self.parts.workers:
             if worker.kind == "disk":
                 self.mover.describe(worker.device, spec.digest(), spec.to_wire())

@@ -16,6 +16,7 @@ import numpy as np
 
 from hicache import __version__
 from hicache.config import DeadlinesConfig, LimitsConfig
+from hicache.config.units import format_size
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.cost import plausible_hop
@@ -52,7 +53,6 @@ class Service:
         engine: CacheEngine,
         sessions: Sessions,
         arenas: Mapping[str, Arena],
-        max_slot_bytes: int,
         epoch: str,
         pid: int,
         deadlines: DeadlinesConfig,
@@ -64,7 +64,6 @@ class Service:
         self.engine = engine
         self.sessions = sessions
         self.arenas = arenas
-        self.max_slot_bytes = max_slot_bytes
         self.epoch = epoch
         self.pid = pid
         self.deadlines = deadlines
@@ -179,11 +178,14 @@ class Service:
             raise WireError("spec", "protocol 1 holds full attention, not a sliding window")
         if spec.tp_size != 1 or spec.pp_size != 1:
             raise WireError("spec", "protocol 1 holds one rank, not several")
-        if slot_bytes_for(spec.block_bytes) > self.max_slot_bytes:
+        mapped = [tier for tier in self.engine.residency.tiers if tier.mapped]
+        too_small = self.engine.too_small_for(spec.block_bytes)
+        if all(tier in too_small for tier in mapped):
+            rooms = " and ".join(f"{t.name} ({format_size(t.capacity_bytes)})" for t in mapped)
             raise WireError(
                 "spec",
-                f"a block of {spec.block_bytes} bytes does not fit: at most {self.max_slot_bytes} "
-                "bytes with these tier sizes; use fewer tokens per block or larger tiers",
+                f"a block of {spec.block_bytes} bytes does not fit in {rooms}; "
+                "use fewer tokens per block or larger tiers",
             )
 
     def _heartbeat(self, asked: Asked, session: Session) -> None:

@@ -11,7 +11,7 @@ A region that never empties by itself can be emptied for another class: `close` 
 it any more, and what becomes free there is kept for that class alone (`Clearing`).
 
 Owned by the daemon's loop through the cache engine; one thread, no I/O. A failed call changes
-nothing. A class can hold no slot larger than `max_slot_bytes`; `allocate` answers none then.
+nothing. Of a class whose slots cannot fit (`can_hold`), `allocate` hands out none.
 """
 
 from __future__ import annotations
@@ -154,11 +154,6 @@ class SlotPool:
         # One byte per page, meaningful where a slot starts; the kernel backs it as it is touched.
         self._state: npt.NDArray[np.uint8] = np.zeros(self.num_slabs * self.slab_pages, np.uint8)
         self._classes: dict[int, _Class] = {}
-
-    @property
-    def max_slot_bytes(self) -> int:
-        """The largest slot an empty tier could hold, where a slot takes its own pages only."""
-        return self.num_slabs * self.slab_pages * PAGE_BYTES
 
     def can_hold(self, slot_bytes: int) -> bool:
         """Whether a slot of the class would fit if the tier were empty."""

@@ -173,7 +173,8 @@ def test_eight_mib_blocks_fit_in_a_256_mib_tier() -> None:
     assert pool.available(8 * MIB) == 32
     assert pool.available(48 * MIB) == 4
     assert len(pool.allocate(48 * MIB, 9)) == 4
-    assert pool.max_slot_bytes == 256 * MIB
+    assert pool.can_hold(256 * MIB)
+    assert not pool.can_hold(256 * MIB + PAGE_BYTES)
 
 
 def test_little_room_is_lost_on_odd_sizes() -> None:
