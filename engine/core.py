@@ -10,7 +10,7 @@ with a fake clock. Everything here belongs to the daemon's one loop.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +21,7 @@ from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Fetching, Positions
 from hicache.engine.identity import Identities
+from hicache.engine.index import Node
 from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger, TierCounts
 from hicache.engine.matching import Estimates, Matching
@@ -126,22 +127,28 @@ class CacheEngine:
         number = self._by_digest.get(event.digest)
         if number is not None:
             return number
-        number = len(self.residency.namespaces)
-        root = self.residency.index.add_root(number)
-        self.residency.namespaces.append(
-            Namespace(
-                number,
-                event.digest,
-                event.block_tokens,
-                event.block_bytes,
-                slot_bytes_for(event.block_bytes),
-                root,
-            )
-        )
-        self.prefill.append(PrefillCost(self.settings.prior))
-        self.hop_s_per_byte.append(1.0 / self.settings.hop_bytes_per_s)
+        if event.instead_of is None:
+            number = len(self.residency.namespaces)
+            namespace = self._new_namespace(event, number, self.residency.index.add_root(number))
+            self.residency.namespaces.append(namespace)
+            self.prefill.append(PrefillCost(self.settings.prior))
+            self.hop_s_per_byte.append(1.0 / self.settings.hop_bytes_per_s)
+        else:
+            number = event.instead_of
+            idle = self.residency.namespaces[number]
+            assert not idle.root.children, "a namespace with blocks was to be forgotten"
+            del self._by_digest[idle.digest]
+            self.residency.namespaces[number] = self._new_namespace(event, number, idle.root)
+            self.prefill[number] = PrefillCost(self.settings.prior)
+            self.hop_s_per_byte[number] = 1.0 / self.settings.hop_bytes_per_s
         self._by_digest[event.digest] = number
         return number
+
+    def _new_namespace(self, event: p.OpenNamespace, number: int, root: Node) -> Namespace:
+        slot_bytes = slot_bytes_for(event.block_bytes)
+        return Namespace(
+            number, event.digest, event.block_tokens, event.block_bytes, slot_bytes, root
+        )
 
     def _fetch(self, event: p.Fetch) -> p.Fetched:
         lease = self._lease(event.lease)
@@ -374,6 +381,22 @@ class CacheEngine:
         slot_bytes = slot_bytes_for(block_bytes)
         rooms = zip(self.residency.tiers, self.residency.pools, strict=True)
         return [tier for tier, pool in rooms if not pool.can_hold(slot_bytes)]
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether this namespace has a number."""
+        return digest in self._by_digest
+
+    def idle_namespace(self, used: Container[int]) -> int | None:
+        """A namespace, not one of `used`, of which nothing is left: no block in any tier or on its
+        way to one, hence no move, and no lease or ticket."""
+        book = self.residency.leases
+        held = {lease.namespace for lease in book.leases.values()}
+        held |= {ticket.namespace for ticket in book.tickets.values()}
+        for namespace in self.residency.namespaces:
+            number = namespace.number
+            if not namespace.root.children and number not in held and number not in used:
+                return number
+        return None
 
     def story(self, block: int) -> str:
         """One block in words."""

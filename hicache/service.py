@@ -127,15 +127,7 @@ class Service:
         self._check_spec(spec)
         self.sessions.check_room()
         digest = spec.digest()
-        if digest not in self.namespaces and len(self.namespaces) >= self.limits.max_namespaces:
-            raise WireError(
-                "refused",
-                f"{len(self.namespaces)} namespaces are in use, which is limits.max_namespaces",
-            )
-        number = self.do(p.OpenNamespace(digest, spec.block_tokens, spec.block_bytes))
-        if digest not in self.namespaces:
-            self.namespaces[digest] = spec
-            self._describe(spec)
+        number = self._open_namespace(digest, spec)
         by_frames = body["transport"] == "frames" or (body["transport"] == "auto" and not asked.pid)
         session = self.sessions.open(
             number,
@@ -170,6 +162,27 @@ class Service:
             max_prompt_tokens=self.limits.max_prompt_tokens,
             capabilities=["match", "fetch", "put", "durable", "observe", "frames", "clear"],
         )
+
+    def _open_namespace(self, digest: bytes, spec: NamespaceSpec) -> int:
+        """Raises WireError('refused') when there are as many as the limit allows and each has a
+        session or blocks."""
+        known = self.engine.residency.namespaces
+        instead_of = None
+        if len(known) >= self.limits.max_namespaces and not self.engine.knows(digest):
+            instead_of = self.engine.idle_namespace({s.namespace for s in self.sessions})
+            if instead_of is None:
+                raise WireError(
+                    "refused",
+                    f"{len(known)} namespaces have clients or blocks, which is "
+                    "limits.max_namespaces; raise it, or let fewer of them be used",
+                )
+            self.namespaces.pop(known[instead_of].digest, None)
+        event = p.OpenNamespace(digest, spec.block_tokens, spec.block_bytes, instead_of)
+        number = self.do(event)
+        if digest not in self.namespaces:
+            self.namespaces[digest] = spec
+            self._describe(spec)
+        return number
 
     def _check_spec(self, spec: NamespaceSpec) -> None:
         if len(spec.groups) > 1:

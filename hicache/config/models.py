@@ -240,7 +240,9 @@ class LimitsConfig(Section):
         validation_alias="session_ttl",
         description="A silent session ends after this.",
     )
-    max_namespaces: int = Field(default=4096, ge=1, description="Namespaces (models) at once.")
+    max_namespaces: int = Field(
+        default=4096, ge=1, description="Namespaces (models) with clients or blocks at once."
+    )
 
 
 class Config(Section):

@@ -340,6 +340,37 @@ def test_more_sessions_than_the_limit(house: Household, peer: Peer) -> None:
         peer.ask("bye", s=token)
 
 
+def test_more_namespaces_than_the_limit() -> None:
+    """They were never forgotten: a host with many adapters or salts was full for ever. One that
+    has neither clients nor blocks makes room for another."""
+    with Household(hbm=None, disk=None, limits={"max_namespaces": 3}) as house:
+        specs = [
+            replace(SPEC, cache_salt=f"salt {number}", block_bytes=4096) for number in range(9)
+        ]
+        tokens = prompt(90, 3)
+        keeper = house.client(specs[0])
+        assert store(keeper, tokens, specs[0]) == 3
+        keeper.close()
+        for spec in specs[1:]:
+            client = house.client(spec)
+            assert client.match(tokens).is_answered, client.last_error
+            assert client.match(tokens).hit_blocks == 0
+            assert store(client, tokens, spec) == 3
+            assert read(client, tokens, spec) == 3
+            client.clear()
+            client.close()
+        assert len(house.stats()["namespaces"]) == 3
+        assert read(house.client(specs[0]), tokens, specs[0]) == 3
+
+        peer = house.peer()
+        assert peer.hello(specs[1])["ok"]
+        assert peer.hello(specs[2])["ok"]
+        reply = peer.hello(specs[3])
+        assert reply["error"] == "refused"
+        assert "limits.max_namespaces" in reply["message"]
+        assert peer.hello(specs[1])["ok"]
+
+
 # --- the command line ---------------------------------------------------------------------------
 
 
