@@ -154,6 +154,7 @@ class Daemon:
             for session in self.sessions.of_dead(pidfd):
                 log.info("client %s (pid %d) is gone", session.client or "?", session.pid)
                 self.service.end(session, time.monotonic())
+            self.service.buried(self.sessions.bury(pidfd), time.monotonic())
         if self._wake_read.fileno() in events:
             self._wake_read.recv(4096)
         if self._doorkeeper is not None and self._doorkeeper.socket in events:

@@ -125,6 +125,8 @@ class Service:
         except ValueError as error:
             raise WireError("spec", f"spec: {error}") from None
         self._check_spec(spec)
+        if len(self.sessions) >= self.sessions.max_sessions:
+            self._end_idle_sessions(asked.now_s)
         self.sessions.check_room()
         digest = spec.digest()
         number = self._open_namespace(digest, spec)
@@ -208,14 +210,35 @@ class Service:
         self.end(session, asked.now_s)
         self._reply(asked.peer)
 
-    def end(self, session: Session, now_s: float) -> None:
-        """The session said goodbye, or its process is dead: nobody writes its slots any more."""
+    def _end_idle_sessions(self, now_s: float) -> None:
+        """Of clients that were dropped in a process that lives, as far as can be told: silent for
+        long, and with nothing in their hands. One that comes back says hello again."""
+        book = self.engine.residency.leases
+        busy = {lease.owner for lease in book.leases.values()}
+        busy |= {ticket.owner for ticket in book.tickets.values()}
+        set_aside = {held.owner for held in book.quarantine.values()}
+        waiting = {fetch.session for fetch in self.waiting.fetches.values()}
+        waiting |= {put.session for put in self.waiting.puts}
+        for session in self.sessions.idle(now_s):
+            owner = session.group.number
+            if owner not in busy and session.token not in waiting:
+                may_write = owner in set_aside and session.transport == "arena"
+                self.end(session, now_s, may_write=may_write)
+
+    def buried(self, owners: Sequence[int], now_s: float) -> None:
+        """A process is dead that these groups' slots were set aside for."""
+        for owner in owners:
+            self.do(p.WriterGone(owner, now_s))
+
+    def end(self, session: Session, now_s: float, *, may_write: bool = False) -> None:
+        """The session said goodbye, or its process is dead: nobody writes its slots any more,
+        unless it `may_write`, or another process of its group may."""
         for lease, fetch in list(self.waiting.fetches.items()):
             if fetch.session == session.token:
                 del self.waiting.fetches[lease]
         self.waiting.puts = [put for put in self.waiting.puts if put.session != session.token]
-        group = self.sessions.close(session)
-        if group is not None:
+        group = self.sessions.close(session, may_write=may_write)
+        if group is not None and not self.sessions.has_writer_left(group.number):
             self.do(p.WriterGone(group.number, now_s))
 
     # --- asking for a prefix --------------------------------------------------------------------

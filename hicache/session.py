@@ -6,7 +6,10 @@ routing ids, which change when a socket reconnects.
 
 Who is alive: on `ipc` the peer's pid comes from the socket, never from the message, and a pidfd
 tells of its death within milliseconds. Where the pid is not visible (tcp, another pid namespace)
-a session that is silent for `session_ttl_s` is taken for dead. Used from the daemon's loop only.
+a session that is silent for `session_ttl_s` is taken for dead. A process that lives may have
+dropped a client without a goodbye: when sessions run out, `idle` ones that hold nothing are ended
+too. What their process may still write stays set aside until it is dead (`_Process.owners`).
+Used from the daemon's loop only.
 """
 
 from __future__ import annotations
@@ -66,10 +69,12 @@ class Session:
 
 @dataclass(slots=True)
 class _Process:
-    """A peer's process: its pidfd tells of its death."""
+    """A peer's process: its pidfd tells of its death. `owners`: groups into whose slots it may yet
+    write although its session has ended."""
 
     pidfd: int
-    tokens: set[bytes]
+    tokens: set[bytes] = field(default_factory=set)
+    owners: set[int] = field(default_factory=set)
 
 
 class Sessions:
@@ -130,20 +135,38 @@ class Sessions:
         session.last_seen_s = now_s
         return session
 
-    def close(self, session: Session) -> Group | None:
-        """Forget a session. Returns its group if that has ended with it."""
+    def close(self, session: Session, *, may_write: bool = False) -> Group | None:
+        """Forget a session. Returns its group if that has ended with it. `may_write`: its process
+        lives, and nobody knows whether it still writes into slots of the group's."""
         if self.by_token.pop(session.token, None) is None:
             return None
         process = self._processes.get(session.pid)
         if process is not None:
             process.tokens.discard(session.token)
-            if not process.tokens:
+            if may_write:
+                process.owners.add(session.group.number)
+            elif not process.tokens and not process.owners:
                 self._unwatch(session.pid)
         session.group.num_sessions -= 1
         if session.group.num_sessions:
             return None
         del self.groups[session.group.token]
         return session.group
+
+    def has_writer_left(self, owner: int) -> bool:
+        """Whether a process whose session has ended lives on, and may write this group's slots."""
+        return any(owner in process.owners for process in self._processes.values())
+
+    def bury(self, pidfd: int) -> list[int]:
+        """The process is dead and its sessions are closed. Returns the groups that have ended and
+        whose slots nobody can write any more."""
+        pid = self._pid_of.get(pidfd)
+        if pid is None:
+            return []
+        owners = self._processes[pid].owners
+        self._unwatch(pid)
+        alive = {group.number for group in self.groups.values()}
+        return [owner for owner in sorted(owners - alive) if not self.has_writer_left(owner)]
 
     def pidfds(self) -> list[int]:
         """To be polled for reading: readable means dead."""
@@ -162,6 +185,14 @@ class Sessions:
             if not session.pid and now_s - session.last_seen_s > self.session_ttl_s
         ]
 
+    def idle(self, now_s: float) -> list[Session]:
+        """Sessions whose process lives and that have said nothing for `session_ttl_s`."""
+        return [
+            session
+            for session in self.by_token.values()
+            if session.pid and now_s - session.last_seen_s > self.session_ttl_s
+        ]
+
     def close_all(self) -> None:
         """At the daemon's end."""
         for pid in list(self._processes):
@@ -178,7 +209,7 @@ class Sessions:
                 pidfd = os.pidfd_open(pid)
             except OSError:  # gone already, or of another pid namespace: heartbeats decide
                 return False
-            process = self._processes[pid] = _Process(pidfd, set())
+            process = self._processes[pid] = _Process(pidfd)
             self._pid_of[pidfd] = pid
         process.tokens.add(token)
         return True
