@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
+import xxhash
 
 from hicache import __version__
 from hicache.config import DeadlinesConfig, LimitsConfig
@@ -246,9 +247,11 @@ class Service:
     def _match(self, asked: Asked, session: Session) -> None:
         body = asked.request.body
         self._check_tokens(body["tokens"])
+        digest = b""
         if body["request"]:
+            digest = xxhash.xxh3_128_digest(body["tokens"])
             known = session.matches.get(body["request"])
-            if known is not None and self._is_same(known, body):
+            if known is not None and self._is_same(known, digest, body["skip_blocks"]):
                 known.reply.id = asked.request.id
                 self._send(asked.peer, known.reply, ())
                 return
@@ -282,16 +285,15 @@ class Service:
                 decision.sentence if body["explain"] else "",
             ),
         )
-        if body["request"]:
+        if body["request"] and matched.lease:
             session.remember(
-                body["request"],
-                RememberedMatch(body["tokens"], body["skip_blocks"], matched.lease, reply),
+                body["request"], RememberedMatch(digest, body["skip_blocks"], matched.lease, reply)
             )
         self._send(asked.peer, reply, ())
 
-    def _is_same(self, known: RememberedMatch, body: Mapping[str, Any]) -> bool:
+    def _is_same(self, known: RememberedMatch, tokens: bytes, skip_blocks: int) -> bool:
         """Idempotent: the same request asking the same gets the same lease while it lasts."""
-        same = known.tokens == body["tokens"] and known.skip_blocks == body["skip_blocks"]
+        same = known.tokens == tokens and known.skip_blocks == skip_blocks
         return same and known.lease in self.engine.residency.leases.leases
 
     def _fetch(self, asked: Asked, session: Session) -> None:

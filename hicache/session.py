@@ -24,12 +24,14 @@ from typing import Final
 from hicache.keys import NamespaceSpec
 from hicache.wire import SESSION_BYTES, MatchReply, WireError
 
-MAX_REMEMBERED_MATCHES: Final = 4096
+MAX_REMEMBERED_MATCHES: Final = 1024
+"""Per session: somebody who asks again does so while it waits, not thousands of requests later."""
 
 
 @dataclass(slots=True)
 class RememberedMatch:
-    """A match's answer, to be given again when the same request id asks the same."""
+    """A match's answer, to be given again when the same request id asks the same. `tokens` is a
+    digest: a long prompt has half a megabyte."""
 
     tokens: bytes
     skip_blocks: int
@@ -63,6 +65,7 @@ class Session:
     def remember(self, request: str, match: RememberedMatch) -> None:
         """Keep a match's answer for its request id; the oldest are forgotten."""
         self.matches[request] = match
+        self.matches.move_to_end(request)
         while len(self.matches) > MAX_REMEMBERED_MATCHES:
             self.matches.popitem(last=False)
 
