@@ -382,6 +382,18 @@ class CacheEngine:
         rooms = zip(self.residency.tiers, self.residency.pools, strict=True)
         return [tier for tier, pool in rooms if not pool.can_hold(slot_bytes)]
 
+    def is_still_at(self, lease_id: int, run: p.ReadyRun) -> bool:
+        """Whether a run that was told as readable still is: the lease may have ended since, or the
+        tier gone down."""
+        house = self.residency
+        lease = house.leases.leases.get(lease_id)
+        if lease is None:
+            return False
+        tier = house.number_of(run.tier)
+        ids = lease.ids[run.first : run.first + len(run.slots)]
+        is_readable = bool((house.blocks.tags[ids] >> tier & 1).all())
+        return is_readable and np.array_equal(house.blocks.slot[tier][ids], run.slots)
+
     def knows(self, digest: bytes) -> bool:
         """Whether this namespace has a number."""
         return digest in self._by_digest

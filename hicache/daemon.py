@@ -30,6 +30,7 @@ from hicache import statistics as figures
 from hicache.assembly import Parts, engine_settings, new_engine, tier_specs
 from hicache.config import Config, LoadedConfig, diff_live
 from hicache.config.units import format_size
+from hicache.delivery import Part
 from hicache.doorkeeper import Doorkeeper
 from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
@@ -52,6 +53,8 @@ from hicache.wire import MatchReply, WireError, decode_request, error_reply, pac
 TICK_S: Final = 0.1
 _READABLE: Final = int(zmq.POLLIN)
 _FIRST_PART, _LAST_PART = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
+SEND_MORE_S: Final = 0.002
+"""How often a client is looked at that has to read before more is sent to it."""
 MAX_DRAIN: Final = 64
 """Requests served between two polls, so that workers and timers get their turn."""
 
@@ -146,6 +149,8 @@ class Daemon:
 
     def _turn(self, wait_s: float) -> None:
         """One poll, and everything that was ready."""
+        if self.service.waiting.is_sending:
+            wait_s = min(wait_s, SEND_MORE_S)
         events = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         self._news_s = time.monotonic()
         if self.mover.fileno() in events:
@@ -162,6 +167,8 @@ class Daemon:
         if self._router in events:
             self._serve_requests()
             self._await_the_next()
+        if self.service.waiting.is_sending:
+            self.service.send_more()
         if self._wants_reload:
             self._wants_reload = False
             self._reload_or_complain()
@@ -286,19 +293,23 @@ class Daemon:
         self,
         peer: Peer,
         message: Mapping[str, Any] | MatchReply,
-        parts: Sequence[bytes | memoryview] = (),
-    ) -> None:
+        parts: Sequence[Part] = (),
+    ) -> zmq.MessageTracker | None:
         """A reply. A peer that is gone or does not read loses it: its deadline answers for us."""
         try:
             if parts:
-                self._router.send_multipart([peer.routing_id, pack(message), *parts], zmq.NOBLOCK)
-                return
+                end = zmq.Frame(parts[-1], track=True, copy=False, copy_threshold=0)
+                frames = [peer.routing_id, pack(message), *parts[:-1], end]
+                self._router.send_multipart(frames, zmq.NOBLOCK)
+                tracker: zmq.MessageTracker = end.tracker
+                return tracker
             packed = pack(message)
             send = zmq.backend.Socket.send  # past a wrapper that costs as much again
             send(self._router, peer.routing_id, _FIRST_PART)
             send(self._router, packed, _LAST_PART)
         except zmq.ZMQError:
             self.service.errors["unsent"] += 1
+        return None
 
     # --- moves ----------------------------------------------------------------------------------
 
@@ -474,10 +485,7 @@ class Daemon:
             self.engine.configure(
                 engine_settings(self.config), tier_specs(self.config, self.parts.tiers)
             )
-            self.service.deadlines = self.config.deadlines
-            self.service.limits = self.config.limits
-            self.sessions.max_sessions = self.config.limits.max_sessions
-            self.sessions.session_ttl_s = self.config.limits.session_ttl_s
+            self.service.configure(self.config.deadlines, self.config.limits)
             logging.getLogger().setLevel(self.config.log_level.upper())
         return {"live": list(diff.live), "restart": list(diff.restart)}
 

@@ -18,6 +18,7 @@ import xxhash
 from hicache import __version__
 from hicache.config import DeadlinesConfig, LimitsConfig
 from hicache.config.units import format_size
+from hicache.delivery import Delivery, Part, Send
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.cost import plausible_hop
@@ -29,8 +30,6 @@ from hicache.waiting import Peer, Waiting, WaitingCommit, WaitingFetch, WaitingP
 from hicache.wire import PROTOCOL, DecisionReply, MatchReply, Request, WireError
 
 Answer = TypeVar("Answer")
-Part = bytes | memoryview
-Send = Callable[[Peer, Mapping[str, Any] | MatchReply, Sequence[Part]], None]
 TRANSPORTS: Final = ("auto", "arena", "frames")
 
 
@@ -69,6 +68,7 @@ class Service:
         self.pid = pid
         self.deadlines = deadlines
         self.limits = limits
+        self.delivery = Delivery(engine, arenas, send, limits.max_unread_bytes)
         self.waiting = Waiting()
         self.namespaces: dict[bytes, NamespaceSpec] = {}
         self.requests: Counter[str] = Counter()
@@ -89,6 +89,14 @@ class Service:
             "bye": self._bye,
             "clear": self._clear,
         }
+
+    def configure(self, deadlines: DeadlinesConfig, limits: LimitsConfig) -> None:
+        """Apply what can change while serving."""
+        self.deadlines = deadlines
+        self.limits = limits
+        self.delivery.max_unread_bytes = limits.max_unread_bytes
+        self.sessions.max_sessions = limits.max_sessions
+        self.sessions.session_ttl_s = limits.session_ttl_s
 
     def handle(self, asked: Asked) -> None:
         """Serve one request. Raises WireError for the one error reply it gets instead."""
@@ -307,42 +315,8 @@ class Service:
             asked.peer, session.token, lease, deadline_s, bytearray(len(leased.ids))
         )
         is_last = not fetched.waiting and not fetched.unplaced
-        self._tell(fetch, session, fetched.ready, is_last)
-        if not is_last:
+        if not self.delivery.tell(fetch, session, fetched.ready, is_last):
             self.waiting.fetches[lease] = fetch
-
-    def _tell(
-        self, fetch: WaitingFetch, session: Session, runs: Sequence[p.ReadyRun], is_last: bool
-    ) -> None:
-        """One message of a fetch: the runs readable now; the last says how long the prefix is."""
-        ready: list[list[Any]] = []
-        parts: list[Part] = []
-        for run in runs:
-            count = len(run.slots)
-            fetch.arrived[run.first : run.first + count] = b"\1" * count
-            if session.transport == "arena":
-                generations = self.arenas[run.tier].generations(run.slots)
-                ready.append(
-                    [
-                        run.first,
-                        run.tier,
-                        run.slots.astype("<u4").tobytes(),
-                        generations.astype("<u4").tobytes(),
-                        count,
-                    ]
-                )
-                continue
-            ready.append([run.first, run.tier, b"", b"", count])
-            arena = self.arenas[run.tier]
-            parts.extend(
-                # A copy: the slot may be given to somebody else before ZeroMQ has sent it.
-                arena.view(slot, session.spec.block_bytes).tobytes()
-                for slot in run.slots.tolist()
-            )
-        if is_last:
-            self._reply(fetch.peer, parts, ready=ready, blocks=fetch.prefix_blocks(), waiting=0)
-        elif ready:
-            self._reply(fetch.peer, parts, more=True, ready=ready)
 
     def _release(self, asked: Asked, session: Session) -> None:
         body = asked.request.body
@@ -354,7 +328,7 @@ class Service:
         self.do(p.ObserveReload(lease, body["hop_bytes"], body["hop_s"], body["total_s"]))
         fetch = self.waiting.fetches.pop(lease, None)
         if fetch is not None:  # given up while blocks were still on their way
-            self._tell(fetch, session, (), is_last=True)
+            self._give_up(fetch)
         self._reply(asked.peer, released=self.do(p.Release(lease, asked.now_s)))
 
     # --- handing blocks over --------------------------------------------------------------------
@@ -471,12 +445,13 @@ class Service:
         for lease, runs in arrivals.arrived.items():
             fetch = self.waiting.fetches.get(lease)
             if fetch is not None and lease not in arrivals.finished:
-                self._tell(fetch, self.sessions.by_token[fetch.session], runs, is_last=False)
+                self.delivery.tell(fetch, self._session_of(fetch), runs, is_last=False)
         for lease in arrivals.finished:
-            fetch = self.waiting.fetches.pop(lease, None)
+            fetch = self.waiting.fetches.get(lease)
             if fetch is not None:
-                session = self.sessions.by_token[fetch.session]
-                self._tell(fetch, session, arrivals.arrived.get(lease, ()), is_last=True)
+                runs = arrivals.arrived.get(lease, [])
+                if self.delivery.tell(fetch, self._session_of(fetch), runs, is_last=True):
+                    del self.waiting.fetches[lease]
         for ticket in arrivals.durable:
             commit = self.waiting.commits.pop(ticket, None)
             if commit is not None:
@@ -501,11 +476,26 @@ class Service:
             self.end(session, now_s)
         self.news(self.do(p.Tick(now_s)), now_s)
         for fetch in self.waiting.overdue_fetches(now_s):
-            self._tell(fetch, self.sessions.by_token[fetch.session], (), is_last=True)
+            self._give_up(fetch)
         for commit in self.waiting.overdue_commits(now_s):
             self._reply(commit.peer, committed=commit.committed, durable=False)
         if any(put.deadline_s <= now_s for put in self.waiting.puts):
             self._try_puts(now_s)
+
+    def send_more(self) -> None:
+        """Clients may have read what was sent to them: what waits for that goes on."""
+        for lease, fetch in list(self.waiting.fetches.items()):
+            if fetch.unsent and self.delivery.go_on(fetch, self._session_of(fetch)):
+                del self.waiting.fetches[lease]
+
+    def _give_up(self, fetch: WaitingFetch) -> None:
+        """Its time is over, or nobody wants the rest: it has been taken out of those who wait."""
+        if fetch.unsent:
+            self.errors["unread"] += 1
+        self.delivery.give_up(fetch, self._session_of(fetch))
+
+    def _session_of(self, fetch: WaitingFetch) -> Session:
+        return self.sessions.by_token[fetch.session]
 
     # --- small things ---------------------------------------------------------------------------
 

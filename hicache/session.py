@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from hicache.keys import NamespaceSpec
 from hicache.wire import SESSION_BYTES, MatchReply, WireError
@@ -48,6 +48,34 @@ class Group:
     num_sessions: int = 0
 
 
+class Tracker(Protocol):
+    """Tells whether ZeroMQ has let go of a message's parts."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class Unread:
+    """Block bytes sent to one client that ZeroMQ still has. The newest message is not counted:
+    ZeroMQ lets go of a message's end only when it takes up the next one."""
+
+    _sent: deque[tuple[Tracker, int]] = field(default_factory=deque)
+    _num_bytes: int = 0
+
+    def add(self, tracker: Tracker, num_bytes: int) -> None:
+        """A message was sent."""
+        if self._sent:
+            self._num_bytes += self._sent[-1][1]
+        self._sent.append((tracker, num_bytes))
+
+    def num_bytes(self) -> int:
+        """How many, now."""
+        while len(self._sent) > 1 and self._sent[0][0].done:
+            self._num_bytes -= self._sent.popleft()[1]
+        return self._num_bytes
+
+
 @dataclass(slots=True)
 class Session:
     """One client. `pid` is 0 where it is not visible."""
@@ -61,6 +89,7 @@ class Session:
     pid: int
     last_seen_s: float
     matches: OrderedDict[str, RememberedMatch] = field(default_factory=OrderedDict)
+    unread: Unread = field(default_factory=Unread)
 
     def remember(self, request: str, match: RememberedMatch) -> None:
         """Keep a match's answer for its request id; the oldest are forgotten."""

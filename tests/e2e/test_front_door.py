@@ -24,6 +24,7 @@ from hicache.client import DaemonError, admin_call
 from hicache.endpoint import ipc_path
 from hicache.wire import PROTOCOL, RESERVED_OPS, pack
 from tests.e2e.household import (
+    MIB,
     SPEC,
     Household,
     Peer,
@@ -297,6 +298,32 @@ def test_a_group_outlives_one_of_its_sessions(house: Household) -> None:
     assert second.ask("fetch", s=joined, lease=lease)["blocks"] == 3
     second.ask("bye", s=joined)
     assert house.stats()["leases"] == before
+
+
+def test_a_client_that_never_reads_its_frames() -> None:
+    """Eight fetches of 50 MiB made the daemon grow by as much as they had asked for. Now a session
+    has little on its way; what reads is served whole, however large."""
+    limits = {"max_unread": "8MiB"}
+    with Household(hbm=None, disk=None, limits=limits, deadlines={"fetch": "2s"}) as house:
+        tokens = prompt(89, 200)
+        reader = house.client(transport="frames")
+        assert store(reader, tokens) == 200
+        assert read(reader, tokens) == 200
+        before = psutil.Process(house.pid).memory_info().rss
+        asker = house.peer()
+        session = asker.hello(transport="frames")["session"]
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        mute = context.socket(zmq.DEALER)
+        mute.rcvhwm = 1
+        mute.linger = 0
+        mute.connect(house.endpoint)
+        for number in range(8):
+            lease = asker.ask("match", s=session, tokens=tokens.tobytes())["lease"]
+            mute.send(pack({"op": "fetch", "id": number + 1, "s": session, "lease": lease}))
+        wait_for(lambda: house.stats()["errors"].get("unread") == 8, "the end of all fetches")
+        assert psutil.Process(house.pid).memory_info().rss < before + 40 * MIB
+        assert read(reader, tokens) == 200
+        context.destroy(linger=0)
 
 
 # --- hello's limits -----------------------------------------------------------------------------
