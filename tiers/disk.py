@@ -102,7 +102,7 @@ class DiskTier:
         try:
             for slot_bytes in self._device.classes():
                 self._reopen(slot_bytes)
-        except BaseException:
+        except BaseException:  # one that is damaged must not leave the others open, and locked
             self._release()
             raise
 
@@ -288,7 +288,7 @@ class DiskTier:
                     raise TierDamaged(f"it has {had_bytes} bytes where its own record says {needs}")
                 inode = file.stat().st_ino
                 opened = _Environment(env, env.open_db(b"meta"), env.open_db(b"blocks"), inode)
-            except BaseException:
+            except BaseException:  # opened again in this process, it would be the same damaged map
                 env.close()
                 raise
         self._environments[slot_bytes] = opened

@@ -150,14 +150,17 @@ class Worker:
                 continue
             try:
                 job()
+            except TierDamaged as error:
+                self._break_off(error, is_damaged=True)
+            except TierError as error:  # only `forget` comes here
+                print(f"hicache worker: {error}", file=sys.stderr, flush=True)
             except Exception as error:
-                is_damaged = isinstance(error, TierDamaged)
-                if isinstance(error, TierError) and not is_damaged:  # only `forget` comes here
-                    print(f"hicache worker: {error}", file=sys.stderr, flush=True)
-                    continue
                 # A thread that ended alone would leave a worker that looks well and does nothing.
-                self.send(pack("broken", error=str(error) or repr(error), damaged=is_damaged))
-                os._exit(EXIT_BROKEN)
+                self._break_off(error, is_damaged=False)
+
+    def _break_off(self, error: Exception, is_damaged: bool) -> None:
+        self.send(pack("broken", error=str(error) or repr(error), damaged=is_damaged))
+        os._exit(EXIT_BROKEN)
 
 
 def _link_of(batch: Batch) -> tuple[str, str | None]:
