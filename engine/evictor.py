@@ -270,12 +270,27 @@ class Evictor:
         return len(ids)
 
     def drop(self, node: Node, tier: int) -> int:
-        """Forget the blocks of a leaf that has no other place. Not while anything hangs below."""
-        if node.children:
-            return 0
+        """Forget the blocks of a tier's leaf that have no other place. What hangs below, in faster
+        tiers, is useless without them and goes first, unless somebody holds it."""
+        while node.children:
+            leaf = node
+            while leaf.children:
+                leaf = next(iter(leaf.children.values()))
+            if self.is_held(leaf):
+                return 0
+            self.forget(leaf, len(leaf))
+            if leaf.parent is not None:  # a record that has to be deleted first
+                return 0
         ids = node.block_ids()
         self.dropped += len(ids)
         return self._give_up_copy(ids, tier)
+
+    def is_held(self, leaf: Node) -> bool:
+        """Whether somebody leases, moves or writes blocks of the node."""
+        house = self.residency
+        ids = leaf.block_ids()
+        moving = any(block in house.moves_of for block in ids.tolist())
+        return moving or not leaf.tiers or bool(house.blocks.leases[ids].any())
 
     def forget(self, leaf: Node, count: int) -> None:
         """Forget the last blocks of a childless node wherever they are. Nobody leases or moves

@@ -222,12 +222,12 @@ class WriteDown:
         if node.parent is None:
             return
         house = self.residency
-        ids = node.block_ids()
         for tier in range(len(house.tiers)):
-            if node.leaving >> tier & 1 and tier != self.tier:
-                draining = house.where(ids, tier, State.DRAINING)
+            if node.parent is None or tier == self.tier or not node.leaving >> tier & 1:
+                continue
+            if node.children or node.holding[tier] or self.evictor.is_held(node):
+                draining = node.block_ids()
                 house.rescue(draining, tier)
                 house.settle(draining)
-                is_read = any(house.is_read(block, tier) for block in draining.tolist())
-                if node.parent is not None and not node.holding[tier] and not is_read:
-                    self.evictor.drop(node, tier)
+            else:  # at once: rescued, it could be merged with blocks above that are held
+                self.evictor.drop(node, tier)

@@ -101,7 +101,11 @@ def test_fetch_of_a_prompt_larger_than_memory() -> None:
     with Household(**SMALL, deadlines={"fetch": "2s"}) as house:
         client = house.client(put_timeout_s=3.0)
         tokens = prompt(1, 300)
-        client.put(tokens, blocks_of(tokens))
+        blocks = blocks_of(tokens)
+        for end in range(20, 301, 20):  # as turns of a conversation
+            turn = tokens[: end * SPEC.block_tokens + 1]
+            client.put(turn, blocks[:end])
+            house.settle()
         assert client.match(tokens).runs[0][0] == "disk"
         house.forget_clients()
         assert read(house.client(), tokens) > 0
