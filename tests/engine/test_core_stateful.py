@@ -163,7 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.world.rows.pop(identity.key, None)
         if how == "full":
             moves = self.world.in_flight
-            some = [n for n in some if "disk" == (moves[n].dst or moves[n].src)]
+            some = [n for n in some if (moves[n].dst or moves[n].src) == "disk"]
         if some:
             self.world.finish(
                 *some, ok=how == "ok", corrupt=how == "corrupt", rejected=how == "full"
