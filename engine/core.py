@@ -250,12 +250,12 @@ class CacheEngine:
     # --- what became of things ------------------------------------------------------------------
 
     def _moves_done(self, event: p.MovesDone) -> p.Arrivals:
-        told, came, num_changed = self._apply(event.outcomes)
+        told, came, num_changed = self._apply(event.outcomes, event.now_s)
         self._make_progress()
         return self._arrivals(told, came, num_changed > 0)
 
     def _apply(
-        self, outcomes: Iterable[p.Outcome]
+        self, outcomes: Iterable[p.Outcome], now_s: float
     ) -> tuple[dict[int, Lease], dict[int, list[int]], int]:
         """Apply outcomes. Returns the leases to tell, what came for each, and blocks changed."""
         house = self.residency
@@ -263,7 +263,7 @@ class CacheEngine:
         told: dict[int, Lease] = {}
         came: dict[int, list[int]] = {}
         for outcome in outcomes:
-            move = house.finish(outcome)
+            move = house.finish(outcome, now_s)
             if move is None:
                 continue
             changed.append(move.block)
@@ -322,7 +322,8 @@ class CacheEngine:
         tier = house.number_of(event.tier)
         house.up &= ~(1 << tier)
         mine = [m.id for m in house.moves.values() if event.tier in (m.src, m.dst)]
-        told, _, _ = self._apply(p.Outcome(move, False, error="tier down") for move in mine)
+        failed = [p.Outcome(move, False, error="tier down") for move in mine]
+        told, _, _ = self._apply(failed, event.now_s)
         ids = house.blocks.live_ids()
         held = ids[house.blocks.tags[ids] >> tier & 1 == 1]
         for namespace in house.namespaces:
@@ -341,9 +342,12 @@ class CacheEngine:
         return self._arrivals(told, {}, True)
 
     def _tier_up(self, event: p.TierUp) -> None:
-        self.residency.up |= 1 << self.residency.number_of(event.tier)
+        tier = self.residency.number_of(event.tier)
+        self.residency.up |= 1 << tier
+        self.residency.backoff.took(tier)
 
     def _tick(self, event: p.Tick) -> p.Arrivals:
+        self.residency.backoff.tick(event.now_s)
         leases, tickets = self.residency.leases.expired(event.now_s)
         for ticket in tickets:
             self.storing.abort(p.Abort(ticket, event.now_s, writer_gone=False))

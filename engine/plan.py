@@ -70,13 +70,15 @@ class Move:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a move. `seconds` is the copy's share of its batch; on failure nothing of the
-    destination may be believed, and `corrupt` says that the source must not be believed either."""
+    destination may be believed, and `corrupt` says that the source must not be believed either.
+    `rejected`: the tier that was to be changed takes nothing now, whatever the block."""
 
     move: int
     ok: bool
     seconds: float = 0.0
     error: str = ""
     corrupt: bool = False
+    rejected: bool = False
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hicache.engine.backoff import Backoff
 from hicache.engine.blocks import BlockTable, State
 from hicache.engine.ids import Span
 from hicache.engine.index import Index, Node, Path
@@ -68,6 +69,7 @@ class Residency:
         self.policies = [new_policy(number) for number in range(len(tiers))]
         self.namespaces: list[Namespace] = []
         self.up = 0
+        self.backoff = Backoff()
         self.moves: dict[int, Move] = {}
         self.outbox: list[Move] = []
         self.moves_of: dict[int, list[Move]] = {}
@@ -95,15 +97,19 @@ class Residency:
         """Whether the tier serves now."""
         return bool(self.up >> tier & 1)
 
+    def takes(self, tier: int) -> bool:
+        """Whether the tier serves and takes new blocks now."""
+        return self.is_up(tier) and self.backoff.takes(tier)
+
     def fastest(self, bits: int) -> int:
         """The fastest tier of a bit set that is up, NO_TIER if none."""
         bits &= self.up
         return (bits & -bits).bit_length() - 1 if bits else NO_TIER
 
     def below(self, tier: int) -> int | None:
-        """The next slower tier that is up and linked from this one."""
+        """The next slower tier that takes blocks and is linked from this one."""
         for lower in range(tier + 1, len(self.tiers)):
-            if self.is_up(lower) and (tier, lower) in self.links:
+            if (tier, lower) in self.links and self.takes(lower):
                 return lower
         return None
 
@@ -171,7 +177,7 @@ class Residency:
                 )
             )
 
-    def finish(self, outcome: Outcome) -> Move | None:
+    def finish(self, outcome: Outcome, now_s: float) -> Move | None:
         """Apply one outcome to its copies; the caller settles the blocks. None: unknown move."""
         move = self.moves.pop(outcome.move, None)
         if move is None:
@@ -182,6 +188,11 @@ class Residency:
         if not others:
             del self.moves_of[move.block]
         src = self._numbers[move.src]
+        changed = self._numbers[move.dst] if move.dst is not None else src
+        if outcome.rejected:
+            self.backoff.rejected(changed, outcome.error, now_s)
+        elif outcome.ok:
+            self.backoff.took(changed)
         if move.dst is None:
             if outcome.ok:
                 self.vacate(ids, src)

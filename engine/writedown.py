@@ -21,6 +21,7 @@ from enum import Enum
 
 from hicache.engine.blocks import State
 from hicache.engine.evictor import MIN_VICTIMS, Evictor
+from hicache.engine.ids import Span
 from hicache.engine.index import Node
 from hicache.engine.plan import Priority
 from hicache.engine.residency import Residency
@@ -48,6 +49,30 @@ class WriteDown:
         if self.tier is not None:
             self.pending[node] = None
 
+    def is_hopeless(self, node: Node) -> bool:
+        """Whether the path to this node cannot get there: what lacks above it and one block of its
+        own find no room, even at the expense of others."""
+        tier = self.tier
+        if tier is None:
+            return True
+        house = self.residency
+        path = house.index.path_to(node)
+        slot_bytes = house.namespace_of(node).slot_bytes
+        count = 1 + sum(
+            len(house.where(piece.block_ids(), tier, State.ABSENT)) for piece in path[:-1]
+        )
+        if house.pools[tier].available(slot_bytes) >= count:
+            return False
+        with house.pinned([piece.span for piece in path]):
+            room = self.evictor.make_room(tier, slot_bytes, count)
+        return room < count and not self.evictor.room_is_coming(tier)
+
+    def paths(self) -> list[Span]:
+        """The blocks of all paths that are pending."""
+        index = self.residency.index
+        nodes = {piece: None for node in self.pending for piece in index.path_to(node)}
+        return [node.span for node in nodes]
+
     def flush(self) -> int:
         """Write everything that the durable tier lacks (a clean stop). Returns how many paths are
         pending; wanted once, until it is 0: where the tier is too small for all, what it gives up
@@ -72,7 +97,7 @@ class WriteDown:
         """Hand over what can go now. Called after every event that may have made room."""
         if self.tier is None or not self.pending:
             return
-        if not self.residency.is_up(self.tier):
+        if not self.residency.takes(self.tier):
             for node in list(self.pending):
                 self._give_up_on(node)
             return
@@ -174,6 +199,8 @@ class WriteDown:
         namespace = house.namespace_of(path[0])
         queued = house.bytes_moving((src, dst), Priority.DEMOTION)
         may_move = max(0, self.evictor.max_moving_bytes - queued) // namespace.block_bytes
+        if dst in house.backoff.trials:
+            may_move = 0 if queued else 1
         count = min(count, may_move)
         if house.pools[dst].available(namespace.slot_bytes) >= count:
             return count
@@ -195,12 +222,12 @@ class WriteDown:
         if node.parent is None:
             return
         house = self.residency
-        ids = node.block_ids()
         for tier in range(len(house.tiers)):
-            if node.leaving >> tier & 1 and tier != self.tier:
-                draining = house.where(ids, tier, State.DRAINING)
+            if node.parent is None or tier == self.tier or not node.leaving >> tier & 1:
+                continue
+            if node.children or node.holding[tier] or self.evictor.is_held(node):
+                draining = node.block_ids()
                 house.rescue(draining, tier)
                 house.settle(draining)
-                is_read = any(house.is_read(block, tier) for block in draining.tolist())
-                if node.parent is not None and not node.holding[tier] and not is_read:
-                    self.evictor.drop(node, tier)
+            else:  # at once: rescued, it could be merged with blocks above that are held
+                self.evictor.drop(node, tier)

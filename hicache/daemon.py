@@ -78,6 +78,7 @@ class Daemon:
         self._wake_read, self._wake_write = socket.socketpair()
         self._undispatched: list[p.Outcome] = []
         self._worker_notes: dict[str, str] = {}
+        self._told: dict[str, str] = {}
         self.engine = new_engine(config, parts)
         self.sessions = Sessions(config.limits.max_sessions, config.limits.session_ttl_s)
         self.mover = Mover(
@@ -177,6 +178,7 @@ class Daemon:
     def _tick(self, now_s: float) -> None:
         self._take_news(self.mover.tick(now_s))
         self.service.tick(now_s)
+        self._tell_reluctance()
         if self.config.debug:
             self.engine.validate()
 
@@ -404,7 +406,8 @@ class Daemon:
 
     def _stats(self, _: Any) -> dict[str, Any]:
         service = self.service
-        notes = {**self.parts.notes, **{k: v for k, v in self._worker_notes.items() if v}}
+        said = {tier: note for tier, note in self._worker_notes.items() if note}
+        notes = {**self.parts.notes, **said, **self._reluctant()}
         return {
             "uptime_s": time.monotonic() - self.started_s,
             "epoch": self.epoch,
@@ -426,13 +429,11 @@ class Daemon:
         }
 
     def _health(self, _: Any) -> dict[str, Any]:
-        """Healthy while every configured tier serves; a tier that is down says why."""
+        """Healthy while every configured tier serves and takes blocks; one that does not, says
+        why."""
         states = self._tier_states()
-        problems = {
-            tier: self._worker_notes.get(tier, "starting")
-            for tier, state in states.items()
-            if state != "up"
-        }
+        why = {**self._worker_notes, **self._reluctant()}
+        problems = {t: why.get(t, "starting") for t, state in states.items() if state != "up"}
         return {"healthy": not problems, "tiers": states, "problems": problems}
 
     def _tier_states(self) -> dict[str, str]:
@@ -440,7 +441,27 @@ class Daemon:
         states = {spec.name: "up" for spec in self.parts.tiers}
         for worker in self.parts.workers:
             states[worker.far] = devices[worker.device]
+        for tier in self._reluctant():
+            if states[tier] == "up":
+                states[tier] = "read-only"
         return states
+
+    def _reluctant(self) -> dict[str, str]:
+        """The tiers that took nothing when they were last asked, and why."""
+        house = self.engine.residency
+        return {
+            house.tiers[tier].name: f"takes no new blocks, and is asked again in a while: {reason}"
+            for tier, reason in house.backoff.reasons().items()
+        }
+
+    def _tell_reluctance(self) -> None:
+        """One line in the log when a tier begins to refuse blocks, and one when it ends."""
+        reasons = self._reluctant()
+        for tier in reasons.keys() - self._told.keys():
+            log.warning("%s %s", tier, reasons[tier])
+        for tier in self._told.keys() - reasons.keys():
+            log.info("%s takes blocks again", tier)
+        self._told = reasons
 
     def _reload(self, request: Any) -> dict[str, Any]:
         from hicache.config import ConfigError

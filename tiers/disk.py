@@ -35,6 +35,7 @@ import xxhash
 
 from hicache.tiers.base import (
     Identity,
+    NoRoomForSize,
     TierCorrupt,
     TierDamaged,
     TierError,
@@ -113,7 +114,7 @@ class DiskTier:
         num_bytes = sum(view.nbytes + 2 * PAGE_BYTES for _, view in blocks)
         opened = self._environments.get(slot_bytes) or self._open(slot_bytes)
         if self._is_over_budget(opened, num_bytes):
-            raise TierFull(
+            raise NoRoomForSize(
                 f"{self.path}: other slot sizes hold the room of {slot_bytes}-byte slots"
             )
         rows = [
