@@ -202,11 +202,14 @@ class Evictor:
         """The last blocks of the node, up to `count`, that nobody leases or reads."""
         house = self.residency
         ids = node.block_ids()[-count:]
-        held = house.blocks.leases[ids] > 0
+        leased = np.flatnonzero(house.blocks.leases[ids])
+        if len(leased):
+            ids = ids[int(leased[-1]) + 1 :]
         if house.moves:
-            held |= np.array([house.is_read(block, tier) for block in ids.tolist()], bool)
-        last_held = np.flatnonzero(held)
-        return ids[int(last_held[-1]) + 1 :] if len(last_held) else ids
+            for position in range(len(ids) - 1, -1, -1):
+                if house.is_read(int(ids[position]), tier):
+                    return ids[position + 1 :]
+        return ids
 
     def _send_away(self, node: Node, tier: int, ids: Ids) -> int:
         """Decide one victim node's way. Returns the number of blocks freed or draining."""
