@@ -191,6 +191,7 @@ class CacheEngine:
             freed += self.storing.end_quarantine(ticket)
         for lease in [item.id for item in book.leases.values() if item.owner == event.owner]:
             self._release(p.Release(lease, event.now_s))
+        self._make_progress()  # what it was writing has made room, even if it held no lease
         return freed
 
     def _observe(self, event: p.Observe) -> None:

@@ -376,6 +376,20 @@ def test_aborted_by_a_dead_writer() -> None:
     assert w.match(tokens_of(1, 2) + END).hit_blocks == 0
 
 
+def test_what_a_dead_writer_leaves_is_room_at_once() -> None:
+    """1. B in dram is to leave for the disk, after A above it, which is only in hbm and finds no
+    room in dram: another writer has it. 2. That writer, who holds no lease, dies. 3. A comes.
+    """
+    w = world((("hbm", 2, True, False), ("dram", 4, True, False), ("disk", 9, False, True)))
+    w.store(tokens_of(1))
+    w.store(tokens_of(1, 2, 3))
+    assert w.tiers_of(tokens_of(1, 2, 3)) == ["hbm", "dram", "dram"]
+    assert w.put(tokens_of(4, 5), owner=2).tier == "dram"
+    assert not w.in_flight
+    w.do(p.WriterGone(2, w.now_s))
+    assert len(w.moving("hbm", "dram")) == 1
+
+
 def test_committed_after_it_expired() -> None:
     """1. A put takes too long, and is given up; its slots are quarantined. 2. The commit comes: it
     is refused, for the slots are not its own any more.
