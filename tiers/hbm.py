@@ -75,15 +75,19 @@ class CudaPool:
                 import cupy as module
 
                 cupy = module
+            self.index = index
             self.cupy: Any = cupy
-            self.device: Any = cupy.cuda.Device(index)
-            with self.device:
-                self.memory: Any = cupy.cuda.Memory(capacity_bytes)
+            self.use()
+            self.memory: Any = cupy.cuda.Memory(capacity_bytes)
         except Exception as error:  # cupy's own classes, an ImportError, a missing driver
             raise TierUnavailable(f"GPU {index}: {error}") from error
-        self.index = index
         self.capacity_bytes = capacity_bytes
         self._start = int(self.memory.ptr)
+
+    def use(self) -> None:
+        """Make the GPU and its context this thread's. Said outright: CuPy's `with device` leaves it
+        out where the number is the thread's already, and the driver's own calls need it."""
+        self.cupy.cuda.runtime.setDevice(self.index)
 
     def address(self, slot: int, num_bytes: int) -> int:
         """The device address of a slot. ValueError when it would leave the pool."""

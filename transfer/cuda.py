@@ -76,8 +76,8 @@ class CudaLink:
         self.src, self.dst = src, dst
         self._arena, self._pool, self._copies = arena, pool, copies
         self._to_device = to_device
-        with pool.device:
-            self._stream = pool.cupy.cuda.Stream(non_blocking=True)
+        pool.use()
+        self._stream = pool.cupy.cuda.Stream(non_blocking=True)
 
     def copy(self, batch: Sequence[Move]) -> list[Outcome]:
         return self.start(batch).wait()
@@ -93,21 +93,22 @@ class CudaLink:
                 refused[place] = error
         if not pieces:
             return Started(self, batch, refused, None)
-        with self._pool.device:
+        with _or_damaged(self._pool):
+            self._pool.use()
             try:
-                self._copies.enqueue(pieces, self._stream.ptr)
+                self._copies.enqueue(pieces, self._stream.ptr, to_device=self._to_device)
             except Exception as error:  # whatever it is, part of the batch may be on its way
                 self.settle(self._stream)
                 return Started(self, batch, dict.fromkeys(range(len(batch)), error), None)
             # Blocking: the thread sleeps, and leaves its core to the inference engine.
-            with _or_damaged(self._pool):
-                event = self._pool.cupy.cuda.Event(block=True, disable_timing=True)
-                event.record(self._stream)
+            event = self._pool.cupy.cuda.Event(block=True, disable_timing=True)
+            event.record(self._stream)
         return Started(self, batch, refused, event)
 
     def settle(self, awaited: Any) -> None:
         """Until this event, or all of this stream, has completed. Raises TierDamaged."""
-        with self._pool.device, _or_damaged(self._pool):
+        with _or_damaged(self._pool):
+            self._pool.use()
             awaited.synchronize()
 
     def close(self) -> None:
@@ -148,7 +149,7 @@ class CudaMedium(Forgetful):
     ) -> None:
         self._pool = pool = CudaPool(config.gpu, config.capacity_bytes, cupy)
         self._names = near_name, far_name = config.near, config.far
-        with pool.device, _or_damaged(pool):
+        with _or_damaged(pool):
             self._pinned = PinnedArena(pool.cupy.cuda.runtime, near, progress, chunk_bytes)
             self._copies, why = choose_path(pool, self._pinned)
             more = (self._pinned, pool, self._copies)
@@ -171,9 +172,8 @@ class CudaMedium(Forgetful):
     def close(self) -> None:
         for link in (self._up, self._down):
             link.close()
-        with self._pool.device:
-            self._pinned.close()
-            self._pool.close()
+        self._pinned.close()
+        self._pool.close()
 
 
 def choose_path(pool: CudaPool, pinned: PinnedArena) -> tuple[CopyPath, str]:
@@ -211,13 +211,13 @@ class _Trial:
         """The best of a few rounds to the device, and from it; the first ones only warm up."""
         down, up = [], []
         for _ in range(_TRIAL_ROUNDS):
-            down.append(self._time(path, self._down))
-            up.append(self._time(path, self._up))
+            down.append(self._time(path, self._down, True))
+            up.append(self._time(path, self._up, False))
         return min(down), min(up)
 
-    def _time(self, path: CopyPath, pieces: Sequence[Piece]) -> float:
+    def _time(self, path: CopyPath, pieces: Sequence[Piece], to_device: bool) -> float:
         start = time.perf_counter()
-        path.enqueue(pieces, self._stream.ptr)
+        path.enqueue(pieces, self._stream.ptr, to_device=to_device)
         self._stream.synchronize()
         return time.perf_counter() - start
 
@@ -225,10 +225,10 @@ class _Trial:
 @contextmanager
 def _trial(pool: CudaPool, num_blocks: int, block_bytes: int) -> Iterator[_Trial]:
     runtime = pool.cupy.cuda.runtime
-    with pool.device:
-        host = runtime.hostAlloc(num_blocks * block_bytes, 0)
-        try:
-            yield _Trial(pool, host, num_blocks, block_bytes)
-        finally:
-            runtime.deviceSynchronize()
-            runtime.freeHost(host)
+    pool.use()
+    host = runtime.hostAlloc(num_blocks * block_bytes, 0)
+    try:
+        yield _Trial(pool, host, num_blocks, block_bytes)
+    finally:
+        runtime.deviceSynchronize()
+        runtime.freeHost(host)

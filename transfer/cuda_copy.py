@@ -20,7 +20,8 @@ import numpy.typing as npt
 Piece = tuple[int, int, int]
 """(destination address, source address, bytes)."""
 
-_DEFAULT_KIND: Final = 4  # cudaMemcpyDefault: the addresses say which side is which
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind. Said, not left to the driver: one that
+# takes an address for host memory because it is no other would write there.
 _STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _SIGNATURES: Final = (13000, 12080)  # CUDA versions whose cuMemcpyBatchAsync differ; newest first
@@ -31,12 +32,12 @@ class CopyRefused(Exception):
 
 
 class CopyPath(Protocol):
-    """`enqueue` returns before the bytes have arrived. Whatever it raises, pieces may be on their
-    way."""
+    """`enqueue` takes pieces of one direction and returns before the bytes have arrived. Whatever
+    it raises, pieces may be on their way."""
 
     name: str
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int) -> None: ...
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None: ...
 
 
 class EachCopy:
@@ -47,9 +48,10 @@ class EachCopy:
     def __init__(self, runtime: Any) -> None:
         self._copy = runtime.memcpyAsync
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int) -> None:
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None:
+        kind = _HOST_TO_DEVICE if to_device else _DEVICE_TO_HOST
         for destination, source, num_bytes in pieces:
-            self._copy(destination, source, num_bytes, _DEFAULT_KIND, stream)
+            self._copy(destination, source, num_bytes, kind, stream)
 
 
 class _Attributes(ctypes.Structure):
@@ -77,7 +79,7 @@ class BatchCopy:
         self._attributes = _Attributes(source_order=_STREAM_ORDER, flags=_OVERLAP)
         self._first = ctypes.c_size_t(0)
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int) -> None:
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None:
         if not pieces:
             return
         # Copied by the driver before it returns: the arrays need not outlive the call.

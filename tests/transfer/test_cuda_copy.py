@@ -73,16 +73,16 @@ def test_a_batch_is_one_call_of_either_signature(tmp_path: Path, version: int) -
     target = np.zeros(1000, np.uint8)
     places = [(0, 500, 100), (200, 0, 1), (300, 7, 400)]
     to, start = target.ctypes.data, source.ctypes.data
-    copies.enqueue([(to + t, start + s, n) for t, s, n in places], STREAM)
+    copies.enqueue([(to + t, start + s, n) for t, s, n in places], STREAM, to_device=True)
     right = np.zeros(1000, np.uint8)
     for t, s, n in places:
         right[t : t + n] = source[s : s + n]
     assert np.array_equal(target, right)
-    copies.enqueue([], STREAM)
+    copies.enqueue([], STREAM, to_device=True)
     with pytest.raises(CopyRefused, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
-        copies.enqueue([(to, start, 13)], STREAM)
+        copies.enqueue([(to, start, 13)], STREAM, to_device=True)
     with pytest.raises(CopyRefused, match="error 2"):
-        copies.enqueue([(to, start, 1)], 0)
+        copies.enqueue([(to, start, 1)], 0, to_device=True)
 
 
 def test_a_driver_without_the_call(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace, TracebackType
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Any
 
 from hicache.transfer.cuda_copy import Piece
 
@@ -50,12 +50,12 @@ class StandIn:
         self._streams: list[_Stream] = []
         self._buffers: dict[int, Any] = {}
         self.cuda = SimpleNamespace(
-            Device=_Device,
             Memory=self._memory,
             Stream=self._stream,
             Event=lambda block=False, disable_timing=False: _Event(self),
             runtime=SimpleNamespace(
                 CUDARuntimeError=StandInError,
+                setDevice=lambda index: self._turn(),
                 memcpyAsync=self._memcpy_async,
                 hostRegister=lambda address, num_bytes, flags: self._turn(),
                 hostUnregister=lambda address: self._turn(),
@@ -139,22 +139,6 @@ class StandIn:
         buffer = (ctypes.c_ubyte * num_bytes)()
         self._buffers[ctypes.addressof(buffer)] = buffer
         return ctypes.addressof(buffer)
-
-
-class _Device:
-    def __init__(self, index: int) -> None:
-        self.id = index
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
 
 
 class _Stream:
