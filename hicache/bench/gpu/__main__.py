@@ -21,4 +21,5 @@ def main(name: str, report: Path, folder: Path, dry: bool, small: bool) -> None:
     )
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 
-import torch
-
 SIDE, DRY_SIDE = 8192, 128
 
 
 def main(is_dry: bool) -> None:
     """Until stdin ends."""
+    import torch
+
     side, device = (DRY_SIDE, "cpu") if is_dry else (SIDE, "cuda")
     torch.manual_seed(0)
     a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -38,6 +38,8 @@ def main(is_dry: bool) -> None:
 
 def _on_the_gpu(multiply: Callable[[], None], seconds: float) -> list[float]:
     """Milliseconds by events, a few products ahead, so that the stream never runs dry."""
+    import torch
+
     times: list[float] = []
     ends_s = time.monotonic() + seconds
     while time.monotonic() < ends_s:

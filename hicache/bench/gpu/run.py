@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +42,8 @@ _COLOURS = {"FAILED": "bold red", "below": "yellow", "ok": "green"}
 
 
 def run(names: Sequence[str], is_dry: bool, folder: Path, budget_s: float) -> list[Row]:
-    """The rows of these checks. One for which no time is left is a row that says so."""
+    """The rows of these checks. One for which no time is left is a row that says so; an interrupt
+    ends them all, and what was found until then counts."""
     ends_s = time.monotonic() + budget_s
     rows: list[Row] = []
     for name in names:
@@ -50,7 +52,15 @@ def run(names: Sequence[str], is_dry: bool, folder: Path, budget_s: float) -> li
             rows.append(Row(name, "all of it", "skipped", "no time was left"))
             continue
         click.echo(f"==> {name}", err=True)
-        rows += _run_one(name, is_dry, folder, min(left_s, CHECKS[name]))
+        try:
+            found = _run_one(name, is_dry, folder, min(left_s, CHECKS[name]))
+        except KeyboardInterrupt:
+            rows += _rows_of(folder / f"{name}.jsonl")
+            rows.append(Row(name, "all of it", "FAILED", "interrupted"))
+            break
+        counts = Counter(row.status for row in found)
+        click.echo("    " + ", ".join(f"{n} {status}" for status, n in counts.items()), err=True)
+        rows += found
     return rows
 
 
