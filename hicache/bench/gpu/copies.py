@@ -142,8 +142,8 @@ def _batch(check: Check) -> CopyPath:
 
 
 def run(check: Check) -> None:
-    size = 32 << 20 if check.is_dry or check.is_small else 256 << 20
-    rounds = 3 if check.is_dry or check.is_small else 12
+    size = 32 << 20 if check.is_dry or check.is_small else 88 << 20
+    rounds = 3 if check.is_dry or check.is_small else 8
     kinds: tuple[tuple[str, Callable[[Sides, int], str]], ...] = (
         ("random slots and sizes, both ways", _random_rounds),
         ("several batches in flight, waited for in any order", _in_flight),

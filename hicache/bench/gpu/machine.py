@@ -129,7 +129,7 @@ def _pin(check: Check) -> None:
         pinned = PinnedArena(runtime, arena, chunk_bytes=16 << 20)
         gpu = runtime.malloc(2 << 20)
         try:
-            runtime.memcpy(gpu, arena.address(4096 - 256, 0), 2 << 20, 4)
+            runtime.memcpy(gpu, arena.address(4096 - 256, 0), 2 << 20, 1)
             step.value = "taken by this driver"
         except runtime.CUDARuntimeError as error:
             step.value = f"refused ({error}): cutting is needed"
