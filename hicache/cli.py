@@ -21,6 +21,11 @@ COMMANDS = {
     "config": ("hicache.commands.config", "config", "Check, show and reload configurations."),
     "demo": ("hicache.commands.demo", "demo", "Serve a small LLM with and without hicache."),
     "bench": ("hicache.commands.bench", "bench", "Measure a daemon against this machine's floor."),
+    "gpu-check": (
+        "hicache.commands.gpu_check",
+        "gpu_check",
+        "Check what needs a GPU, on one.",
+    ),
 }
 
 

@@ -4,7 +4,7 @@ A stream of msgpack maps over one socket pair, self-delimiting, no pickle. Both 
 and lengths before they act, although both are ours: a damaged worker may say anything.
 
     daemon → worker   config · batch · forget · describe · stop
-    worker → daemon   opened · measured* · rows* · ready · done* · broken
+    worker → daemon   opening* · measured* · rows* · ready · done* · broken
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def _link_of(batch: Batch) -> tuple[str, str | None]:
     return (batch.moves[0].src, batch.moves[0].dst) if batch.moves else ("", None)
 
 
-def _open(config: WorkerConfig, near: Arena) -> Medium:
+def _open(config: WorkerConfig, near: Arena, progress: Callable[[int, int], None]) -> Medium:
     """Each kind's module is imported only where it is used: a GPU worker loads no lmdb."""
     if config.kind == "disk":
         from hicache.transfer.files import DiskMedium
@@ -176,7 +176,7 @@ def _open(config: WorkerConfig, near: Arena) -> Medium:
     if config.kind == "cuda":
         from hicache.transfer.cuda import CudaMedium
 
-        return CudaMedium(config, near)
+        return CudaMedium(config, near, progress)
     from hicache.transfer.memory import MemoryMedium
 
     return MemoryMedium(config, near)
@@ -191,6 +191,11 @@ def _receive_config(sock: socket.socket, stream: Stream) -> list[Message]:
                 raise MalformedMessage(f"config expected, not {messages[0]['t']!r}")
             return messages
     return []
+
+
+def _tell_progress(sock: socket.socket, done: int, total: int) -> None:
+    """Opening takes long and goes on: the supervisor need not be anxious."""
+    sock.sendall(pack("opening", done=done, total=total))
 
 
 def _become(title: str) -> None:
@@ -218,7 +223,7 @@ def main(fd: int) -> int:
         worker = None
         try:
             near = Arena.attach(config.near_path)
-            medium = _open(config, near)
+            medium = _open(config, near, partial(_tell_progress, sock))
             worker = Worker(sock, medium)
             threading.Thread(target=near.populate, name="hicache-touch", daemon=True).start()
             worker.introduce(config.probe_bytes, config.probe_block_bytes)
