@@ -37,7 +37,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from hicache.engine.blocks import State
-from hicache.engine.index import Node
+from hicache.engine.node import Node
 from hicache.engine.plan import Priority
 from hicache.engine.residency import Namespace, Residency
 from hicache.tiers.block import Clearing, Ids

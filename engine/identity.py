@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
-from hicache.engine.index import Node
+from hicache.engine.node import Node
 from hicache.engine.plan import BlockIdentity, Move
 from hicache.engine.residency import Namespace, Residency
 
@@ -20,11 +20,12 @@ MAX_CHAINS: Final = 256
 
 
 class Identities:
-    """Fills in the identity of moves. `chains` caches (edge, keys) by node number."""
+    """Fills in the identity of moves. `chains` caches keys by node number; a node that covers the
+    same depths as before holds the same blocks."""
 
     def __init__(self, residency: Residency) -> None:
         self.residency = residency
-        self.chains: OrderedDict[int, tuple[Node, bytes, bytes, list[bytes]]] = OrderedDict()
+        self.chains: OrderedDict[int, tuple[Node, int, bytes, list[bytes]]] = OrderedDict()
         self._durable = {tier.name for tier in residency.tiers if tier.durable}
 
     def fill(self, moves: Iterable[Move]) -> None:
@@ -40,12 +41,11 @@ class Identities:
             parent, keys = self._keys(node, namespace)
             depth = int(house.blocks.depth[move.block])
             position = depth - node.depth
-            step = namespace.step
             move.identity = BlockIdentity(
                 namespace.digest,
                 keys[position],
                 keys[position - 1] if position else parent,
-                node.edge[position * step : (position + 1) * step],
+                node.symbols(namespace.step, position, position + 1),
                 depth,
                 int(house.blocks.hits[move.block]),
             )
@@ -57,7 +57,11 @@ class Identities:
         above: Node | None = node
         while above is not None and above.parent is not None:
             cached = self.chains.get(above.number)
-            if cached is not None and cached[0] is above and cached[1] == above.edge:
+            if (
+                cached is not None
+                and cached[0] is above
+                and (cached[1], len(cached[3])) == (above.depth, above.num_blocks)
+            ):
                 if above is node:
                     self.chains.move_to_end(node.number)
                     return cached[2], cached[3]
@@ -66,8 +70,9 @@ class Identities:
             missing.append(above)
             above = above.parent
         for below in reversed(missing):
-            keys = _chain(namespace.digest, parent, below.edge, namespace.step)
-            self.chains[below.number] = (below, below.edge, parent, keys)
+            edge = below.symbols(namespace.step, 0, below.num_blocks)
+            keys = _chain(namespace.digest, parent, edge, namespace.step)
+            self.chains[below.number] = (below, below.depth, parent, keys)
             before, parent = parent, keys[-1]
         while len(self.chains) > max(MAX_CHAINS, len(missing)):
             self.chains.popitem(last=False)

@@ -13,6 +13,8 @@ looked at is, several are put together. Owned by the daemon's one loop.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -23,6 +25,7 @@ Span = slice | Ids
 """Block ids as an index into the arrays: a slice where they are consecutive, which is faster."""
 
 _LOOKED_AT: Final = 8
+_start_of: Final = attrgetter("start")
 
 
 def ids_of(span: Span) -> Ids:
@@ -49,6 +52,24 @@ def joined(front: Span, back: Span) -> Span:
     if isinstance(front, slice) and isinstance(back, slice) and front.stop == back.start:
         return slice(front.start, back.stop)
     return np.concatenate((ids_of(front), ids_of(back)))
+
+
+def together(spans: Iterable[Span]) -> list[Span]:
+    """The same ids, in whatever order, in as few spans as slices that meet allow."""
+    slices: list[slice] = []
+    others: list[Span] = []
+    for span in spans:
+        if isinstance(span, slice):
+            slices.append(span)
+        else:
+            others.append(span)
+    slices.sort(key=_start_of)
+    for span in slices:
+        if others and isinstance(last := others[-1], slice) and last.stop == span.start:
+            others[-1] = slice(last.start, span.stop)
+        else:
+            others.append(span)
+    return others
 
 
 class IdSpace:

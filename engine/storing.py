@@ -67,10 +67,10 @@ class Storing:
             return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, 0, False)
         pinned = path.spans(0, known)  # the path must not be given up to make room for its end
         for pin in pinned:
-            house.blocks.leases[pin] += 1
+            house.blocks.pin(pin)
         tier, slots = self._place(namespace, wanted)
         for pin in pinned:
-            house.blocks.leases[pin] -= 1
+            house.blocks.unpin(pin)
         house.unpark()
         refused = wanted - len(slots)
         if len(slots) == 0:

@@ -21,7 +21,7 @@ from enum import Enum
 
 from hicache.engine.blocks import State
 from hicache.engine.evictor import MIN_VICTIMS, Evictor
-from hicache.engine.index import Node
+from hicache.engine.node import Node
 from hicache.engine.plan import Priority
 from hicache.engine.residency import Residency
 

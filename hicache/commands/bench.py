@@ -59,8 +59,10 @@ def index(repeat: int, scale: bool, json_target: str | None) -> None:
     with ProgressLine() as step:
         rows, tree, everything = index_bench.run(step, repeat)
         more = {"bytes_per_token": tree, "bytes_per_token_with_state": everything}
-        grown = index_bench.scale(step, repeat) if scale else []
-    extra = {**more, **({"scale": [asdict(row) for row in grown]} if scale else {})}
+        grown, memory = index_bench.scale(step, repeat) if scale else ([], [])
+    extra: dict[str, object] = dict(more)
+    if scale:
+        extra |= {"scale": [asdict(row) for row in grown], "scale_memory": memory}
     tell([*rows, *grown] if json_target != "-" else rows, "the index by itself", json_target, extra)
 
 

@@ -18,7 +18,8 @@ from hypothesis.stateful import (
 
 from hicache.engine import index as index_module
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable, State
-from hicache.engine.index import Index, Node, Path
+from hicache.engine.index import Index, Path
+from hicache.engine.node import Node
 from hicache.tiers.block import Ids, TierSpec
 from hicache.tiers.slots import SlotPool
 
@@ -174,7 +175,11 @@ def test_unequal_neighbours_do_not_merge(difference: str, monkeypatch: pytest.Mo
     elif difference == "fork":
         tree.add(1, 2, 9)
     elif difference == "length":
-        monkeypatch.setattr(index_module, "MAX_EDGE_BYTES", 3 * tree.step)
+        tree = Tree()
+        tree.add(1, 2)
+        node = tree.add(1, 2, 3, 4)
+        assert node is not None
+        monkeypatch.setattr(index_module, "MAX_STEM_BYTES", 3 * tree.step)
     before = tree.shape()
     assert tree.index.try_merge(node, tree.step) is None
     assert tree.shape() == before
