@@ -121,6 +121,8 @@ class Evacuations:
 
     def watch(self) -> None:
         """Open slabs again out of which a block does not leave after all."""
+        if not self._under_way:
+            return
         house = self.residency
         for tier, evacuation in list(self._under_way.items()):
             if house.pools[tier].clearing is not evacuation.clearing:  # its class has moved in

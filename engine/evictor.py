@@ -64,8 +64,9 @@ class Evictor:
         pool = house.pools[tier]
         self.evacuations.watch()
         available = pool.available(slot_bytes)
-        if not pool.can_hold(slot_bytes):  # nothing may go for what can never be placed
-            return 0
+        num_used = pool.num_used(slot_bytes)
+        if not num_used and not pool.can_hold(slot_bytes):
+            return 0  # nothing may go for what can never be placed
         if available >= count or self._making_room_in >> tier & 1 or not house.is_up(tier):
             return min(available, count)
         if self.evacuations.is_for(tier, slot_bytes):
@@ -73,7 +74,7 @@ class Evictor:
         self._making_room_in |= 1 << tier
         may_drop, self._may_drop = self._may_drop, True
         try:
-            if pool.num_used(slot_bytes):
+            if num_used:
                 self._take_victims(tier, slot_bytes, count, available)
             available = pool.available(slot_bytes)
             if not available and not house.num_draining[tier][slot_bytes]:

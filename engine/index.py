@@ -37,6 +37,7 @@ MAX_WAYS: Final = 2
 block up is faster than finding where two stems part."""
 
 _NO_STEM: Final = Stem(b"", [])
+_NO_BLOCKS: Final = slice(0, 0)
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class Index:
         node = self._new_node(root.namespace, parent, span, count, depth)
         node.stem = Stem(edge, [node])
         self.blocks.place(span, node.number, depth)
-        parent.children[edge[:step]] = node
+        parent.adopt(edge[:step], node)
         if len(parent.children) > MAX_WAYS:
             self._part(parent, step)
         path.nodes.append(node)
@@ -157,10 +158,9 @@ class Index:
         upper.stem = node.stem
         upper.stem.nodes.insert(upper.stem.nodes.index(node), upper)
         node.depth += count
-        upper.children[node.symbols(step, 0, 1)] = node
-        staying = node.staying
+        upper.adopt(node.symbols(step, 0, 1), node)
         for tier in range(len(self.blocks.tiers)):
-            upper.holding[tier] = staying >> tier & 1
+            upper.hold(tier, node.staying >> tier & 1)
         self.blocks.node[upper.span] = upper.number
         return upper
 
@@ -234,10 +234,9 @@ class Index:
         node.tiers, node.leaving, node.staying = tiers, leaving, tiers & ~leaving
         changed = before ^ node.staying
         if changed and node.parent is not None:
-            holding = node.parent.holding
             for tier in range(len(self.blocks.tiers)):
                 if changed >> tier & 1:
-                    holding[tier] += 1 if node.staying >> tier & 1 else -1
+                    node.parent.hold(tier, 1 if node.staying >> tier & 1 else -1)
 
     def retag(self, node: Node, step: int) -> list[Node]:
         """Bring a node's tags in line with its blocks, splitting where they differ.
@@ -335,7 +334,7 @@ class Index:
         self._free_numbers.append(node.number)
         node.parent = None
         node.stem = _NO_STEM  # who still knows the node must not keep its symbols alive
-        node.span, node.num_blocks = slice(0, 0), 0
+        node.span, node.num_blocks = _NO_BLOCKS, 0
         node.tiers = node.leaving = node.staying = 0
         self.num_nodes -= 1
 

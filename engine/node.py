@@ -14,10 +14,14 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Final
 
+from hicache.engine.blocks import MAX_TIERS
 from hicache.engine.ids import Span, ids_of
 from hicache.tiers.block import Ids
 
 depth_of: Final = attrgetter("depth")
+
+_NO_CHILDREN: Final[dict[bytes, Node]] = {}
+_HOLDING_NONE: Final = [0] * MAX_TIERS
 
 
 class Stem:
@@ -36,6 +40,7 @@ class Node:
     `tiers`, `leaving`: bit sets, as in BlockTable.tags; `staying` is tiers without leaving.
     `holding[t]` counts children that stay in tier t: a node is a leaf of t when it stays in t and
     no child does. `queued`: the policies that have it as a candidate. A root is an empty run.
+    Leaves share what they have none of: they are most, and are made and given up all the time.
     """
 
     __slots__ = (
@@ -64,15 +69,27 @@ class Node:
         self.span = span
         self.num_blocks = size
         self.depth = depth
-        self.children: dict[bytes, Node] = {}
+        self.children = _NO_CHILDREN
         self.tiers = self.leaving = self.staying = 0
-        self.holding = [0] * 8
+        self.holding = _HOLDING_NONE
         self.queued = 0
         self.touched_s = 0.0
         self.stem: Stem
 
     def __len__(self) -> int:
         return self.num_blocks
+
+    def adopt(self, symbol: bytes, child: Node) -> None:
+        """Hang a child in, under the symbol of its first block."""
+        if self.children is _NO_CHILDREN:
+            self.children = {}
+        self.children[symbol] = child
+
+    def hold(self, tier: int, count: int) -> None:
+        """So many children more (or less) stay in this tier."""
+        if self.holding is _HOLDING_NONE:
+            self.holding = [0] * MAX_TIERS
+        self.holding[tier] += count
 
     def block_ids(self) -> Ids:
         """The node's block ids, shape [len(self)]."""

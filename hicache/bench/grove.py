@@ -118,6 +118,12 @@ class Grove:
         runs, _ = self.engine.matching.runs(path)
         return path, runs, path.spans(0, path.num_blocks)
 
+    def make_room(self, num_tokens: int) -> None:
+        """Give up so many tokens, the coldest."""
+        wanted = self.pool.available(BLOCK_BYTES) + num_tokens // self.page
+        self.engine.evictor.make_room(0, BLOCK_BYTES, wanted)
+        self.num_tokens -= num_tokens
+
     def insert(self, tokens: bytes) -> int:
         """The index's part of storing: match and hang in. Returns the number of new blocks."""
         path = self.house.index.match(self.root, tokens, self.step)

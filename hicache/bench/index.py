@@ -147,8 +147,10 @@ def _measured(
 
 
 def _inserts(grove: Grove, repeat: int) -> list[IndexRow]:
+    """As in a full cache: others have just been given up for each prompt."""
     inserted, occupied, hashed = [], [], []
     for _ in range(repeat):
+        grove.make_room(PROMPT)
         tokens = grove.random(PROMPT)
         grove.now_s += 1e-3
         start = clock()
@@ -170,20 +172,14 @@ def _inserts(grove: Grove, repeat: int) -> list[IndexRow]:
 def _evicts(grove: Grove, num_tokens: int, repeat: int) -> list[IndexRow]:
     """Room is made, measured, and where it was much, filled again with new prompts."""
     evicted, freed = [], []
-    count = num_tokens // grove.page
-    batch = BATCH if num_tokens <= PROMPT else 1
-    make_room = grove.engine.evictor.make_room
+    is_much = num_tokens > PROMPT
     for _ in range(repeat):
-        wanted = grove.pool.available(BLOCK_BYTES)
         grove.forgetting.seconds = 0.0
         start = clock()
-        for number in range(batch):
-            make_room(0, BLOCK_BYTES, wanted + count * (number + 1))
-        seconds = clock() - start - grove.forgetting.seconds
-        evicted.append(seconds / batch)
-        freed.append(grove.forgetting.seconds / batch)
-        grove.num_tokens -= num_tokens * batch
-        while batch == 1 and grove.pool.available(BLOCK_BYTES) > wanted:
+        grove.make_room(num_tokens)
+        evicted.append(clock() - start - grove.forgetting.seconds)
+        freed.append(grove.forgetting.seconds)
+        for _ in range(is_much * num_tokens // PROMPT):
             grove.store(grove.random(PROMPT))
     return [
         IndexRow.of("evict", grove.page, num_tokens, evicted, grove.num_tokens),
