@@ -13,7 +13,7 @@ used lately if there are several. Owned by the daemon's one loop.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -25,6 +25,7 @@ Span = slice | Ids
 """Block ids as an index into the arrays: a slice where they are consecutive, which is faster."""
 
 _LOOKED_AT: Final = 8
+_FEW: Final = 16
 _start_of: Final = attrgetter("start")
 
 
@@ -52,6 +53,25 @@ def joined(front: Span, back: Span) -> Span:
     if isinstance(front, slice) and isinstance(back, slice) and front.stop == back.start:
         return slice(front.start, back.stop)
     return np.concatenate((ids_of(front), ids_of(back)))
+
+
+def ids_along(spans: Sequence[Span]) -> Ids:
+    """The ids of all these spans, in order, shape [n]."""
+    if len(spans) == 1:
+        return ids_of(spans[0])
+    return np.concatenate([ids_of(span) for span in spans]) if spans else np.empty(0, np.int32)
+
+
+def in_few(spans: Iterable[Span]) -> list[Span]:
+    """The same ids in the same order, in so few spans that each is worth an array operation."""
+    met: list[Span] = []
+    for span in spans:
+        last = met[-1] if met else None
+        if isinstance(span, slice) and isinstance(last, slice) and last.stop == span.start:
+            met[-1] = slice(last.start, span.stop)
+        else:
+            met.append(span)
+    return met if len(met) <= _FEW else [ids_along(met)]
 
 
 def together(spans: Iterable[Span]) -> list[Span]:

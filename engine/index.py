@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
-from hicache.engine.ids import Span, ids_of, joined, part_of, size_of
+from hicache.engine.ids import Span, ids_along, joined, part_of, size_of
 from hicache.engine.node import Node, Stem, depth_of
 from hicache.tiers.block import Ids
 
@@ -53,10 +53,7 @@ class Path:
 
     def ids(self) -> Ids:
         """Block ids along the path, shape [num_blocks]."""
-        spans = self.spans(0, self.num_blocks)
-        if len(spans) == 1:
-            return ids_of(spans[0])
-        return np.concatenate([ids_of(span) for span in spans]) if spans else np.empty(0, np.int32)
+        return ids_along(self.spans(0, self.num_blocks))
 
     def spans(self, first: int, last: int) -> list[Span]:
         """Blocks first … last-1 of the path, as indices into the arrays."""

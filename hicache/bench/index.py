@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Final
 
 from hicache.bench.grove import (
-    BLOCK_BYTES,
     LONG,
     PROMPT,
     SHARED,

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import click
 
+from hicache.bench import engine as engine_bench
 from hicache.bench import index as index_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
@@ -64,6 +65,16 @@ def index(repeat: int, scale: bool, json_target: str | None) -> None:
     if scale:
         extra |= {"scale": [asdict(row) for row in grown], "scale_memory": memory}
     tell([*rows, *grown] if json_target != "-" else rows, "the index by itself", json_target, extra)
+
+
+@bench.command()
+@click.option("--repeat", default=300, show_default=True, help="Samples per row.")
+@_json_option
+def engine(repeat: int, json_target: str | None) -> None:
+    """The whole decision on a request, in thread-CPU time: match, plan, lease, policy."""
+    with ProgressLine() as step:
+        rows = engine_bench.run(step, repeat)
+    tell(rows, "the decision on a request", json_target)
 
 
 for _command in (rpc, store):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.engine.ids import IdSpace, Span, ids_of, size_of, together
+from hicache.engine.ids import IdSpace, Span, ids_along, ids_of, in_few, size_of, together
 
 
 def test_the_extent_that_fits_best_is_used() -> None:
@@ -37,6 +37,14 @@ def test_slices_that_meet_become_one() -> None:
     assert together([slice(4, 6), slice(0, 3)]) == [slice(0, 3), slice(4, 6)]
     odd = ids_of(slice(7, 9))
     assert together([slice(4, 6), odd, slice(2, 4)]) == [odd, slice(2, 6)]
+
+
+def test_many_short_spans_become_one_array() -> None:
+    assert in_few([slice(2, 4), slice(4, 6), slice(0, 1)]) == [slice(2, 6), slice(0, 1)]
+    spans: list[Span] = [slice(2 * n, 2 * n + 1) for n in range(40)]
+    (ids,) = in_few(spans)
+    assert ids_of(ids).tolist() == ids_along(spans).tolist() == list(range(0, 80, 2))
+    assert in_few([]) == []
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=80))
