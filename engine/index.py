@@ -107,23 +107,24 @@ class Index:
             children = nodes[-1].children
         return Path(nodes, 0, position // step)
 
-    def extend(self, root: Node, path: Path, tokens: bytes, step: int, count: int) -> Node:
-        """Append `count` new blocks (no copies yet) after a path that ends before them.
+    def extend(self, root: Node, path: Path, symbols: bytes, step: int) -> Node:
+        """Append new blocks (no copies yet) after a path that ends before them.
 
-        `tokens` is the whole query. Returns the new node, a child of the path's end.
+        Returns the new node, a child of the path's end.
         """
         self.cut(path, step)
         parent = path.nodes[-1] if path.nodes else root
-        start = path.num_blocks * step
-        edge = tokens[start : start + count * step]
-        assert len(edge) == count * step
-        assert edge[:step] not in parent.children
+        count, rest = divmod(len(symbols), step)
+        assert count
+        assert not rest
+        first = symbols[:step]
+        assert first not in parent.children
         depth = path.num_blocks
         span = self.blocks.allocate(count)
         node = self._new_node(root.namespace, parent, span, count, depth)
-        node.stem = Stem(edge, [node])
+        node.stem = Stem(symbols, [node])
         self.blocks.place(span, node.number, depth)
-        parent.adopt(edge[:step], node)
+        parent.adopt(first, node)
         if len(parent.children) > MAX_WAYS:
             self._part(parent, step)
         path.nodes.append(node)

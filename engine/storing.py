@@ -83,7 +83,9 @@ class Storing:
         if num_new:  # making room may have split and merged nodes along the path
             path = house.index.match(namespace.root, event.tokens[: event.last * step], step)
             assert path.num_blocks == known
-            node = house.index.extend(namespace.root, path, event.tokens, step, num_new)
+            node = house.index.extend(
+                namespace.root, path, event.tokens[known * step : (known + num_new) * step], step
+            )
             node.touched_s = event.now_s
             span = node.span
             numbers = np.arange(known, known + num_new, dtype=np.int32)

@@ -129,7 +129,8 @@ class Grove:
         path = self.house.index.match(self.root, tokens, self.step)
         count = len(tokens) // self.step - path.num_blocks
         if count:
-            node = self.house.index.extend(self.root, path, tokens, self.step, count)
+            symbols = tokens[path.num_blocks * self.step :]
+            node = self.house.index.extend(self.root, path, symbols, self.step)
             node.touched_s = self.now_s
             self._last = node
             self.num_tokens += count * self.page

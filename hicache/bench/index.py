@@ -9,15 +9,13 @@
 - `evict`: make room: find the coldest leaves, see that nobody leases them, take them out of the
   tree. Their blocks' states, ids and slots are given back beside it.
 
-Memory is weighed object by object; what the allocator wastes is not in it, see
-`resident_bytes_per_token` under `scale_memory`.
+Memory is weighed object by object; what the allocator wastes is not in it.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 from hicache.bench.grove import (
@@ -56,7 +54,6 @@ def scale(step: Step, repeat: int = 200) -> tuple[list[IndexRow], list[dict[str,
     rows: list[IndexRow] = []
     memory: list[dict[str, float]] = []
     for page in (16, 256):
-        before = _resident_bytes()
         grove = Grove(page, 104_000_000)
         prompts: list[bytes] = []
         for millions in SCALES_MILLIONS:
@@ -71,9 +68,6 @@ def scale(step: Step, repeat: int = 200) -> tuple[list[IndexRow], list[dict[str,
                     "indexed_tokens": grove.num_tokens,
                     "bytes_per_token": tree,
                     "bytes_per_token_with_state": everything,
-                    "resident_bytes_per_token": round(
-                        (_resident_bytes() - before) / grove.num_tokens, 2
-                    ),
                 }
             )
             few = grove.rng.integers(0, len(prompts), 50).tolist()
@@ -195,8 +189,3 @@ def _cycle(call: Callable[[bytes], object], queries: list[bytes]) -> Callable[[]
         return call(queries[position])
 
     return once
-
-
-def _resident_bytes() -> int:
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -58,8 +58,8 @@ class Tree:
         path = self.match(*blocks)
         if path.num_blocks == len(blocks):
             return None
-        new = len(blocks) - path.num_blocks
-        node = self.index.extend(self.root, path, self.tokens(*blocks), self.step, new)
+        symbols = self.tokens(*blocks)[path.num_blocks * self.step :]
+        node = self.index.extend(self.root, path, symbols, self.step)
         self.tag(node.block_ids(), tag)
         self.index.retag(node, self.step)
         return node
