@@ -276,10 +276,12 @@ class Index:
         assert parent is not None
         assert not node.children
         assert not node.tiers
-        del parent.children[node.symbols(step, 0, 1)]
         stem = node.stem
-        stem.nodes.pop()
-        if stem.nodes:
+        if stem.nodes[0] is node:  # its stem goes with it
+            del parent.children[stem.symbols[:step]]
+        else:
+            del parent.children[node.symbols(step, 0, 1)]
+            stem.nodes.pop()
             stem.symbols = stem.symbols[: -node.num_blocks * step]
         self._drop(node)
         return parent

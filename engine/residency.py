@@ -331,7 +331,7 @@ class Residency:
             return
         node.tiers = node.staying = 0
         parent = self.index.unlink(node, step)
-        parent.hold(tier, -1)
+        parent.holding[tier] -= 1
         if not parent.holding[tier] and parent.parent is not None:
             if parent.tiers:
                 self.queue(parent)

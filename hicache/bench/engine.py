@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from typing import Final
 
-from hicache.bench.grove import LONG, OWNER, PROMPT, TTL_S, TURN, Grove, clock, quiet
+from hicache.bench.grove import CLOCK_S, LONG, OWNER, PROMPT, TTL_S, TURN, Grove, clock, quiet
 from hicache.bench.report import IndexRow, Step
 from hicache.engine import plan as p
 from hicache.engine.planner import PlannerSettings
@@ -61,13 +61,13 @@ def _decisions(grove: Grove, suffix: str, tokens: bytes, repeat: int) -> list[In
         half = clock()
         engine.catch_up()
         end = clock()
-        whole.append(end - start)
-        answered.append(half - start)
-        noted.append(end - half)
+        whole.append(end - start - 2 * CLOCK_S)
+        answered.append(half - start - CLOCK_S)
+        noted.append(end - half - CLOCK_S)
         if lease:
             start = clock()
             engine.handle(p.Release(lease, grove.now_s))
-            released.append(clock() - start)
+            released.append(clock() - start - CLOCK_S)
     return [
         IndexRow.of(name + suffix, grove.page, len(tokens) // 4, seconds, grove.num_tokens)
         for name, seconds in (

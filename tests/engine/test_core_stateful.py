@@ -330,11 +330,11 @@ def test_random_histories(machine: type[EngineMachine]) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_long_random_histories(machine: type[EngineMachine]) -> None:
-    """12,500 steps each, 100,000 in all."""
+    """13,000 steps each, more than 100,000 in all."""
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=250,
+            max_examples=300,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -386,7 +386,7 @@ def test_random_operations(machine: type[IndexMachine]) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_long_random_operations(machine: type[IndexMachine]) -> None:
-    """20,000 steps each."""
+    """Some 17,000 steps each."""
     run_state_machine_as_test(
         machine,
         settings=settings(
