@@ -44,6 +44,12 @@ class Durable(Protocol):
     def want(self, node: Node) -> None:
         """Write the path to this node down."""
 
+    def is_hopeless(self, node: Node) -> bool:
+        """Whether the path to this node cannot get there."""
+
+    def paths(self) -> list[Span]:
+        """The blocks of all paths on their way there."""
+
 
 class Evictor:
     """Makes room in any tier. Owned by the daemon's one loop."""
@@ -115,19 +121,29 @@ class Evictor:
         for tier, spec in enumerate(house.tiers):
             pool = house.pools[tier]
             staying = pool.used_bytes - house.draining_bytes[tier]
-            if staying <= spec.high_watermark * pool.capacity_bytes or not house.is_up(tier):
+            if staying <= spec.high_watermark * pool.capacity_bytes or not house.takes(tier):
                 continue
             excess = int(staying - spec.low_watermark * pool.capacity_bytes)
-            self._may_drop = spec.durable
-            while excess > 0 and (spec.durable or house.below(tier) is not None):
-                node = house.policies[tier].pop()
-                if node is None:
-                    break
-                excess -= self._give_up(node, tier, excess)
-                if node is self._spared:
-                    house.queue(node)  # not parked: whoever needs its room may drop it
-                    break
-            self._may_drop, self._spared = True, None
+            if spec.durable:
+                # What is being written down path by path is not given up behind its back.
+                with house.pinned(self.durable.paths() if self.durable is not None else ()):
+                    self._give_up_excess(tier, excess)
+            elif house.below(tier) is not None:
+                self._may_drop = False
+                self._give_up_excess(tier, excess)
+                self._may_drop = True
+
+    def _give_up_excess(self, tier: int, excess_bytes: int) -> None:
+        house = self.residency
+        while excess_bytes > 0:
+            node = house.policies[tier].pop()
+            if node is None:
+                break
+            excess_bytes -= self._give_up(node, tier, excess_bytes)
+            if node is self._spared:
+                house.queue(node)  # not parked: whoever needs its room may drop it
+                break
+        self._spared = None
 
     def _give_up(self, node: Node, tier: int, wanted_bytes: int) -> int:
         """Give up about `wanted_bytes` of a popped candidate. Returns bytes freed or draining."""
@@ -193,11 +209,14 @@ class Evictor:
         """The last blocks of the node, up to `count`, that nobody leases or reads."""
         house = self.residency
         ids = node.block_ids()[-count:]
-        held = house.blocks.leases[ids] > 0
+        leased = np.flatnonzero(house.blocks.leases[ids])
+        if len(leased):
+            ids = ids[int(leased[-1]) + 1 :]
         if house.moves:
-            held |= np.array([house.is_read(block, tier) for block in ids.tolist()], bool)
-        last_held = np.flatnonzero(held)
-        return ids[int(last_held[-1]) + 1 :] if len(last_held) else ids
+            for position in range(len(ids) - 1, -1, -1):
+                if house.is_read(int(ids[position]), tier):
+                    return ids[position + 1 :]
+        return ids
 
     def _send_away(self, node: Node, tier: int, ids: Ids) -> int:
         """Decide one victim node's way. Returns the number of blocks freed or draining."""
@@ -209,7 +228,7 @@ class Evictor:
                 moved = self._demote(node, tier, below)
                 if moved:
                     return moved
-            elif not elsewhere:
+            elif not elsewhere and not self._is_hopeless(node):
                 house.drain(ids, tier)
                 house.settle(ids)
                 self.write_down(node)
@@ -261,12 +280,27 @@ class Evictor:
         return len(ids)
 
     def drop(self, node: Node, tier: int) -> int:
-        """Forget the blocks of a leaf that has no other place. Not while anything hangs below."""
-        if node.children:
-            return 0
+        """Forget the blocks of a tier's leaf that have no other place. What hangs below, in faster
+        tiers, is useless without them and goes first, unless somebody holds it."""
+        while node.children:
+            leaf = node
+            while leaf.children:
+                leaf = next(iter(leaf.children.values()))
+            if self.is_held(leaf):
+                return 0
+            self.forget(leaf, len(leaf))
+            if leaf.parent is not None:  # a record that has to be deleted first
+                return 0
         ids = node.block_ids()
         self.dropped += len(ids)
         return self._give_up_copy(ids, tier)
+
+    def is_held(self, leaf: Node) -> bool:
+        """Whether somebody leases, moves or writes blocks of the node."""
+        house = self.residency
+        ids = leaf.block_ids()
+        moving = any(block in house.moves_of for block in ids.tolist())
+        return moving or not leaf.tiers or bool(house.blocks.leases[ids].any())
 
     def forget(self, leaf: Node, count: int) -> None:
         """Forget the last blocks of a childless node wherever they are. Nobody leases or moves
@@ -285,6 +319,9 @@ class Evictor:
                 house.vacate(copies, tier)
                 house.evicted[tier] += len(copies)
         house.settle(ids)
+
+    def _is_hopeless(self, node: Node) -> bool:
+        return self.durable is None or self.durable.is_hopeless(node)
 
     def write_down(self, node: Node) -> None:
         """Write the path to this node to the durable tier."""

@@ -70,13 +70,15 @@ class Move:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a move. `seconds` is the copy's share of its batch; on failure nothing of the
-    destination may be believed, and `corrupt` says that the source must not be believed either."""
+    destination may be believed, and `corrupt` says that the source must not be believed either.
+    `rejected`: the tier that was to be changed takes nothing now, whatever the block."""
 
     move: int
     ok: bool
     seconds: float = 0.0
     error: str = ""
     corrupt: bool = False
+    rejected: bool = False
 
 
 @dataclass(slots=True)
@@ -99,11 +101,15 @@ class Event(Generic[Answer]):
 
 @dataclass(frozen=True, slots=True)
 class OpenNamespace(Event[int]):
-    """Somebody will use this namespace. Answer: its number in this run of the engine."""
+    """Somebody will use this namespace. Answer: its number in this run of the engine.
+
+    Where the namespace is new and `instead_of` is given, it takes that number from an idle one
+    (`CacheEngine.idle_namespace`), which is forgotten with all that was learned about it."""
 
     digest: bytes
     block_tokens: int
     block_bytes: int
+    instead_of: int | None = None
 
 
 @dataclass(slots=True)

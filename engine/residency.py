@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hicache.engine.backoff import Backoff
 from hicache.engine.blocks import BlockTable, State
 from hicache.engine.ids import Span
 from hicache.engine.index import Index, Path
@@ -69,6 +70,7 @@ class Residency:
         self.policies = [new_policy(number) for number in range(len(tiers))]
         self.namespaces: list[Namespace] = []
         self.up = 0
+        self.backoff = Backoff()
         self.moves: dict[int, Move] = {}
         self.outbox: list[Move] = []
         self.moves_of: dict[int, list[Move]] = {}
@@ -96,15 +98,19 @@ class Residency:
         """Whether the tier serves now."""
         return bool(self.up >> tier & 1)
 
+    def takes(self, tier: int) -> bool:
+        """Whether the tier serves and takes new blocks now."""
+        return self.is_up(tier) and self.backoff.takes(tier)
+
     def fastest(self, bits: int) -> int:
         """The fastest tier of a bit set that is up, NO_TIER if none."""
         bits &= self.up
         return (bits & -bits).bit_length() - 1 if bits else NO_TIER
 
     def below(self, tier: int) -> int | None:
-        """The next slower tier that is up and linked from this one."""
+        """The next slower tier that takes blocks and is linked from this one."""
         for lower in range(tier + 1, len(self.tiers)):
-            if self.is_up(lower) and (tier, lower) in self.links:
+            if (tier, lower) in self.links and self.takes(lower):
                 return lower
         return None
 
@@ -172,7 +178,7 @@ class Residency:
                 )
             )
 
-    def finish(self, outcome: Outcome) -> Move | None:
+    def finish(self, outcome: Outcome, now_s: float) -> Move | None:
         """Apply one outcome to its copies; the caller settles the blocks. None: unknown move."""
         move = self.moves.pop(outcome.move, None)
         if move is None:
@@ -183,6 +189,11 @@ class Residency:
         if not others:
             del self.moves_of[move.block]
         src = self._numbers[move.src]
+        changed = self._numbers[move.dst] if move.dst is not None else src
+        if outcome.rejected:
+            self.backoff.rejected(changed, outcome.error, now_s)
+        elif outcome.ok:
+            self.backoff.took(changed)
         if move.dst is None:
             if outcome.ok:
                 self.vacate(ids, src)
@@ -207,6 +218,18 @@ class Residency:
         """Whether a move in flight reads (or deletes) the block's copy in the tier."""
         name = self.tiers[tier].name
         return any(move.src == name for move in self.moves_of.get(block, ()))
+
+    def is_deleted(self, block: int, tier: int) -> bool:
+        """Whether the block's record in the tier is being deleted, which cannot be called back."""
+        name = self.tiers[tier].name
+        moves = self.moves_of.get(block, ())
+        return any(move.src == name and move.dst is None for move in moves)
+
+    def is_going(self, block: int) -> bool:
+        """Whether every readable copy of the block is a record that is being deleted."""
+        tag = int(self.blocks.tags[block])
+        readable = [tier for tier in range(len(self.tiers)) if tag >> tier & 1]
+        return all(self.is_deleted(block, tier) for tier in readable)
 
     def drain(self, ids: Ids, tier: int) -> None:
         """ready → draining: free as soon as another copy stays and nobody reads it."""
@@ -360,15 +383,9 @@ class Residency:
         ids = node.block_ids()
         for tier in range(len(self.tiers)):
             if node.leaving >> tier & 1:
-                # A record being deleted cannot be called back.
-                kept = [block for block in ids.tolist() if not self._is_deleted(block, tier)]
+                kept = [block for block in ids.tolist() if not self.is_deleted(block, tier)]
                 self.rescue(np.array(kept, np.int32), tier)
         self.settle(ids)
-
-    def _is_deleted(self, block: int, tier: int) -> bool:
-        name = self.tiers[tier].name
-        moves = self.moves_of.get(block, ())
-        return any(move.src == name and move.dst is None for move in moves)
 
     def _namespace_of_block(self, block: int) -> Namespace:
         return self.namespaces[self.index.node_of(block).namespace]

@@ -107,8 +107,8 @@ class PutResult:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """A daemon's sign of life. `tiers` maps each tier to up, down or starting; `round_trip_s` is
-    what this call took."""
+    """A daemon's sign of life. `tiers` maps each tier to up, down, starting or read-only;
+    `round_trip_s` is what this call took."""
 
     epoch: str
     version: str

@@ -61,7 +61,7 @@ def assemble(config: Config, progress: Progress) -> Parts:
     parts = Parts()
     try:
         _add_tiers(parts, config.tiers, config.planner.probe_links, progress)
-    except BaseException:
+    except BaseException:  # Ctrl-C, too: touching the memory takes a while
         parts.close()
         raise
     parts.links = _links(parts.tiers, parts.workers)

@@ -17,6 +17,10 @@ class TierFull(TierError):
     """The medium has no room (a full map, a full volume). Evictions make room."""
 
 
+class NoRoomForSize(TierFull):
+    """The medium has room, but other slot sizes hold what this one would need."""
+
+
 class TierMissing(TierError):
     """The tier does not hold the block."""
 

@@ -35,6 +35,7 @@ import xxhash
 
 from hicache.tiers.base import (
     Identity,
+    NoRoomForSize,
     TierCorrupt,
     TierDamaged,
     TierError,
@@ -102,7 +103,7 @@ class DiskTier:
         try:
             for slot_bytes in self._device.classes():
                 self._reopen(slot_bytes)
-        except BaseException:
+        except BaseException:  # one that is damaged must not leave the others open, and locked
             self._release()
             raise
 
@@ -113,7 +114,7 @@ class DiskTier:
         num_bytes = sum(view.nbytes + 2 * PAGE_BYTES for _, view in blocks)
         opened = self._environments.get(slot_bytes) or self._open(slot_bytes)
         if self._is_over_budget(opened, num_bytes):
-            raise TierFull(
+            raise NoRoomForSize(
                 f"{self.path}: other slot sizes hold the room of {slot_bytes}-byte slots"
             )
         rows = [
@@ -288,7 +289,7 @@ class DiskTier:
                     raise TierDamaged(f"it has {had_bytes} bytes where its own record says {needs}")
                 inode = file.stat().st_ino
                 opened = _Environment(env, env.open_db(b"meta"), env.open_db(b"blocks"), inode)
-            except BaseException:
+            except BaseException:  # opened again in this process, it would be the same damaged map
                 env.close()
                 raise
         self._environments[slot_bytes] = opened

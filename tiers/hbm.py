@@ -61,30 +61,42 @@ class HostPool(DramTier):
 
 
 class CudaPool:
-    """The pool in GPU memory, allocated in one piece by the GPU worker. Lost with its process."""
+    """The pool in GPU memory, allocated in one piece by the GPU worker. Lost with its process.
+
+    `cupy` is the module, or what stands in for it where the stream protocol is tried without a GPU.
+    Raises TierUnavailable with the driver's own words.
+    """
 
     medium = "GPU memory"
 
-    def __init__(self, index: int, capacity_bytes: int) -> None:
+    def __init__(self, index: int, capacity_bytes: int, cupy: Any = None) -> None:
         try:
-            import cupy
+            if cupy is None:
+                import cupy as module
 
+                cupy = module
+            self.index = index
             self.cupy: Any = cupy
-            self.device: Any = cupy.cuda.Device(index)
-            with self.device:
-                self.memory: Any = cupy.cuda.Memory(capacity_bytes)
+            self.use()
+            self.memory: Any = cupy.cuda.Memory(capacity_bytes)
         except Exception as error:  # cupy's own classes, an ImportError, a missing driver
             raise TierUnavailable(f"GPU {index}: {error}") from error
-        self.index = index
         self.capacity_bytes = capacity_bytes
+        self._start = int(self.memory.ptr)
+
+    def use(self) -> None:
+        """Make the GPU and its context this thread's. Said outright: CuPy's `with device` leaves it
+        out where the number is the thread's already, and the driver's own calls need it."""
+        self.cupy.cuda.runtime.setDevice(self.index)
 
     def address(self, slot: int, num_bytes: int) -> int:
         """The device address of a slot. ValueError when it would leave the pool."""
         start = slot * PAGE_BYTES
-        if slot < 0 or start + num_bytes > self.capacity_bytes:
+        if slot < 0 or num_bytes < 0 or start + num_bytes > self.capacity_bytes:
             raise ValueError(f"slot {slot} of {num_bytes} bytes leaves the pool")
-        return int(self.memory.ptr) + start
+        return self._start + start
 
     def close(self) -> None:
         """Give the memory back; the process's exit would do the same."""
         self.memory = None
+        self.capacity_bytes = 0

@@ -17,7 +17,7 @@ import numpy as np
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome, StoredBlock
 from hicache.tiers.arena import Arena
-from hicache.tiers.base import TierDamaged, TierError
+from hicache.tiers.base import NoRoomForSize, TierDamaged, TierError
 from hicache.tiers.block import slot_bytes_for
 from hicache.tiers.disk import DiskTier
 from hicache.tiers.disk_format import derive_key
@@ -69,7 +69,7 @@ class DiskWriter:
         except TierDamaged:
             raise
         except TierError as error:
-            return [failed(move, error) for move in moves]
+            return _rejected(moves, error)
         return [Outcome(move.id, ok=True) for move in moves]
 
 
@@ -83,9 +83,17 @@ class DiskDeleter:
         self._tier = tier
 
     def copy(self, batch: Sequence[Move]) -> list[Outcome]:
+        outcomes = []
         for slot_bytes, moves in by_size(batch):
-            self._tier.delete(slot_bytes, [_identity(move).key for move in moves])
-        return [Outcome(move.id, ok=True) for move in batch]
+            try:
+                self._tier.delete(slot_bytes, [_identity(move).key for move in moves])
+            except TierDamaged:
+                raise
+            except TierError as error:  # on a full volume, deleting needs a page as well
+                outcomes += _rejected(moves, error)
+                continue
+            outcomes += [Outcome(move.id, ok=True) for move in moves]
+        return outcomes
 
 
 class DiskMedium:
@@ -161,6 +169,12 @@ class DiskMedium:
 
     def close(self) -> None:
         self._tier.close()
+
+
+def _rejected(moves: Sequence[Move], error: TierError) -> list[Outcome]:
+    """The outcomes of moves that the disk would not have; none other would fare better now."""
+    rejected = not isinstance(error, NoRoomForSize)
+    return [Outcome(move.id, ok=False, error=str(error), rejected=rejected) for move in moves]
 
 
 def _identity(move: Move) -> BlockIdentity:

@@ -93,7 +93,7 @@ def copy_or_fail(link: Link, batch: Sequence[Move]) -> list[Outcome]:
         return link.copy(batch)
     except TierDamaged:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a driver raises: these moves are misses, others go on
         return [failed(move, error) for move in batch]
 
 

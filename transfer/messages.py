@@ -4,7 +4,7 @@ A stream of msgpack maps over one socket pair, self-delimiting, no pickle. Both 
 and lengths before they act, although both are ours: a damaged worker may say anything.
 
     daemon → worker   config · batch · forget · describe · stop
-    worker → daemon   opened · measured* · rows* · ready · done* · broken
+    worker → daemon   opening* · measured* · rows* · ready · done* · broken
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def unpack_batch(message: Message) -> Batch:
 
 
 def pack_done(done: Done) -> bytes:
-    outcomes = [[o.move, o.ok, o.error, o.corrupt] for o in done.outcomes]
+    outcomes = [[o.move, o.ok, o.error, o.corrupt, o.rejected] for o in done.outcomes]
     return pack("done", n=done.batch, seconds=done.seconds, bytes=done.num_bytes, out=outcomes)
 
 
@@ -165,10 +165,11 @@ def unpack_done(message: Message) -> Done:
     share = seconds / max(1, len(found))
     outcomes = []
     for fields in found:
-        if not isinstance(fields, list) or [type(f) for f in fields] != [int, bool, str, bool]:
-            raise MalformedMessage("done: an outcome is [move, ok, error, corrupt]")
-        move, is_ok, error, is_corrupt = fields
-        outcomes.append(Outcome(move, is_ok, share, error, is_corrupt))
+        kinds = [type(f) for f in fields] if isinstance(fields, list) else []
+        if kinds != [int, bool, str, bool, bool]:
+            raise MalformedMessage("done: an outcome is [move, ok, error, corrupt, rejected]")
+        move, is_ok, error, is_corrupt, is_rejected = fields
+        outcomes.append(Outcome(move, is_ok, share, error, is_corrupt, is_rejected))
     return Done(_int(message.get("n")), outcomes, seconds, _int(message.get("bytes")))
 
 

@@ -269,6 +269,8 @@ class Mover:
                 notes = [str(note) for note in message["notes"]]
                 detail = str(message["detail"])
                 self._news.append(WorkerUp(name, tier, device.process.pid, detail, notes))
+            elif kind == "opening":
+                pass  # to have heard of it is enough: it is not stuck
             elif kind == "broken":
                 device.error = str(message["error"])
                 device.is_damaged = message["damaged"] is True

@@ -150,21 +150,24 @@ class Worker:
                 continue
             try:
                 job()
+            except TierDamaged as error:
+                self._break_off(error, is_damaged=True)
+            except TierError as error:  # only `forget` comes here
+                print(f"hicache worker: {error}", file=sys.stderr, flush=True)
             except Exception as error:
-                is_damaged = isinstance(error, TierDamaged)
-                if isinstance(error, TierError) and not is_damaged:  # only `forget` comes here
-                    print(f"hicache worker: {error}", file=sys.stderr, flush=True)
-                    continue
                 # A thread that ended alone would leave a worker that looks well and does nothing.
-                self.send(pack("broken", error=str(error) or repr(error), damaged=is_damaged))
-                os._exit(EXIT_BROKEN)
+                self._break_off(error, is_damaged=False)
+
+    def _break_off(self, error: Exception, is_damaged: bool) -> None:
+        self.send(pack("broken", error=str(error) or repr(error), damaged=is_damaged))
+        os._exit(EXIT_BROKEN)
 
 
 def _link_of(batch: Batch) -> tuple[str, str | None]:
     return (batch.moves[0].src, batch.moves[0].dst) if batch.moves else ("", None)
 
 
-def _open(config: WorkerConfig, near: Arena) -> Medium:
+def _open(config: WorkerConfig, near: Arena, progress: Callable[[int, int], None]) -> Medium:
     """Each kind's module is imported only where it is used: a GPU worker loads no lmdb."""
     if config.kind == "disk":
         from hicache.transfer.files import DiskMedium
@@ -173,7 +176,7 @@ def _open(config: WorkerConfig, near: Arena) -> Medium:
     if config.kind == "cuda":
         from hicache.transfer.cuda import CudaMedium
 
-        return CudaMedium(config, near)
+        return CudaMedium(config, near, progress)
     from hicache.transfer.memory import MemoryMedium
 
     return MemoryMedium(config, near)
@@ -188,6 +191,11 @@ def _receive_config(sock: socket.socket, stream: Stream) -> list[Message]:
                 raise MalformedMessage(f"config expected, not {messages[0]['t']!r}")
             return messages
     return []
+
+
+def _tell_progress(sock: socket.socket, done: int, total: int) -> None:
+    """Opening takes long and goes on: the supervisor need not be anxious."""
+    sock.sendall(pack("opening", done=done, total=total))
 
 
 def _become(title: str) -> None:
@@ -215,7 +223,7 @@ def main(fd: int) -> int:
         worker = None
         try:
             near = Arena.attach(config.near_path)
-            medium = _open(config, near)
+            medium = _open(config, near, partial(_tell_progress, sock))
             worker = Worker(sock, medium)
             threading.Thread(target=near.populate, name="hicache-touch", daemon=True).start()
             worker.introduce(config.probe_bytes, config.probe_block_bytes)

@@ -8,7 +8,10 @@ from hicache.bench import engine as engine_bench
 from hicache.bench import index as index_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
+from hicache.bench.lodging import Running
 from hicache.bench.report import ProgressLine, tell
+from hicache.commands.curve import curve_option
+from hicache.curve import CurveKeys
 
 _json_option = click.option(
     "--json",
@@ -21,6 +24,7 @@ _json_option = click.option(
 )
 _options = [
     click.option("--endpoint", help="A running daemon; by default one is started and stopped."),
+    curve_option,
     click.option(
         "--block-tokens", default=16, show_default=True, help="As the daemon's configuration says."
     ),
@@ -35,19 +39,31 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--calls", default=2000, show_default=True, help="Calls per row, at least.")
-def rpc(endpoint: str | None, block_tokens: int, json_target: str | None, calls: int) -> None:
+def rpc(
+    endpoint: str | None,
+    curve: CurveKeys | None,
+    block_tokens: int,
+    json_target: str | None,
+    calls: int,
+) -> None:
     """Round trips: ping and match, beside a bare ZeroMQ echo of the same payload."""
     with ProgressLine() as step:
-        rows = rpc_bench.run(endpoint, block_tokens, calls, step)
+        rows = rpc_bench.run(_daemon(endpoint, curve), block_tokens, calls, step)
     tell(rows, "round trips beside a bare echo", json_target)
 
 
 @bench.command()
 @click.option("--calls", default=100, show_default=True, help="Calls per row, at least.")
-def store(endpoint: str | None, block_tokens: int, json_target: str | None, calls: int) -> None:
+def store(
+    endpoint: str | None,
+    curve: CurveKeys | None,
+    block_tokens: int,
+    json_target: str | None,
+    calls: int,
+) -> None:
     """Blocks through shared memory: put and fetch, beside a bare copy."""
     with ProgressLine() as step:
-        rows = store_bench.run(endpoint, block_tokens, calls, step)
+        rows = store_bench.run(_daemon(endpoint, curve), block_tokens, calls, step)
     tell(rows, "blocks beside a bare copy", json_target)
 
 
@@ -77,6 +93,12 @@ def engine(repeat: int, json_target: str | None) -> None:
     with ProgressLine() as step:
         rows = engine_bench.run(step, repeat)
     tell(rows, "the decision on a request", json_target)
+
+
+def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:
+    if endpoint is None and curve is not None:
+        raise click.UsageError("--curve is for a running daemon: give its --endpoint too")
+    return Running(endpoint, curve) if endpoint is not None else None
 
 
 for _command in (rpc, store):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -82,13 +83,10 @@ def is_stored(client: Client, tokens: Tokens) -> bool:
     return store(client, tokens) == len(tokens) // SPEC.block_tokens
 
 
-@pytest.mark.xfail(
-    reason="its front in hbm cannot reach the disk through a dram full of its own rest: wedged",
-    strict=False,
-)
-def test_a_small_put_after_one_larger_than_all_mapped_tiers() -> None:
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through"])
+def test_a_small_put_after_one_larger_than_all_mapped_tiers(write_policy: str) -> None:
     """Nobody holds the giant any more: a small prompt takes some of its room, and again later."""
-    with Household(**SMALL, deadlines={"shutdown": "3s"}) as house:
+    with Household(**SMALL, write_policy=write_policy, deadlines={"shutdown": "3s"}) as house:
         client = house.client(put_timeout_s=2.0)
         giant = prompt(1, 480)
         client.put(giant, blocks_of(giant))
@@ -98,14 +96,17 @@ def test_a_small_put_after_one_larger_than_all_mapped_tiers() -> None:
             assert read(client, small) == 4
 
 
-@pytest.mark.xfail(reason="its own lease keeps the room that its blocks on disk need", strict=False)
 def test_fetch_of_a_prompt_larger_than_memory() -> None:
     """Its front lies on disk, its end fills the memory. Some of the front must come: a hit that
     never delivers anything would cost its whole deadline each time."""
     with Household(**SMALL, deadlines={"fetch": "2s"}) as house:
         client = house.client(put_timeout_s=3.0)
         tokens = prompt(1, 300)
-        client.put(tokens, blocks_of(tokens))
+        blocks = blocks_of(tokens)
+        for end in range(20, 301, 20):  # as turns of a conversation
+            turn = tokens[: end * SPEC.block_tokens + 1]
+            client.put(turn, blocks[:end])
+            house.settle()
         assert client.match(tokens).runs[0][0] == "disk"
         house.forget_clients()
         assert read(house.client(), tokens) > 0
@@ -126,6 +127,39 @@ def test_refused_where_nothing_can_go() -> None:
         assert client.match(old).hit_blocks == 14
         for lease in [match, client.match(old)]:
             client.release(lease)
+
+
+@pytest.mark.parametrize(
+    ("small", "tier"),
+    [
+        ({"hbm": {"size": "1MiB"}, "dram": {"size": "32MiB"}}, "dram"),
+        ({"dram": {"size": "1MiB"}}, "hbm"),
+    ],
+)
+def test_a_tier_smaller_than_a_block(small: dict[str, Any], tier: str) -> None:
+    """It made every hello fail, with a sentence about the other tiers. It does without those
+    blocks, the log says so once, and smaller blocks use it."""
+    with Household(**small, disk=None) as house:
+        client, spec = house.model("a large one", block_bytes=2 << 20)
+        assert store(client, prompt(5, 4), spec) == 4
+        match = client.match(prompt(5, 4))
+        assert match.runs == ((tier, 4),)
+        client.release(match)
+        assert read(client, prompt(5, 4), spec) == 4
+        (other,) = {"hbm", "dram"} - {tier}
+        sentence = f"{other} (1MiB) is too small for a block of {2 << 20} bytes"
+        assert house.said().count(sentence) == 1
+        client, spec = house.model("a small one", block_bytes=4096)
+        assert store(client, prompt(6, 4), spec) == 4
+        assert read(client, prompt(6, 4), spec) == 4
+
+
+def test_a_block_too_large_for_every_tier() -> None:
+    """Only then hello is refused, and the sentence names the tiers."""
+    with Household(hbm={"size": "1MiB"}, dram={"size": "2MiB"}, disk=None) as house:
+        reply = house.peer().hello(replace(SPEC, block_bytes=4 << 20))
+        assert reply["error"] == "spec"
+        assert "does not fit in hbm (1MiB) and dram (2MiB)" in reply["message"]
 
 
 def hits(client: Client, seeds: range, num_blocks: int) -> list[int]:

@@ -147,7 +147,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.world.do(p.Release(lease, self.world.now_s))
 
     @precondition(lambda self: self.world.in_flight)
-    @rule(data=st.data(), how=st.sampled_from(["ok", "ok", "ok", "failed", "corrupt"]))
+    @rule(
+        data=st.data(), how=st.sampled_from(["ok", "ok", "ok", "ok", "failed", "corrupt", "full"])
+    )
     def outcome(self, data: st.DataObject, how: str) -> None:
         some = data.draw(
             st.lists(st.sampled_from(sorted(self.world.in_flight)), min_size=1, unique=True)
@@ -159,8 +161,13 @@ class EngineMachine(RuleBasedStateMachine):
                 identity = self.world.in_flight[number].identity
                 assert identity is not None
                 self.world.rows.pop(identity.key, None)
+        if how == "full":
+            moves = self.world.in_flight
+            some = [n for n in some if (moves[n].dst or moves[n].src) == "disk"]
         if some:
-            self.world.finish(*some, ok=how == "ok", corrupt=how == "corrupt")
+            self.world.finish(
+                *some, ok=how == "ok", corrupt=how == "corrupt", rejected=how == "full"
+            )
 
     @invariant()
     def arrivals_are_right(self) -> None:

@@ -152,14 +152,17 @@ class World:
         """Moves in flight over a link, in the order they were handed out."""
         return [n for n, m in self.in_flight.items() if (m.src, m.dst) == (src, dst)]
 
-    def finish(self, *moves: int, ok: bool = True, corrupt: bool = False) -> p.Arrivals:
+    def finish(
+        self, *moves: int, ok: bool = True, corrupt: bool = False, rejected: bool = False
+    ) -> p.Arrivals:
         """End these moves. A successful one copies what its source slot holds by now."""
         outcomes = []
         for number in moves:
             move = self.in_flight.pop(number)
             if ok:
                 self._carry_out(move)
-            outcomes.append(p.Outcome(number, ok, 0.001, "" if ok else "told to fail", corrupt))
+            error = "" if ok else "told to fail"
+            outcomes.append(p.Outcome(number, ok, 0.001, error, corrupt, rejected))
         self.now_s += 1
         return self.do(p.MovesDone(outcomes, self.now_s))
 
