@@ -21,10 +21,10 @@ from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Fetching, Positions
 from hicache.engine.identity import Identities
-from hicache.engine.index import Node
 from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger, TierCounts
 from hicache.engine.matching import Estimates, Matching
+from hicache.engine.node import Node
 from hicache.engine.planner import Planner
 from hicache.engine.policies.base import EvictionPolicy
 from hicache.engine.policies.lru import Lru

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from hicache.engine.index import Node
+from hicache.engine.node import Node
 from hicache.engine.plan import BlockIdentity, Move
 from hicache.engine.residency import Namespace, Residency
 
@@ -29,24 +29,18 @@ MAX_CHAINS: Final = 256
 @dataclass(slots=True)
 class _Chain:
     """Keys up to the end of a node: the key before the first, and the keys of blocks `first` … of
-    the path. `edge`: the node's, when this was last seen to fit."""
+    the path."""
 
     node: Node
-    edge: bytes
     first: int
     before: bytes
     keys: list[bytes]
 
     def fits(self) -> bool:
-        """Whether the node ends where it did and has not grown at its front."""
-        node = self.node
-        if self.edge is node.edge:
-            return True
-        has_its_end = node.depth + len(node) == self.first + len(self.keys)
-        if not has_its_end or not self.edge.endswith(node.edge):
-            return False
-        self.edge = node.edge
-        return True
+        """Whether the node ends where it did and has not grown at its front: what a node holds at a
+        depth never changes."""
+        depth = self.node.depth
+        return depth >= self.first and depth + len(self.node) == self.first + len(self.keys)
 
     def key(self, depth: int) -> bytes:
         """The key of the block at this depth, or (one before the first) the key before it."""
@@ -75,12 +69,11 @@ class Identities:
             chain = self._chain(node, namespace)
             depth = int(house.blocks.depth[move.block])
             position = depth - node.depth
-            step = namespace.step
             move.identity = BlockIdentity(
                 namespace.digest,
                 chain.key(depth),
                 chain.key(depth - 1),
-                node.edge[position * step : (position + 1) * step],
+                node.symbols(namespace.step, position, position + 1),
                 depth,
                 int(house.blocks.hits[move.block]),
             )
@@ -100,9 +93,10 @@ class Identities:
             missing.append(above)
             above = above.parent
         for below in reversed(missing):
-            keys = _hashed(namespace.digest, parent, below.edge, namespace.step)
+            edge = below.symbols(namespace.step, 0, len(below))
+            keys = _hashed(namespace.digest, parent, edge, namespace.step)
             self.num_hashed += len(keys)
-            chain = _Chain(below, below.edge, below.depth, parent, keys)
+            chain = _Chain(below, below.depth, parent, keys)
             self.chains[below.number] = chain
             parent = keys[-1]
         while len(self.chains) > max(MAX_CHAINS, len(missing)):

@@ -347,7 +347,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class Restore(Event[list[bytes]]):
-    """Blocks of one namespace found in a durable tier, parents before children.
+    """All blocks of one namespace found in a durable tier, in any order.
 
     Answer: keys that found no place (no parent, no room), to be removed from the tier.
     """

@@ -25,8 +25,9 @@ import numpy as np
 from hicache.engine.backoff import Backoff
 from hicache.engine.blocks import BlockTable, State
 from hicache.engine.ids import Span
-from hicache.engine.index import Index, Node, Path
+from hicache.engine.index import Index, Path
 from hicache.engine.lease import LeaseBook
+from hicache.engine.node import Node
 from hicache.engine.plan import Move, Outcome, Priority
 from hicache.engine.policies.base import EvictionPolicy
 from hicache.tiers.block import Ids, SlotPool, TierSpec
@@ -280,7 +281,9 @@ class Residency:
         for node in leaving:
             self._rescue_node(node)
         is_stale = bool(leaving)
-        if len(path.nodes) > 2:
+        if len(path.nodes) > 1:
+            if not is_stale:
+                self.index.join(path.nodes)
             for node in path.nodes:  # turns that were stored one by one are equal from now on
                 parent = node.parent
                 if parent is not None and len(parent.children) == 1:
@@ -334,31 +337,29 @@ class Residency:
     def pinned(self, spans: Sequence[Span]) -> Iterator[None]:
         """Nothing of these blocks is given up meanwhile: room is being made for their sake."""
         for span in spans:
-            self.blocks.leases[span] += 1
+            self.blocks.pin(span)
         try:
             yield
         finally:
             for span in spans:
-                self.blocks.leases[span] -= 1
+                self.blocks.unpin(span)
 
-    def unhang_tail(self, node: Node, tier: int, count: int) -> Span:
+    def unhang_tail(self, node: Node, tier: int, count: int) -> None:
         """Take the last blocks of a leaf, whose only copies are ready in `tier`, out of the tree.
-        Returns their ids, which the caller gives to `BlockTable.forget` before anybody looks."""
+        The caller gives their ids to `BlockTable.forget` before anybody looks."""
         step = self.namespaces[node.namespace].step
-        if count < len(node):
-            span = self.index.trim(node, count, step)
+        if count < node.num_blocks:
+            self.index.trim(node, count, step)
             self.policies[tier].add(node)
-            return span
-        span, parent = node.span, node.parent
-        assert parent is not None
-        self.index.set_residency(node, 0, 0)
-        self.index.unlink(node, step)
-        if parent.parent is not None:
+            return
+        node.tiers = node.staying = 0
+        parent = self.index.unlink(node, step)
+        parent.holding[tier] -= 1
+        if not parent.holding[tier] and parent.parent is not None:
             if parent.tiers:
                 self.queue(parent)
             else:
                 self._forget_if_empty(parent, step)
-        return span
 
     def forget(self, node: Node) -> None:
         """Drop what is left of a node: its blocks have no copy and nothing below needs them."""
@@ -368,7 +369,7 @@ class Residency:
         """Remove a node without copies and children, and empty ancestors that held only it."""
         while node.parent is not None and not node.tiers and not node.children:
             ids = node.block_ids()
-            if self.blocks.leases[ids].any() or self._is_filling(ids):
+            if self.blocks.is_pinned(ids) or self._is_filling(ids):
                 return
             parent = self.index.remove(node, step)
             node = parent

@@ -68,10 +68,10 @@ class Storing:
             return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, 0, False)
         pinned = path.spans(0, known)  # the path must not be given up to make room for its end
         for pin in pinned:
-            house.blocks.leases[pin] += 1
+            house.blocks.pin(pin)
         tier, slots = self._place(namespace, wanted)
         for pin in pinned:
-            house.blocks.leases[pin] -= 1
+            house.blocks.unpin(pin)
         house.unpark()
         refused = wanted - len(slots)
         if len(slots) == 0:
@@ -84,7 +84,9 @@ class Storing:
         if num_new:  # making room may have split and merged nodes along the path
             path = house.index.match(namespace.root, event.tokens[: event.last * step], step)
             assert path.num_blocks == known
-            node = house.index.extend(namespace.root, path, event.tokens, step, num_new)
+            node = house.index.extend(
+                namespace.root, path, event.tokens[known * step : (known + num_new) * step], step
+            )
             node.touched_s = event.now_s
             span = node.span
             numbers = np.arange(known, known + num_new, dtype=np.int32)

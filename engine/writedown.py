@@ -23,8 +23,8 @@ import numpy as np
 
 from hicache.engine.blocks import State
 from hicache.engine.evictor import MIN_VICTIMS, Evictor
-from hicache.engine.ids import Span
-from hicache.engine.index import Node
+from hicache.engine.ids import Span, ids_along
+from hicache.engine.node import Node
 from hicache.engine.plan import Priority
 from hicache.engine.residency import Namespace, Residency
 from hicache.tiers.block import Ids
@@ -56,8 +56,7 @@ class WriteDown:
         """Write the path to this node down, as queues allow."""
         if self.tier is not None and node not in self.pending:
             path = self.residency.index.path_to(node)
-            ids = b"".join([piece.ids for piece in path])
-            self.pending[node] = np.frombuffer(ids, np.int32)
+            self.pending[node] = ids_along([piece.span for piece in path])
 
     def is_hopeless(self, node: Node) -> bool:
         """Whether the path to this node cannot get there: what lacks above it and one block of its

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import click
 
+from hicache.bench import engine as engine_bench
 from hicache.bench import index as index_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
@@ -75,9 +76,23 @@ def index(repeat: int, scale: bool, json_target: str | None) -> None:
     with ProgressLine() as step:
         rows, tree, everything = index_bench.run(step, repeat)
         more = {"bytes_per_token": tree, "bytes_per_token_with_state": everything}
-        grown = index_bench.scale(step, repeat) if scale else []
-    extra = {**more, **({"scale": [asdict(row) for row in grown]} if scale else {})}
-    tell([*rows, *grown] if json_target != "-" else rows, "the index by itself", json_target, extra)
+        grown, memory = index_bench.scale(step, repeat) if scale else ([], [])
+    extra: dict[str, object] = dict(more)
+    if scale:
+        extra |= {"scale": [asdict(row) for row in grown], "scale_memory": memory}
+    tell(rows, "the index by itself", json_target, extra)
+    if grown and json_target != "-":
+        tell(grown, "the index as it grows", None)
+
+
+@bench.command()
+@click.option("--repeat", default=300, show_default=True, help="Samples per row.")
+@_json_option
+def engine(repeat: int, json_target: str | None) -> None:
+    """The whole decision on a request, in thread-CPU time: match, plan, lease, policy."""
+    with ProgressLine() as step:
+        rows = engine_bench.run(step, repeat)
+    tell(rows, "the decision on a request", json_target)
 
 
 def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:
