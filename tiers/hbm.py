@@ -3,8 +3,6 @@
 `HostPool` is opened by the daemon like `dram`: same protocol, honest about being emulated.
 `CudaPool` is opened by the GPU worker and nobody else: the daemon never touches CUDA, and decides
 by looking at device files and installed packages only (`pick_device`).
-
-Unverified so far: nothing of `CudaPool` has run on a GPU yet.
 """
 
 from __future__ import annotations
