@@ -33,6 +33,7 @@ CHECKS = {  # name: the longest it may take, in seconds; the most telling ones f
     "copies": 60.0,
     "speed": 60.0,
     "pages": 45.0,
+    "ipc": 40.0,
     "daemon": 90.0,
     "model": 100.0,
     "neighbour": 80.0,
