@@ -48,7 +48,7 @@ class Card:
 
     def download(self, at: int, like: Tensor) -> Tensor:
         found = np.empty_like(like)
-        self.copy(found.ctypes.data, at, found.nbytes, 2)
+        self.copy(found.ctypes.data, at, found.nbytes, 4)  # from wherever it lies
         return found
 
     def copy(self, to: int, source: int, num_bytes: int, kind: int) -> None:
@@ -67,7 +67,7 @@ def run(check: Check) -> None:
         step.value = f"and run, after {time.perf_counter() - started_s:.1f} s"
     if step.status != "ok":
         return
-    rounds = 1 if check.is_dry or check.is_small else 4
+    rounds = 1 if check.is_dry or check.is_small else 2
     for kind in KINDS:
         with check.step(f"{kind.name}: every dtype, random pages, both ways") as step:
             step.value = _exact(check, runner, kind, rounds)

@@ -36,8 +36,8 @@ CHECKS = {  # name: the longest it may take, in seconds; the most telling ones f
     "ipc": 40.0,
     "daemon": 90.0,
     "model": 100.0,
-    "neighbour": 80.0,
     "sanitizer": 60.0,
+    "neighbour": 80.0,
 }
 WIDTH = 150
 _COLOURS = {"FAILED": "bold red", "below": "yellow", "ok": "green"}
