@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": ("hicache.commands.serve", "serve", "Run the daemon."),
     "stats": ("hicache.commands.stats", "stats", "Show what a daemon holds, does and decides."),
     "ping": ("hicache.commands.ping", "ping", "Ask whether a daemon answers, and how fast."),
+    "doctor": ("hicache.commands.doctor", "doctor", "Say what hicache finds on this machine."),
     "config": ("hicache.commands.config", "config", "Check, show and reload configurations."),
     "demo": ("hicache.commands.demo", "demo", "Serve a small LLM with and without hicache."),
     "bench": ("hicache.commands.bench", "bench", "Measure a daemon against this machine's floor."),

@@ -32,7 +32,7 @@ import numpy as np
 
 from hicache.engine.plan import Move, Outcome
 from hicache.tiers.arena import Arena
-from hicache.transfer.lane import Lane
+from hicache.transfer.lane import GPU_LIMITS, LIMITS, Lane
 from hicache.transfer.messages import (
     Batch,
     MalformedMessage,
@@ -66,7 +66,8 @@ class _Device:
         self.config = config
         self.state: DeviceState = "down"
         self.process: WorkerProcess | None = None
-        self.read, self.write = Lane(max_queued), Lane(max_queued)
+        limits = GPU_LIMITS if config.kind == "cuda" else LIMITS
+        self.read, self.write = Lane(max_queued, limits), Lane(max_queued, limits)
         self.start_at_s = 0.0
         self.started_s = 0.0
         self.heard_s = 0.0
