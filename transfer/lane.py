@@ -30,10 +30,10 @@ class Limits:
 
 LIMITS: Final = Limits()
 GPU_LIMITS: Final = Limits(moves=128, in_flight=4)
-"""A GPU copies 16 MiB in 0.3 ms, as long as it takes to hear of a batch and to send another: with few
-in flight it is idle at times (of an H200's PCIe peak, with 2 MiB blocks: one 0.61, three 0.88, four
-0.90). A small block costs its driver some 3 µs whatever its size. So a demand waits for 64 MiB or
-512 blocks at most, some 1.5 ms."""
+"""A GPU copies 16 MiB in 0.3 ms, as long as it takes to hear of a batch and to send another: with
+few in flight it is idle at times (of an H200's PCIe peak, with 2 MiB blocks: one 0.61, three 0.88,
+four 0.90). A small block costs its driver some 3 µs whatever its size. So a demand waits for 64 MiB
+or 512 blocks at most, some 1.5 ms."""
 
 
 class Lane:
