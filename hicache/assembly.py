@@ -186,6 +186,7 @@ def _add_disk(parts: Parts, tiers: TiersConfig, dram: Arena, probe: bool) -> Non
             capacity_bytes=disk.size_bytes,
             durability=disk.durability,
             read_ahead=disk.read_ahead,
+            min_free_bytes=disk.min_free_bytes,
             probe_bytes=(8 << 20) if probe else 0,
         )
     )

@@ -15,7 +15,8 @@ from pathlib import Path
 from hicache.tiers.base import TierUnavailable
 from hicache.tiers.disk_format import FORMAT, State, boot_id, read_state, write_state
 
-_PREFIX = "class-"
+_PREFIX, _ASIDE = "class-", "aside-"
+_MOST_DESCRIBED_BYTES = 64 << 10
 
 
 class DiskDevice:
@@ -32,6 +33,7 @@ class DiskDevice:
         self.path = Path(path)
         self.notes: list[str] = []
         self._durability = durability
+        self.aside_bytes = 0
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _lock(self.path / "hicache.lock", lock_wait_s)
@@ -39,6 +41,7 @@ class DiskDevice:
             raise TierUnavailable(f"{self.path}: {error.strerror}") from error
         try:
             self._recover(set_aside)
+            self.aside_bytes = self._aside_bytes()
             self.mark(is_clean=False)
         except OSError as error:  # a full volume, most likely
             self.close()
@@ -63,11 +66,38 @@ class DiskDevice:
     def set_aside(self, slot_bytes: int, reason: str) -> None:
         """Out of the way, but not lost: the newest such copy is kept for whoever wants to look."""
         directory = self.directory(slot_bytes)
-        for old in self.path.glob(f"aside-*-{directory.name}"):
+        for old in self.path.glob(f"{_ASIDE}*-{directory.name}"):
             shutil.rmtree(old, ignore_errors=True)
-        target = self.path / f"aside-{time.strftime('%Y%m%dT%H%M%S')}-{directory.name}"
+        target = self.path / f"{_ASIDE}{time.strftime('%Y%m%dT%H%M%S')}-{directory.name}"
         directory.rename(target)
+        self.aside_bytes = self._aside_bytes()
         self.notes.append(f"{directory} was set aside as {target.name}: {reason}")
+
+    def drop_aside(self) -> bool:
+        """What was set aside goes when blocks need its room. False when there was nothing."""
+        if not self.aside_bytes:
+            return False
+        for old in self.path.glob(_ASIDE + "*"):
+            shutil.rmtree(old, ignore_errors=True)
+        self.aside_bytes = self._aside_bytes()
+        return True
+
+    def describe(self, digest: bytes, text: str) -> None:
+        """Leave a namespace's description beside its blocks, as long as the small files have room:
+        nothing depends on it."""
+        folder = self.path / "namespaces"
+        file = folder / f"{digest.hex()}.json"
+        if file.exists():
+            return
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if _held_bytes(folder) + len(text) > _MOST_DESCRIBED_BYTES:
+            return
+        new = file.with_suffix(".new")
+        new.write_text(text)
+        new.rename(file)
+
+    def _aside_bytes(self) -> int:
+        return sum(_held_bytes(old) for old in self.path.glob(_ASIDE + "*"))
 
     def close(self) -> None:
         """Give the lock up. Idempotent."""
@@ -88,6 +118,11 @@ class DiskDevice:
             return
         for slot_bytes in self.classes():
             self.set_aside(slot_bytes, reason)
+
+
+def _held_bytes(folder: Path) -> int:
+    """What the files of a folder take on the volume."""
+    return sum(file.lstat().st_blocks * 512 for file in folder.iterdir())
 
 
 def _lock(file: Path, wait_s: float) -> int:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome, StoredBlock
 from hicache.tiers.arena import Arena
-from hicache.tiers.base import NoRoomForSize, TierDamaged, TierError
+from hicache.tiers.base import NoRoomForSize, TierBroken, TierDamaged, TierError
 from hicache.tiers.block import slot_bytes_for
 from hicache.tiers.disk import DiskTier
-from hicache.tiers.disk_format import derive_key
+from hicache.tiers.disk_format import Header, derive_key
 from hicache.transfer.link import Link, Measured, by_size, failed
 from hicache.transfer.messages import MAX_ROWS, WorkerConfig
 
@@ -66,7 +66,7 @@ class DiskWriter:
         ]
         try:
             self._tier.put(slot_bytes, blocks)
-        except TierDamaged:
+        except TierBroken:
             raise
         except TierError as error:
             return _rejected(moves, error)
@@ -87,7 +87,7 @@ class DiskDeleter:
         for slot_bytes, moves in by_size(batch):
             try:
                 self._tier.delete(slot_bytes, [_identity(move).key for move in moves])
-            except TierDamaged:
+            except TierBroken:
                 raise
             except TierError as error:  # on a full volume, deleting needs a page as well
                 outcomes += _rejected(moves, error)
@@ -106,6 +106,7 @@ class DiskMedium:
             config.capacity_bytes,
             durability=config.durability,
             read_ahead=config.read_ahead,
+            min_free_bytes=config.min_free_bytes,
             lock_wait_s=config.lock_wait_s,
             set_aside=config.set_aside,
         )
@@ -153,12 +154,9 @@ class DiskMedium:
         return [Measured(near, far, copied, write_s), Measured(far, near, copied, read_s)]
 
     def stored(self) -> Iterator[tuple[bytes, list[StoredBlock]]]:
-        for headers in self._tier.scan(MAX_ROWS):
-            if headers:
-                rows = [
-                    StoredBlock(h.key, h.parent, h.tokens, h.block_bytes, h.hits) for h in headers
-                ]
-                yield headers[0].namespace, rows
+        for headers in parents_first(self._tier.scan(MAX_ROWS)):
+            rows = [StoredBlock(h.key, h.parent, h.tokens, h.block_bytes, h.hits) for h in headers]
+            yield headers[0].namespace, rows
 
     def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:
         for slot_bytes, some in keys.items():
@@ -169,6 +167,19 @@ class DiskMedium:
 
     def close(self) -> None:
         self._tier.close()
+
+
+def parents_first(batches: Iterable[list[Header]]) -> Iterator[list[Header]]:
+    """All rows of each namespace by depth: what the cache engine's restore asks for. One that took
+    rows in any order would have them as `DiskTier.scan` finds them, without waiting for the last.
+    """
+    everything: dict[bytes, list[Header]] = {}
+    for batch in batches:
+        everything.setdefault(batch[0].namespace, []).extend(batch)
+    for headers in everything.values():
+        headers.sort(key=lambda header: header.depth)
+        for start in range(0, len(headers), MAX_ROWS):
+            yield headers[start : start + MAX_ROWS]
 
 
 def _rejected(moves: Sequence[Move], error: TierError) -> list[Outcome]:

@@ -2,7 +2,7 @@
 
 Called from one thread of the worker process, a batch at a time. A link owns nothing but the slots
 that the moves of its batch name. It reports an outcome for every move and raises only when the
-medium itself is broken (`TierDamaged`): then the worker ends and the daemon recovers.
+medium cannot be used any more (`TierBroken`): then the worker ends and the daemon recovers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from hicache.engine.plan import Move, Outcome, StoredBlock
-from hicache.tiers.base import TierCorrupt, TierDamaged, TierMissing
+from hicache.tiers.base import TierBroken, TierCorrupt, TierMissing
 
 
 class Link(Protocol):
@@ -26,7 +26,7 @@ class Link(Protocol):
 
     def copy(self, batch: Sequence[Move]) -> list[Outcome]:
         """An outcome for every move. A failed one left nothing to be believed at its destination.
-        Raises TierDamaged only."""
+        Raises TierBroken only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def copy_or_fail(link: Link, batch: Sequence[Move]) -> list[Outcome]:
     """`link.copy`, with any fault but a broken medium turned into failed outcomes."""
     try:
         return link.copy(batch)
-    except TierDamaged:
+    except TierBroken:
         raise
     except Exception as error:
         return [failed(move, error) for move in batch]

@@ -48,6 +48,7 @@ class WorkerConfig:
     capacity_bytes: int = 0
     durability: Literal["fast", "batched", "sync"] = "batched"
     read_ahead: bool = True
+    min_free_bytes: int = 0
     lock_wait_s: float = 5.0
     gpu: int = 0
     probe_bytes: int = 8 << 20

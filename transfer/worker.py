@@ -10,7 +10,7 @@ How it ends, and what the daemon sees:
 1. `stop`: batches already here are finished, the device is left in order, exit 0.
 2. The daemon is gone (end of stream): batches not begun are dropped, the rest as in 1. The kernel
    kills us anyway if the daemon's death comes first (PDEATHSIG).
-3. The device is broken (TierDamaged) or cannot be opened: `broken`, exit 3, nothing marked clean.
+3. The device is broken (TierBroken) or cannot be opened: `broken`, exit 3, nothing marked clean.
 4. Any other fault in a batch: its moves fail with the error's text, and work goes on.
 5. Killed, or a SIGBUS from the device's mapping: the daemon sees the process end.
 """
@@ -30,7 +30,7 @@ from queue import SimpleQueue
 
 from hicache.engine.plan import Outcome
 from hicache.tiers.arena import Arena, ArenaError
-from hicache.tiers.base import TierDamaged, TierError
+from hicache.tiers.base import TierBroken, TierDamaged, TierError
 from hicache.transfer.link import Link, Medium, copy_or_fail, failed
 from hicache.transfer.messages import (
     Batch,
@@ -82,7 +82,7 @@ class Worker:
                 for m in self._medium.probe(probe_bytes, block_bytes):
                     fields = {"bytes": m.num_bytes, "seconds": m.seconds}
                     self.send(pack("measured", src=m.src, dst=m.dst, **fields))
-            except TierDamaged:
+            except TierBroken:
                 raise
             except (TierError, OSError) as error:
                 self._medium.notes.append(f"the probe failed: {error}")
@@ -151,11 +151,12 @@ class Worker:
             try:
                 job()
             except Exception as error:
-                is_damaged = isinstance(error, TierDamaged)
-                if isinstance(error, TierError) and not is_damaged:  # only `forget` comes here
+                is_broken = not isinstance(error, TierError) or isinstance(error, TierBroken)
+                if not is_broken:  # only `forget` comes here
                     print(f"hicache worker: {error}", file=sys.stderr, flush=True)
                     continue
                 # A thread that ended alone would leave a worker that looks well and does nothing.
+                is_damaged = isinstance(error, TierDamaged)
                 self.send(pack("broken", error=str(error) or repr(error), damaged=is_damaged))
                 os._exit(EXIT_BROKEN)
 
