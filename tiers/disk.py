@@ -233,7 +233,8 @@ class DiskTier:
             return
         try:
             self.sync()
-            self._device.mark(is_clean=True)
+            with typed("close", str(self.path)):
+                self._device.mark(is_clean=True)
         finally:
             self._release()
 

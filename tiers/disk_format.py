@@ -162,7 +162,8 @@ def boot_id() -> str:
 
 
 def read_state(file: Path) -> State | None:
-    """None when there is none, or nothing that can be understood. A newer format is refused."""
+    """None when there is none, or nothing that can be understood. Another format is refused, and a
+    device that fails to read it is an OSError: that says nothing of what lies beside it."""
     try:
         found = json.loads(file.read_text())
         state = State(
@@ -171,7 +172,7 @@ def read_state(file: Path) -> State | None:
             found["clean"] is True,
             str(found["boot_id"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     if state.format != FORMAT:
         age = "a newer" if state.format > FORMAT else "another"
