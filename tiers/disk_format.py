@@ -46,6 +46,10 @@ class Header:
     checksum: int
     created_s: float
 
+    def packed(self) -> bytes:
+        """As it is stored."""
+        return pack_header(self, self.block_bytes, self.checksum, self.created_s)
+
     def names(self, identity: Identity) -> bool:
         """Is this the block that is asked for? The tokens decide, not the key alone."""
         return (
@@ -96,6 +100,16 @@ def unpack_header(packed: bytes) -> Header | None:
         return None
     namespace, key, parent = names
     return Header(namespace, key, parent, tokens, depth, hits, block_bytes, checksum, created_s)
+
+
+def header_at(data: bytes, start: int) -> Header | None:
+    """The whole header that begins here, if one does."""
+    if len(data) < start + _FIXED.size:
+        return None
+    token_bytes = _FIXED.unpack_from(data, start)[-1]
+    if token_bytes > MAX_TOKEN_BYTES:
+        return None
+    return unpack_header(data[start : start + _FIXED.size + token_bytes + _CHECK.size])
 
 
 def derive_key(namespace: bytes, parent: bytes, tokens: bytes) -> bytes:

@@ -59,7 +59,7 @@ class Found:
             return TierCorrupt("the record is another block's")
         if not len(content) == header.block_bytes == view.nbytes:
             return TierCorrupt(f"{len(content)} bytes are stored where {view.nbytes} belong")
-        if not _map(content):
+        if not is_readable(content):
             return TierCorrupt("the bytes cannot be read from the device")
         np.copyto(view, content)
         if xxhash.xxh3_64_intdigest(view.data) != header.checksum:
@@ -95,8 +95,8 @@ def read_ahead(content: Bytes) -> None:
         _libc.madvise(start + at, min(_AHEAD_BYTES, length - at), _MADV_WILLNEED)
 
 
-def _map(content: Bytes) -> bool:
-    """False where the device cannot give these bytes."""
+def is_readable(content: Bytes) -> bool:
+    """False where the device cannot give these bytes; maps them, where it can."""
     if len(content) < _SMALL_BYTES:
         return True
     start, length = _pages(content)
