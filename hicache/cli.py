@@ -19,6 +19,8 @@ COMMANDS = {
     "stats": ("hicache.commands.stats", "stats", "Show what a daemon holds, does and decides."),
     "ping": ("hicache.commands.ping", "ping", "Ask whether a daemon answers, and how fast."),
     "config": ("hicache.commands.config", "config", "Check, show and reload configurations."),
+    "verify": ("hicache.commands.verify", "verify", "Check every block on disk."),
+    "disk": ("hicache.commands.disk", "disk", "Look after a disk tier's folder."),
     "demo": ("hicache.commands.demo", "demo", "Serve a small LLM with and without hicache."),
     "bench": ("hicache.commands.bench", "bench", "Measure a daemon against this machine's floor."),
     "gpu-check": (
@@ -32,6 +34,7 @@ COMMANDS = {
 # Errors whose text is already a sentence for people: (module, class) and the exit status.
 PLAIN_ERRORS = {
     ("hicache.config", "ConfigError"): 2,
+    ("hicache.tiers.base", "TierUnavailable"): 2,
     ("hicache.channel", "DaemonAbsent"): 1,
     ("hicache.connection", "DaemonError"): 1,
 }

@@ -36,7 +36,7 @@ class DiskDevice:
         self.aside_bytes = 0
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = _lock(self.path / "hicache.lock", lock_wait_s)
+            self._lock = lock_device(self.path, lock_wait_s)
         except OSError as error:
             raise TierUnavailable(f"{self.path}: {error.strerror}") from error
         try:
@@ -56,8 +56,7 @@ class DiskDevice:
 
     def classes(self) -> list[int]:
         """The slot-size classes that have a directory here."""
-        names = [path.name.removeprefix(_PREFIX) for path in self.path.glob(_PREFIX + "*")]
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(classes_at(self.path))
 
     def mark(self, is_clean: bool) -> None:
         """Note on the medium how the device is being left."""
@@ -125,8 +124,26 @@ def _held_bytes(folder: Path) -> int:
     return sum(file.lstat().st_blocks * 512 for file in folder.iterdir())
 
 
-def _lock(file: Path, wait_s: float) -> int:
-    """An exclusive lock on the device, our pid written in it."""
+def classes_at(path: Path) -> dict[int, Path]:
+    """The slot-size classes that have a directory at a device path, and where."""
+    named = {p.name.removeprefix(_PREFIX): p for p in path.glob(_PREFIX + "*")}
+    return {int(name): named[name] for name in sorted(named) if name.isdecimal()}
+
+
+def set_asides_at(path: Path) -> dict[int, Path]:
+    """The newest environment of each class that was set aside."""
+    found = {}
+    for old in sorted(path.glob(f"{_ASIDE}*-{_PREFIX}*")):
+        name = old.name.rpartition(_PREFIX)[2]
+        if name.isdecimal():
+            found[int(name)] = old
+    return found
+
+
+def lock_device(path: Path, wait_s: float = 0.0) -> int:
+    """An exclusive lock on the device, our pid written in it; a descriptor to be closed.
+    TierUnavailable, naming the holder, when somebody else has it."""
+    file = path / "hicache.lock"
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     give_up_s = time.monotonic() + wait_s
     while True:

@@ -84,13 +84,20 @@ class Environment(NamedTuple):
 
 
 def open_environment(
-    directory: Path, map_bytes: int, *, is_synced: bool = True, read_ahead: bool = True
+    directory: Path,
+    map_bytes: int,
+    *,
+    is_synced: bool = True,
+    read_ahead: bool = True,
+    is_read_only: bool = False,
 ) -> Environment:
-    """Open a class, or make it. TierDamaged when its file cannot be what LMDB left there."""
+    """Open a class, or make it. TierDamaged when its file cannot be what LMDB left there.
+    `is_read_only` changes nothing, and is for whoever holds the device's lock."""
     file = directory / DATA_FILE
     had_bytes = file.stat().st_size if file.exists() else 0
     with typed("open", str(directory)):
-        directory.mkdir(mode=0o700, exist_ok=True)
+        if not is_read_only:
+            directory.mkdir(mode=0o700, exist_ok=True)
         env = lmdb.open(
             str(directory),
             map_size=map_bytes,
@@ -101,12 +108,16 @@ def open_environment(
             metasync=is_synced,
             readahead=read_ahead,
             meminit=False,
+            readonly=is_read_only,
+            lock=not is_read_only,
         )
         try:
             needs = (env.info()["last_pgno"] + 1) * PAGE_BYTES
             if had_bytes and had_bytes < needs:  # touching the missing pages would be a SIGBUS
                 raise TierDamaged(f"it has {had_bytes} bytes where its own record says {needs}")
-            meta, blocks = env.open_db(b"meta"), env.open_db(b"blocks")
+            meta, blocks = (
+                env.open_db(name, create=not is_read_only) for name in (b"meta", b"blocks")
+            )
             inode = file.stat().st_ino
             return Environment(env, meta, blocks, inode, threading.Lock(), threading.Lock())
         except BaseException:

@@ -2,17 +2,26 @@
 
 `Scrub` goes through the environments of an open device in key order. Each `step` is one short read
 transaction, so that a running worker's writer gets its freed pages back. Nothing is changed.
+
+    python -m hicache.tiers.disk_verify DIRECTORY SLOT_BYTES      by hicache/disk_care.py
+
+scrubs one class of a device that nobody has open, in a process of its own, since a damaged file may
+end it; it says a JSON map a line.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from hicache.tiers.disk_environment import Environment, typed
+from hicache.tiers.base import TierError
+from hicache.tiers.disk_environment import DATA_FILE, Environment, open_environment, typed
 from hicache.tiers.disk_format import is_sound, unpack_header
 from hicache.tiers.disk_reading import is_readable
 
@@ -97,3 +106,27 @@ def _problem(key: bytes, slot_bytes: int, packed: bytes, content: memoryview | N
     if xxhash.xxh3_64_intdigest(value.data) != header.checksum:
         return "the bytes do not match their checksum"
     return ""
+
+
+def main(directory: Path, slot_bytes: int) -> int:
+    """Scrub one class that nobody has open; the process's exit status."""
+    size = (directory / DATA_FILE).stat().st_size
+    try:
+        opened = open_environment(directory, max(1 << 20, size), is_read_only=True)
+        scrub = Scrub({slot_bytes: opened})
+        while scrub.step():
+            _say(scrub.verdict)
+    except TierError as error:
+        print(json.dumps({"damage": str(error)}), flush=True)
+        return 1
+    _say(scrub.verdict)
+    return 0
+
+
+def _say(verdict: Verdict) -> None:
+    bad = [[slot_bytes, key.hex(), problem] for slot_bytes, key, problem in verdict.bad]
+    print(json.dumps(asdict(verdict) | {"bad": bad}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
