@@ -27,6 +27,7 @@ from hicache.tiers.disk_repair import rebuild
 
 Progress = Callable[[int, int, int], None]
 """(slot bytes, blocks done, blocks in all)."""
+LOCK_WAIT_S = 3.0  # a worker whose daemon was killed is still leaving
 _ROOT = Path(__file__).absolute().parents[1]
 
 
@@ -80,7 +81,7 @@ def _held(path: Path) -> Iterator[None]:
         raise TierUnavailable(f"{path} is not a folder")
     read_state(path / "state.json")  # another format is not ours to judge
     try:
-        lock = lock_device(path)
+        lock = lock_device(path, LOCK_WAIT_S)
     except OSError as error:
         raise TierUnavailable(f"{path}: {error.strerror}") from error
     try:

@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from hicache import disk_care
-from hicache.tiers.block import PAGE_BYTES, slot_bytes_for
-from hicache.tiers.disk_format import record_pages
+from hicache.tiers.block import slot_bytes_for
 from tests.e2e.household import ROOT, SPEC, Household, prompt, read, wait_for
 from tests.e2e.storer import NUM_BLOCKS
 
@@ -26,7 +25,6 @@ pytestmark = pytest.mark.e2e
 
 SMALL = replace(SPEC, block_bytes=16 << 10)
 ROUNDS = 20
-RECORD_BYTES = record_pages(slot_bytes_for(SMALL.block_bytes)) * PAGE_BYTES
 
 
 class Storer:
@@ -57,7 +55,7 @@ def check(house: Household, acked: set[int], next_seed: int) -> None:
     house.start()
     disk = house.tier("disk")
     assert disk["blocks"] == sum(report.blocks for report in files)
-    assert disk["used_bytes"] == disk["blocks"] * RECORD_BYTES
+    assert disk["used_bytes"] == disk["blocks"] * slot_bytes_for(SMALL.block_bytes)
     client = house.client(SMALL)
     for seed in range(next_seed + 20):
         came = read(client, prompt(seed, NUM_BLOCKS), SMALL)
