@@ -80,8 +80,10 @@ def lay_back(file: Path, chance: random.Random) -> None:
             data.write(old[2 * PAGE :])
 
 
-def is_durable(client: Client, seed: int) -> bool:
+def is_durable(house: Household, client: Client, seed: int) -> bool:
     tokens = prompt(seed, NUM_BLOCKS)
+    if not house.ask("health")["healthy"]:
+        return False
     if client.put(tokens, blocks_of(tokens), durable=True).durable:
         return True
     client.clear()
@@ -112,7 +114,7 @@ def test_a_damaged_file(damage: Damage, is_open: bool) -> None:
         for _ in range(2):
             for number in SEEDS:
                 read(client, prompt(number, NUM_BLOCKS))
-            wait_for(partial(is_durable, client, 100), "a durable put")
+            wait_for(partial(is_durable, house, client, 100), "a durable put")
         wait_for(lambda: house.ask("health")["healthy"], "a disk tier that is up")
         assert house.pid == pid
         house.stop()
@@ -121,7 +123,7 @@ def test_a_damaged_file(damage: Damage, is_open: bool) -> None:
         client = house.client()
         for number in SEEDS:
             read(client, prompt(number, NUM_BLOCKS))
-        wait_for(partial(is_durable, client, 101), "a durable put")
+        wait_for(partial(is_durable, house, client, 101), "a durable put")
         house.stop()
         house.start()
         house.forget_clients()
