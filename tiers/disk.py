@@ -23,7 +23,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -58,6 +58,7 @@ from hicache.tiers.disk_format import (
     unpack_header,
 )
 from hicache.tiers.disk_reading import Bytes, Found, copy_all
+from hicache.tiers.disk_shrink import compact, evict_coldest
 
 Durability = Literal["fast", "batched", "sync"]
 READERS = 4
@@ -69,8 +70,10 @@ class DiskTier:
     `fast` leaves syncing to the kernel (safe against kill -9, not against power loss), `batched`
     syncs every commit, `sync` commits every block by itself (the caller splits; see
     `blocks_per_commit`). `min_free_bytes` stay free on the volume: when they do not, nothing is
-    stored but in room that was given up before. `notes` says in sentences what opening it had to
-    do. Blocks are copied by `readers` threads.
+    stored but in room that was given up before. Where the files are larger than the capacity, the
+    coldest blocks go until the others' records take at most `usable_bytes`, and the files are
+    written anew (`progress` is told bytes done and in all). `notes` says in sentences what opening
+    it had to do. Blocks are copied by `readers` threads.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class DiskTier:
         read_ahead: bool = True,
         readers: int = READERS,
         min_free_bytes: int = 0,
+        usable_bytes: int | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
         lock_wait_s: float = 0.0,
         set_aside: bool = False,
     ) -> None:
@@ -101,6 +106,9 @@ class DiskTier:
         try:
             for slot_bytes in self._device.classes():
                 self._reopen(slot_bytes)
+            most = map_bytes(self.capacity_bytes)
+            if sum(opened.file_bytes() for opened in self._environments.values()) > most:
+                self._shrink(most - most // 20 if usable_bytes is None else usable_bytes, progress)
         except BaseException:
             self._release()
             raise
@@ -268,6 +276,15 @@ class DiskTier:
         )
         self._environments[slot_bytes] = opened
         return opened
+
+    def _shrink(self, usable_bytes: int, progress: Callable[[int, int], None]) -> None:
+        """The files are longer than the capacity allows."""
+        self._device.drop_aside()
+        num_gone = evict_coldest(self._environments, usable_bytes)
+        for slot_bytes, opened in list(self._environments.items()):
+            compact(opened, self.path, self._min_free_bytes, progress)
+            self._open(slot_bytes)
+        self.notes.append(f"made to fit its new size; {num_gone} of the coldest blocks went")
 
     def _release(self) -> None:
         if self._pool is not None:

@@ -16,6 +16,7 @@ from hicache.tiers.base import TierUnavailable
 from hicache.tiers.disk_format import FORMAT, State, boot_id, read_state, write_state
 
 _PREFIX, _ASIDE = "class-", "aside-"
+_UNFINISHED = "compact-*"
 _MOST_DESCRIBED_BYTES = 64 << 10
 
 
@@ -41,6 +42,8 @@ class DiskDevice:
             raise TierUnavailable(f"{self.path}: {error.strerror}") from error
         try:
             self._recover(set_aside)
+            for left in self.path.glob(_UNFINISHED):  # a copy that was not finished
+                shutil.rmtree(left, ignore_errors=True)
             self.aside_bytes = self._aside_bytes()
             self.mark(is_clean=False)
         except OSError as error:  # a full volume, most likely

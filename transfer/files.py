@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ from hicache.tiers.disk import DiskTier
 from hicache.tiers.disk_format import Header, derive_key
 from hicache.transfer.link import Link, Measured, by_size, failed
 from hicache.transfer.messages import MAX_ROWS, WorkerConfig
+
+PROGRESS_ROWS = 20_000
 
 
 class DiskReader:
@@ -99,14 +101,19 @@ class DiskDeleter:
 class DiskMedium:
     """The disk tier as its worker opens it."""
 
-    def __init__(self, config: WorkerConfig, near: Arena) -> None:
+    def __init__(
+        self, config: WorkerConfig, near: Arena, progress: Callable[[int, int], None]
+    ) -> None:
         self._config = config
+        self._progress = progress
         self._tier = tier = DiskTier(
             config.far_path,
             config.capacity_bytes,
             durability=config.durability,
             read_ahead=config.read_ahead,
             min_free_bytes=config.min_free_bytes,
+            usable_bytes=config.usable_bytes or None,
+            progress=progress,
             lock_wait_s=config.lock_wait_s,
             set_aside=config.set_aside,
         )
@@ -154,9 +161,19 @@ class DiskMedium:
         return [Measured(near, far, copied, write_s), Measured(far, near, copied, read_s)]
 
     def stored(self) -> Iterator[tuple[bytes, list[StoredBlock]]]:
-        for headers in parents_first(self._tier.scan(MAX_ROWS)):
+        for headers in parents_first(self._watched(self._tier.scan(MAX_ROWS))):
             rows = [StoredBlock(h.key, h.parent, h.tokens, h.block_bytes, h.hits) for h in headers]
             yield headers[0].namespace, rows
+
+    def _watched(self, batches: Iterable[list[Header]]) -> Iterator[list[Header]]:
+        """The same, with a word to the daemon now and then."""
+        total, done, told = self._tier.num_blocks(), 0, 0
+        for batch in batches:
+            done += len(batch)
+            if done - told >= PROGRESS_ROWS:
+                told = done
+                self._progress(done, total)
+            yield batch
 
     def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:
         for slot_bytes, some in keys.items():

@@ -49,6 +49,7 @@ class WorkerConfig:
     durability: Literal["fast", "batched", "sync"] = "batched"
     read_ahead: bool = True
     min_free_bytes: int = 0
+    usable_bytes: int = 0
     lock_wait_s: float = 5.0
     gpu: int = 0
     probe_bytes: int = 8 << 20

@@ -170,7 +170,7 @@ def _open(config: WorkerConfig, near: Arena, progress: Callable[[int, int], None
     if config.kind == "disk":
         from hicache.transfer.files import DiskMedium
 
-        return DiskMedium(config, near)
+        return DiskMedium(config, near, progress)
     if config.kind == "cuda":
         from hicache.transfer.cuda import CudaMedium
 
@@ -191,9 +191,9 @@ def _receive_config(sock: socket.socket, stream: Stream) -> list[Message]:
     return []
 
 
-def _tell_progress(sock: socket.socket, done: int, total: int) -> None:
+def _tell_progress(sock: socket.socket, unit: str, done: int, total: int) -> None:
     """Opening takes long and goes on: the supervisor need not be anxious."""
-    sock.sendall(pack("opening", done=done, total=total))
+    sock.sendall(pack("opening", unit=unit, done=done, total=total))
 
 
 def _become(title: str) -> None:
@@ -221,7 +221,8 @@ def main(fd: int) -> int:
         worker = None
         try:
             near = Arena.attach(config.near_path)
-            medium = _open(config, near, partial(_tell_progress, sock))
+            unit = "blocks" if config.kind == "disk" else "bytes"
+            medium = _open(config, near, partial(_tell_progress, sock, unit))
             worker = Worker(sock, medium)
             threading.Thread(target=near.populate, name="hicache-touch", daemon=True).start()
             worker.introduce(config.probe_bytes, config.probe_block_bytes)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hicache.tiers import disk
-from hicache.tiers.base import NoRoomForSize
+from hicache.tiers.base import NoRoomForSize, TierFull
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.disk import DiskTier
 from hicache.tiers.disk_format import record_pages, usable_bytes
@@ -124,7 +124,7 @@ def test_the_volume_keeps_its_free_room(tmp_path: Path, monkeypatch: pytest.Monk
             tier.put(size, [(name(n), data) for n in range(first, first + BATCH)])
         free_bytes[0] = MIB + 100_000
         length = (tmp_path / f"class-{size}" / "data.mdb").stat().st_size
-        with pytest.raises(disk.TierFull, match="MiB left") as raised:
+        with pytest.raises(TierFull, match="MiB left") as raised:
             tier.put(size, [(name(n), data) for n in range(100, 100 + BATCH)])
         assert not isinstance(raised.value, NoRoomForSize)
         tier.delete(size, [name(n).key for n in range(2 * BATCH)])
