@@ -163,7 +163,7 @@ class DiskTier:
         try:
             opened.commit(remove)
         except TierFull:  # its map ends where other classes' files begin: this is what is spared
-            spare = self._room_bytes() + self._spare_bytes()
+            spare = self.room_bytes() + self._spare_bytes()
             most = min(map_bytes(self.capacity_bytes), opened.file_bytes() + spare)
             if most <= opened.map_bytes():
                 raise
@@ -235,6 +235,15 @@ class DiskTier:
         """How many blocks are stored."""
         return sum(opened.num_blocks() for opened in self._environments.values())
 
+    def room_bytes(self) -> int:
+        """How much longer the files may become, all together."""
+        files = sum(opened.file_bytes() for opened in self._environments.values())
+        others = len(self._environments) > 1 or self._device.aside_bytes
+        kept = self._device.aside_bytes + (self._spare_bytes() if others else 0)
+        room = map_bytes(self.capacity_bytes) - files - kept
+        with typed("write", str(self.path)):
+            return min(room, volume_free_bytes(str(self.path)) - self._min_free_bytes)
+
     def close(self) -> None:
         """Sync, mark the device as left in order, and let go of it. Idempotent."""
         if not self._is_open:
@@ -305,9 +314,9 @@ class DiskTier:
         that it has given up itself, and its map ends where the room does.
         """
         opened = self._environments.get(slot_bytes)
-        room = self._room_bytes()
+        room = self.room_bytes()
         if room < growth_bytes and self._device.drop_aside():
-            room = self._room_bytes()
+            room = self.room_bytes()
         if opened is None:
             if room < growth_bytes:
                 raise self._no_room(slot_bytes)
@@ -318,15 +327,6 @@ class DiskTier:
         if now > narrow if room < growth_bytes else now < min(most, file_bytes + growth_bytes):
             opened.resize(narrow)
         return opened
-
-    def _room_bytes(self) -> int:
-        """How much longer the files may become, all together."""
-        files = sum(opened.file_bytes() for opened in self._environments.values())
-        others = len(self._environments) > 1 or self._device.aside_bytes
-        kept = self._device.aside_bytes + (self._spare_bytes() if others else 0)
-        room = map_bytes(self.capacity_bytes) - files - kept
-        with typed("write", str(self.path)):
-            return min(room, volume_free_bytes(str(self.path)) - self._min_free_bytes)
 
     def _spare_bytes(self) -> int:
         """Kept for deletions, which write pages before they give any up."""

@@ -161,6 +161,10 @@ def lock_device(path: Path, wait_s: float = 0.0) -> int:
                     f"{file.parent} is in use by the process with pid {holder}"
                 ) from None
             time.sleep(0.02)
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    except OSError:
+        os.close(fd)
+        raise
     return fd

@@ -127,7 +127,10 @@ class DiskMedium:
 
     def probe(self, num_bytes: int, block_bytes: int) -> list[Measured]:
         """Through a small tier of its own beside the real one, removed afterwards. It is read after
-        its pages were dropped from the page cache: what a block that was not read lately costs."""
+        its pages were dropped from the page cache: what a block that was not read lately costs.
+        Nothing is measured where it would take the device over its capacity: use will tell."""
+        if self._tier.room_bytes() < 2 * num_bytes + (1 << 20):
+            return []
         path = self._tier.path / "probe"
         shutil.rmtree(path, ignore_errors=True)
         slot_bytes = slot_bytes_for(block_bytes)

@@ -21,10 +21,11 @@ MAX_IN_FLIGHT = 2
 class Lane:
     """One direction's queues. `backlog` counts bytes by priority, queued and in flight."""
 
-    def __init__(self, max_queued: int) -> None:
+    def __init__(self, max_queued: int, max_batch_bytes: int = MAX_BATCH_BYTES) -> None:
         self.in_flight: dict[int, tuple[Batch, float]] = {}  # batch → (batch, when it was sent)
         self.backlog = dict.fromkeys(Priority, 0)
         self._max_queued = max_queued
+        self._max_batch_bytes = max_batch_bytes
         self._queues: dict[Priority, OrderedDict[int, Move]] = {
             priority: OrderedDict() for priority in Priority
         }
@@ -57,7 +58,7 @@ class Lane:
                 if batch and (batch[0].src, batch[0].dst) != (move.src, move.dst):
                     break
                 num_bytes += move.block_bytes
-                if batch and num_bytes > MAX_BATCH_BYTES:
+                if batch and num_bytes > self._max_batch_bytes:
                     break
                 del queue[move.id]
                 self._num_queued -= 1

@@ -50,6 +50,7 @@ class WorkerConfig:
     read_ahead: bool = True
     min_free_bytes: int = 0
     usable_bytes: int = 0
+    batch_bytes: int = 16 << 20
     lock_wait_s: float = 5.0
     gpu: int = 0
     probe_bytes: int = 8 << 20

@@ -81,7 +81,9 @@ class _Device:
         self.config = config
         self.state: DeviceState = "down"
         self.process: WorkerProcess | None = None
-        self.read, self.write = Lane(max_queued), Lane(max_queued)
+        self.read = Lane(max_queued)
+        # A batch is one commit, whose syncs cost the same however much it carries.
+        self.write = Lane(max_queued, *([config.batch_bytes] if config.kind == "disk" else []))
         self.start_at_s = 0.0
         self.started_s = 0.0
         self.heard_s = 0.0

@@ -1,8 +1,8 @@
 """The disk tier by itself, beside raw `pread` and `pwrite` of the same sizes in the same run.
 
-    written   batches of 16 MiB into a full tier, its oldest given up ahead (only puts are timed);
+    written   batches of 32 MiB into a full tier, its oldest given up ahead (only puts are timed);
               the floor writes as much over an old file, one fdatasync a batch where the tier syncs
-    read      batches of 16 MiB in random order, by so many threads as the floor's
+    read      batches of 32 MiB in random order, by so many threads as the floor's
     cold      closed, written out, dropped from the page cache, and less than 1 % of it resident
     churn     five turnovers of a full map, victims of any age
 
@@ -31,7 +31,7 @@ from hicache.tiers.disk_format import derive_key
 from hicache.tiers.disk_reading import Bytes
 
 KIB, MIB = 1 << 10, 1 << 20
-BATCH_BYTES = 16 * MIB
+BATCH_BYTES = 32 * MIB
 SIZES = (256 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB)
 READERS = (1, 2, 4, 8)
 TURNOVERS = 5
