@@ -29,6 +29,8 @@ from hicache import __version__
 from hicache import statistics as figures
 from hicache.assembly import Parts, engine_settings, new_engine, tier_specs
 from hicache.config import Config, LoadedConfig, diff_live
+from hicache.config.units import format_size
+from hicache.delivery import Part
 from hicache.doorkeeper import Doorkeeper
 from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
@@ -52,6 +54,8 @@ from hicache.wire import MatchReply, WireError, decode_request, error_reply, pac
 TICK_S: Final = 0.1
 _READABLE: Final = int(zmq.POLLIN)
 _FIRST_PART, _LAST_PART = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
+SEND_MORE_S: Final = 0.002
+"""How often a client is looked at that has to read before more is sent to it."""
 MAX_DRAIN: Final = 64
 """Requests served between two polls, so that workers and timers get their turn."""
 
@@ -89,7 +93,6 @@ class Daemon:
             self.engine,
             self.sessions,
             parts.arenas,
-            min(tier.pool.max_slot_bytes for tier in parts.mapped),
             self.epoch,
             os.getpid(),
             config.deadlines,
@@ -148,6 +151,8 @@ class Daemon:
 
     def _turn(self, wait_s: float) -> None:
         """One poll, and everything that was ready."""
+        if self.service.waiting.is_sending:
+            wait_s = min(wait_s, SEND_MORE_S)
         events = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         self._news_s = time.monotonic()
         if self.mover.fileno() in events:
@@ -156,6 +161,7 @@ class Daemon:
             for session in self.sessions.of_dead(pidfd):
                 log.info("client %s (pid %d) is gone", session.client or "?", session.pid)
                 self.service.end(session, time.monotonic())
+            self.service.buried(self.sessions.bury(pidfd), time.monotonic())
         if self._wake_read.fileno() in events:
             self._wake_read.recv(4096)
         if self._doorkeeper is not None and self._doorkeeper.socket in events:
@@ -163,6 +169,8 @@ class Daemon:
         if self._router in events:
             self._serve_requests()
             self._await_the_next()
+        if self.service.waiting.is_sending:
+            self.service.send_more()
         if self._wants_reload:
             self._wants_reload = False
             self._reload_or_complain()
@@ -288,19 +296,23 @@ class Daemon:
         self,
         peer: Peer,
         message: Mapping[str, Any] | MatchReply,
-        parts: Sequence[bytes | memoryview] = (),
-    ) -> None:
+        parts: Sequence[Part] = (),
+    ) -> zmq.MessageTracker | None:
         """A reply. A peer that is gone or does not read loses it: its deadline answers for us."""
         try:
             if parts:
-                self._router.send_multipart([peer.routing_id, pack(message), *parts], zmq.NOBLOCK)
-                return
+                end = zmq.Frame(parts[-1], track=True, copy=False, copy_threshold=0)
+                frames = [peer.routing_id, pack(message), *parts[:-1], end]
+                self._router.send_multipart(frames, zmq.NOBLOCK)
+                tracker: zmq.MessageTracker = end.tracker
+                return tracker
             packed = pack(message)
             send = zmq.backend.Socket.send  # past a wrapper that costs as much again
             send(self._router, peer.routing_id, _FIRST_PART)
             send(self._router, packed, _LAST_PART)
         except zmq.ZMQError:
             self.service.errors["unsent"] += 1
+        return None
 
     # --- moves ----------------------------------------------------------------------------------
 
@@ -375,6 +387,14 @@ class Daemon:
                 log.warning("a stored block was not what it should be: %s", outcome.error)
 
     def _describe(self, spec: NamespaceSpec) -> None:
+        for tier in self.engine.too_small_for(spec.block_bytes):
+            log.warning(
+                "%s (%s) is too small for a block of %d bytes: those of %s are kept elsewhere",
+                tier.name,
+                format_size(tier.capacity_bytes),
+                spec.block_bytes,
+                spec.name or spec.digest().hex()[:12],
+            )
         for worker in self.parts.workers:
             if worker.kind == "disk":
                 self.mover.describe(worker.device, spec.digest(), spec.to_wire())
@@ -495,10 +515,7 @@ class Daemon:
             self.engine.configure(
                 engine_settings(self.config), tier_specs(self.config, self.parts.tiers)
             )
-            self.service.deadlines = self.config.deadlines
-            self.service.limits = self.config.limits
-            self.sessions.max_sessions = self.config.limits.max_sessions
-            self.sessions.session_ttl_s = self.config.limits.session_ttl_s
+            self.service.configure(self.config.deadlines, self.config.limits)
             logging.getLogger().setLevel(self.config.log_level.upper())
         return {"live": list(diff.live), "restart": list(diff.restart)}
 

@@ -89,7 +89,7 @@ class Arena:
         try:
             _allocate(fd, path, data_offset + data_bytes, pretouch)
             arena = cls(path, fd, data_bytes, data_offset, secrets.token_hex(16))
-        except BaseException:
+        except BaseException:  # Ctrl-C while it is touched: the file would keep all of its memory
             path.unlink(missing_ok=True)
             os.close(fd)
             raise
@@ -120,7 +120,7 @@ class Arena:
             if os.fstat(fd).st_size < data_offset + data_bytes:
                 raise ArenaError(f"{path} is shorter than its header says")
             return cls(path, fd, data_bytes, data_offset, epoch.decode())
-        except BaseException:
+        except BaseException:  # no room in the address space, for one
             os.close(fd)
             raise
 

@@ -109,7 +109,7 @@ class DiskTier:
             most = map_bytes(self.capacity_bytes)
             if sum(opened.file_bytes() for opened in self._environments.values()) > most:
                 self._shrink(most - most // 20 if usable_bytes is None else usable_bytes, progress)
-        except BaseException:
+        except BaseException:  # one that is damaged must not leave the others open, and locked
             self._release()
             raise
 

@@ -49,7 +49,7 @@ class DiskDevice:
         except OSError as error:  # a full volume, most likely
             self.close()
             raise TierUnavailable(f"{self.path}: {error.strerror}") from error
-        except BaseException:
+        except BaseException:  # whatever it is, the lock must not stay
             self.close()
             raise
 

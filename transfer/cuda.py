@@ -1,6 +1,7 @@
 """Between the arena and GPU memory: the `hbm` tier's links where there is a GPU.
 
-One thread per direction, each with a non-blocking stream of its own. When a slot may be reused:
+Two threads per direction (direction.py): one starts batches on a non-blocking stream of the link's
+own, the other waits for them in order. When a slot may be reused:
 
     start   every piece of the batch is enqueued, and behind the last one an event recorded
     wait    the event has completed: only now is any of the batch's outcomes told, good or bad,
@@ -95,13 +96,15 @@ class CudaLink:
             return Started(self, batch, refused, None)
         with _or_damaged(self._pool):
             self._pool.use()
+            # Made before anything is enqueued: were there no memory for it afterwards, a failed
+            # batch would be on its way. Blocking: the thread that waits sleeps, and leaves its core
+            # to the inference engine.
+            event = self._pool.cupy.cuda.Event(block=True, disable_timing=True)
             try:
                 self._copies.enqueue(pieces, self._stream.ptr, to_device=self._to_device)
             except Exception as error:  # whatever it is, part of the batch may be on its way
                 self.settle(self._stream)
                 return Started(self, batch, dict.fromkeys(range(len(batch)), error), None)
-            # Blocking: the thread sleeps, and leaves its core to the inference engine.
-            event = self._pool.cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._stream)
         return Started(self, batch, refused, event)
 

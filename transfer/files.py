@@ -164,7 +164,7 @@ class DiskMedium:
         return [Measured(near, far, copied, write_s), Measured(far, near, copied, read_s)]
 
     def stored(self) -> Iterator[tuple[bytes, list[StoredBlock]]]:
-        for headers in parents_first(self._watched(self._tier.scan(MAX_ROWS))):
+        for headers in self._watched(self._tier.scan(MAX_ROWS)):
             rows = [StoredBlock(h.key, h.parent, h.tokens, h.block_bytes, h.hits) for h in headers]
             yield headers[0].namespace, rows
 
@@ -187,19 +187,6 @@ class DiskMedium:
 
     def close(self) -> None:
         self._tier.close()
-
-
-def parents_first(batches: Iterable[list[Header]]) -> Iterator[list[Header]]:
-    """All rows of each namespace by depth: what the cache engine's restore asks for. One that took
-    rows in any order would have them as `DiskTier.scan` finds them, without waiting for the last.
-    """
-    everything: dict[bytes, list[Header]] = {}
-    for batch in batches:
-        everything.setdefault(batch[0].namespace, []).extend(batch)
-    for headers in everything.values():
-        headers.sort(key=lambda header: header.depth)
-        for start in range(0, len(headers), MAX_ROWS):
-            yield headers[start : start + MAX_ROWS]
 
 
 def _rejected(moves: Sequence[Move], error: TierError) -> list[Outcome]:

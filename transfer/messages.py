@@ -100,7 +100,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Stored blocks of one namespace, parents before children."""
+    """Stored blocks of one namespace, in any order."""
 
     namespace: bytes
     rows: list[StoredBlock]

@@ -32,7 +32,7 @@ import numpy as np
 
 from hicache.engine.plan import Move, Outcome
 from hicache.tiers.arena import Arena
-from hicache.transfer.lane import Lane
+from hicache.transfer.lane import GPU_LIMITS, LIMITS, Lane
 from hicache.transfer.messages import (
     Batch,
     MalformedMessage,
@@ -81,9 +81,10 @@ class _Device:
         self.config = config
         self.state: DeviceState = "down"
         self.process: WorkerProcess | None = None
-        self.read = Lane(max_queued)
-        # A batch is one commit, whose syncs cost the same however much it carries.
-        self.write = Lane(max_queued, *([config.batch_bytes] if config.kind == "disk" else []))
+        limits = GPU_LIMITS if config.kind == "cuda" else LIMITS
+        self.read, self.write = Lane(max_queued, limits), Lane(max_queued, limits)
+        if config.kind == "disk":  # a batch is a commit, whose syncs cost the same however large
+            self.write = Lane(max_queued, replace(LIMITS, num_bytes=config.batch_bytes))
         self.start_at_s = 0.0
         self.started_s = 0.0
         self.heard_s = 0.0

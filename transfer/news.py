@@ -43,7 +43,7 @@ class WorkerMeasured:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRows:
-    """Stored blocks of one namespace, parents before children; all come before WorkerUp. After a
+    """Stored blocks of one namespace, in any order; all come before WorkerUp. After a
     restart of the worker they come again (`is_first` is false): the truth about the medium."""
 
     device: str

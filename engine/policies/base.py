@@ -2,14 +2,14 @@
 
 One policy object serves one tier. The cache engine tells it which nodes are candidates (leaves of
 the tier) and asks for the next victim; whether a victim can go (leases, moves) is not its business.
-Candidates are kept, never rebuilt: every call costs O(log n) at most.
+Candidates are kept, never rebuilt: a call costs O(log n) at most, on average.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from hicache.engine.index import Node
+from hicache.engine.node import Node
 
 
 class EvictionPolicy(Protocol):

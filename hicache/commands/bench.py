@@ -6,10 +6,14 @@ from pathlib import Path
 import click
 
 from hicache.bench import disk as disk_bench
+from hicache.bench import engine as engine_bench
 from hicache.bench import index as index_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
+from hicache.bench.lodging import Running
 from hicache.bench.report import ProgressLine, tell
+from hicache.commands.curve import curve_option
+from hicache.curve import CurveKeys
 from hicache.tiers.disk import Durability
 
 _json_option = click.option(
@@ -23,6 +27,7 @@ _json_option = click.option(
 )
 _options = [
     click.option("--endpoint", help="A running daemon; by default one is started and stopped."),
+    curve_option,
     click.option(
         "--block-tokens", default=16, show_default=True, help="As the daemon's configuration says."
     ),
@@ -37,19 +42,31 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--calls", default=2000, show_default=True, help="Calls per row, at least.")
-def rpc(endpoint: str | None, block_tokens: int, json_target: str | None, calls: int) -> None:
+def rpc(
+    endpoint: str | None,
+    curve: CurveKeys | None,
+    block_tokens: int,
+    json_target: str | None,
+    calls: int,
+) -> None:
     """Round trips: ping and match, beside a bare ZeroMQ echo of the same payload."""
     with ProgressLine() as step:
-        rows = rpc_bench.run(endpoint, block_tokens, calls, step)
+        rows = rpc_bench.run(_daemon(endpoint, curve), block_tokens, calls, step)
     tell(rows, "round trips beside a bare echo", json_target)
 
 
 @bench.command()
 @click.option("--calls", default=100, show_default=True, help="Calls per row, at least.")
-def store(endpoint: str | None, block_tokens: int, json_target: str | None, calls: int) -> None:
+def store(
+    endpoint: str | None,
+    curve: CurveKeys | None,
+    block_tokens: int,
+    json_target: str | None,
+    calls: int,
+) -> None:
     """Blocks through shared memory: put and fetch, beside a bare copy."""
     with ProgressLine() as step:
-        rows = store_bench.run(endpoint, block_tokens, calls, step)
+        rows = store_bench.run(_daemon(endpoint, curve), block_tokens, calls, step)
     tell(rows, "blocks beside a bare copy", json_target)
 
 
@@ -62,9 +79,29 @@ def index(repeat: int, scale: bool, json_target: str | None) -> None:
     with ProgressLine() as step:
         rows, tree, everything = index_bench.run(step, repeat)
         more = {"bytes_per_token": tree, "bytes_per_token_with_state": everything}
-        grown = index_bench.scale(step, repeat) if scale else []
-    extra = {**more, **({"scale": [asdict(row) for row in grown]} if scale else {})}
-    tell([*rows, *grown] if json_target != "-" else rows, "the index by itself", json_target, extra)
+        grown, memory = index_bench.scale(step, repeat) if scale else ([], [])
+    extra: dict[str, object] = dict(more)
+    if scale:
+        extra |= {"scale": [asdict(row) for row in grown], "scale_memory": memory}
+    tell(rows, "the index by itself", json_target, extra)
+    if grown and json_target != "-":
+        tell(grown, "the index as it grows", None)
+
+
+@bench.command()
+@click.option("--repeat", default=300, show_default=True, help="Samples per row.")
+@_json_option
+def engine(repeat: int, json_target: str | None) -> None:
+    """The whole decision on a request, in thread-CPU time: match, plan, lease, policy."""
+    with ProgressLine() as step:
+        rows = engine_bench.run(step, repeat)
+    tell(rows, "the decision on a request", json_target)
+
+
+def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:
+    if endpoint is None and curve is not None:
+        raise click.UsageError("--curve is for a running daemon: give its --endpoint too")
+    return Running(endpoint, curve) if endpoint is not None else None
 
 
 @bench.command()

@@ -44,12 +44,15 @@ def daemon(check: Check, **mib: int) -> Iterator[PrivateDaemon]:
         "deadlines": {"fetch": "10s", "put": "10s"},
     }
     file.write_text(yaml.safe_dump(config))
-    device = "host" if check.is_dry else "cuda:0"
+    device = "host" if check.is_dry else "auto"
     house = PrivateDaemon(file, hbm_device=device, own_group=False)
     try:
         house.start()
         wait_for(lambda: _pid(house), "the GPU worker")
         wait_for(lambda: all(t["state"] == "up" for t in house.stats()["tiers"]), "all tiers")
+        if not check.is_dry:
+            (hbm,) = (tier for tier in house.stats()["tiers"] if tier["name"] == "hbm")
+            assert hbm["medium"] == "GPU 0", f"auto chose {hbm}"
         yield house
     finally:
         (check.folder / f"{check.name}-daemon.log").write_text(house.said())

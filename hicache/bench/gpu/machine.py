@@ -19,6 +19,7 @@ import psutil
 
 from hicache.bench.gpu.check import Check, Skipped
 from hicache.tiers.arena import Arena
+from hicache.tiers.hbm_probe import look
 from hicache.transfer.pinning import CHUNK_BYTES, PinnedArena
 
 _SYSTEM_FILES = {
@@ -32,6 +33,7 @@ _QUERY += ",clocks.sm,compute_mode"
 def run(check: Check) -> None:
     _tell_host(check)
     _tell_gpu(check)
+    _doctor(check)
     _pin(check)
 
 
@@ -104,6 +106,25 @@ def _tell_gpu(check: Check) -> None:
         bus = check.cupy.cuda.Device(0).pci_bus_id.lower()
         file = Path("/sys/bus/pci/devices") / bus / "numa_node"
         step.value = f"{bus}: {file.read_text().strip() if file.exists() else 'not told'}"
+
+
+def _doctor(check: Check) -> None:
+    """What the daemon's own look at the GPUs finds, beside this process'."""
+    with check.step("as hicache doctor sees it") as step:
+        if check.is_dry:
+            raise Skipped("a question to the driver")
+        gpus = look(measure=True)
+        gpu = gpus.get(0)
+        assert gpu is not None, gpus.trouble
+        free, total = check.cupy.cuda.runtime.memGetInfo()
+        assert gpu.total_bytes == total, f"{gpu.total_bytes} bytes in all, not {total}"
+        away = abs(gpu.free_bytes - free)
+        assert away < 1 << 30, f"{away} bytes more or less are free than this process sees"
+        step.value = (
+            f"{gpu.name}, {_gib(gpu.free_bytes)} free, driver {gpus.driver}, to it "
+            f"{gpu.to_device_bytes_per_s / 1e9:.1f}, from it "
+            f"{gpu.from_device_bytes_per_s / 1e9:.1f} GB/s"
+        )
 
 
 def _pin(check: Check) -> None:

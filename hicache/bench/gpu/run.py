@@ -32,10 +32,12 @@ CHECKS = {  # name: the longest it may take, in seconds; the most telling ones f
     "machine": 60.0,
     "copies": 60.0,
     "speed": 60.0,
+    "pages": 45.0,
+    "ipc": 40.0,
     "daemon": 90.0,
     "model": 100.0,
-    "neighbour": 80.0,
     "sanitizer": 60.0,
+    "neighbour": 80.0,
 }
 WIDTH = 150
 _COLOURS = {"FAILED": "bold red", "below": "yellow", "ok": "green"}

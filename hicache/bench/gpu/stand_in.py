@@ -62,6 +62,12 @@ class StandIn:
                 hostAlloc=self._host_alloc,
                 freeHost=lambda address: self._buffers.pop(address),
                 deviceSynchronize=self.synchronize,
+                runtimeGetVersion=lambda: 13000,
+                driverGetVersion=lambda: 13000,
+                getDeviceCount=lambda: 1,
+                getDeviceProperties=lambda index: {"name": b"stand-in"},
+                memGetInfo=lambda: (80 << 30, 80 << 30),
+                deviceGetPCIBusId=lambda index: "0000:00:00.0",
             ),
         )
 
