@@ -209,6 +209,10 @@ class Storing:
         if tier is None:
             return []
         book = self.residency.leases
+        if not self.residency.takes(tier):  # nothing is on its way there any more
+            for lease in self._durable_waits.values():
+                book.close(lease.id)
+            self._durable_waits.clear()
         durable = []
         for ticket, lease in list(self._durable_waits.items()):
             if lease.id not in book.leases:  # expired, or its owner is gone

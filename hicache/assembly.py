@@ -193,6 +193,9 @@ def _add_disk(parts: Parts, tiers: TiersConfig, dram: Arena, probe: bool) -> Non
             capacity_bytes=disk.size_bytes,
             durability=disk.durability,
             read_ahead=disk.read_ahead,
+            min_free_bytes=disk.min_free_bytes,
+            usable_bytes=pool.capacity_bytes,
+            batch_bytes=disk.batch_bytes,
             probe_bytes=(8 << 20) if probe else 0,
         )
     )

@@ -20,6 +20,8 @@ COMMANDS = {
     "ping": ("hicache.commands.ping", "ping", "Ask whether a daemon answers, and how fast."),
     "doctor": ("hicache.commands.doctor", "doctor", "Say what hicache finds on this machine."),
     "config": ("hicache.commands.config", "config", "Check, show and reload configurations."),
+    "verify": ("hicache.commands.verify", "verify", "Check every block on disk."),
+    "disk": ("hicache.commands.disk", "disk", "Look after a disk tier's folder."),
     "demo": ("hicache.commands.demo", "demo", "Serve a small LLM with and without hicache."),
     "bench": ("hicache.commands.bench", "bench", "Measure a daemon against this machine's floor."),
     "gpu-check": (
@@ -33,6 +35,7 @@ COMMANDS = {
 # Errors whose text is already a sentence for people: (module, class) and the exit status.
 PLAIN_ERRORS = {
     ("hicache.config", "ConfigError"): 2,
+    ("hicache.tiers.base", "TierUnavailable"): 2,
     ("hicache.channel", "DaemonAbsent"): 1,
     ("hicache.connection", "DaemonError"): 1,
 }

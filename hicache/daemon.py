@@ -44,6 +44,7 @@ from hicache.transfer.mover import (
     News,
     WorkerDown,
     WorkerMeasured,
+    WorkerOpening,
     WorkerRows,
     WorkerUp,
 )
@@ -350,11 +351,19 @@ class Daemon:
             self.service.news(self._do(p.MovesDone(outcomes, now_s)), now_s)
 
     def _take_worker_news(
-        self, item: WorkerUp | WorkerMeasured | WorkerRows | WorkerDown, now_s: float
+        self,
+        item: WorkerUp | WorkerOpening | WorkerMeasured | WorkerRows | WorkerDown,
+        now_s: float,
     ) -> None:
         match item:
             case WorkerMeasured():
                 self._do(p.LinkMeasured(item.src, item.dst, item.num_bytes, item.seconds))
+            case WorkerOpening():
+                share = item.done / max(1, item.total)
+                note = f"opening: {share:.0%} of {item.total:,} {item.unit}"
+                if note != self._worker_notes.get(item.tier):
+                    log.info("%s is %s", item.tier, note)
+                self._worker_notes[item.tier] = note
             case WorkerRows():
                 self.restoring.add(item.tier, item.namespace, item.rows)
             case WorkerUp():

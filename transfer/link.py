@@ -4,7 +4,7 @@ Called from one thread of the worker process, a batch at a time; one whose copie
 themselves (`StartingLink`) may be given the next batch while another thread waits for the last
 (direction.py). A link owns nothing but the slots
 that the moves of its batch name. It reports an outcome for every move and raises only when the
-medium itself is broken (`TierDamaged`): then the worker ends and the daemon recovers.
+medium cannot be used any more (`TierBroken`): then the worker ends and the daemon recovers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
 
 from hicache.engine.plan import Move, Outcome, StoredBlock
-from hicache.tiers.base import TierCorrupt, TierDamaged, TierMissing
+from hicache.tiers.base import TierBroken, TierCorrupt, TierMissing
 
 
 class Link(Protocol):
@@ -28,7 +28,7 @@ class Link(Protocol):
 
     def copy(self, batch: Sequence[Move]) -> list[Outcome]:
         """An outcome for every move. A failed one left nothing to be believed at its destination.
-        Raises TierDamaged only."""
+        Raises TierBroken only."""
 
 
 class Pending(Protocol):
@@ -82,7 +82,7 @@ class Medium(Protocol):
         """Copy a few blocks each way, for real and outside every slot, and say how long it took."""
 
     def stored(self) -> Iterator[tuple[bytes, list[StoredBlock]]]:
-        """What a durable medium holds: (namespace, rows), parents before children."""
+        """What a durable medium holds: (namespace, rows), in any order."""
 
     def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:
         """Remove records, given by slot size, that nobody knows of any more."""
@@ -119,7 +119,7 @@ def start_or_fail(link: Link, batch: Sequence[Move]) -> Pending:
     turned into failed outcomes."""
     try:
         return link.start(batch) if isinstance(link, StartingLink) else Finished(link.copy(batch))
-    except TierDamaged:
+    except TierBroken:
         raise
     except Exception as error:  # whatever a driver raises: these moves are misses, others go on
         return Finished([failed(move, error) for move in batch])

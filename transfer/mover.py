@@ -44,10 +44,25 @@ from hicache.transfer.messages import (
     unpack_rows,
 )
 from hicache.transfer.meter import Meter
-from hicache.transfer.news import News, WorkerDown, WorkerMeasured, WorkerRows, WorkerUp
+from hicache.transfer.news import (
+    News,
+    WorkerDown,
+    WorkerMeasured,
+    WorkerOpening,
+    WorkerRows,
+    WorkerUp,
+)
 from hicache.transfer.process import WorkerProcess
 
-__all__ = ["Mover", "News", "WorkerDown", "WorkerMeasured", "WorkerRows", "WorkerUp"]
+__all__ = [
+    "Mover",
+    "News",
+    "WorkerDown",
+    "WorkerMeasured",
+    "WorkerOpening",
+    "WorkerRows",
+    "WorkerUp",
+]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.2, 10.0
 HEALTHY_S = 60.0
@@ -68,6 +83,8 @@ class _Device:
         self.process: WorkerProcess | None = None
         limits = GPU_LIMITS if config.kind == "cuda" else LIMITS
         self.read, self.write = Lane(max_queued, limits), Lane(max_queued, limits)
+        if config.kind == "disk":  # a batch is a commit, whose syncs cost the same however large
+            self.write = Lane(max_queued, replace(LIMITS, num_bytes=config.batch_bytes))
         self.start_at_s = 0.0
         self.started_s = 0.0
         self.heard_s = 0.0
@@ -271,7 +288,9 @@ class Mover:
                 detail = str(message["detail"])
                 self._news.append(WorkerUp(name, tier, device.process.pid, detail, notes))
             elif kind == "opening":
-                pass  # to have heard of it is enough: it is not stuck
+                done, total = int(message["done"]), int(message["total"])
+                opening = WorkerOpening(name, tier, str(message["unit"]), done, total)
+                self._news.append(opening)
             elif kind == "broken":
                 device.error = str(message["error"])
                 device.is_damaged = message["damaged"] is True

@@ -10,7 +10,7 @@ How it ends, and what the daemon sees:
 1. `stop`: batches already here are finished, the device is left in order, exit 0.
 2. The daemon is gone (end of stream): batches not begun are dropped, the rest as in 1. The kernel
    kills us anyway if the daemon's death comes first (PDEATHSIG).
-3. The device is broken (TierDamaged) or cannot be opened: `broken`, exit 3, nothing marked clean.
+3. The device is broken (TierBroken) or cannot be opened: `broken`, exit 3, nothing marked clean.
 4. Any other fault in a batch: its moves fail with the error's text, and work goes on.
 5. Killed, or a SIGBUS from the device's mapping: the daemon sees the process end.
 """
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hicache.tiers.arena import Arena, ArenaError
-from hicache.tiers.base import TierDamaged, TierError
+from hicache.tiers.base import TierBroken, TierDamaged, TierError
 from hicache.transfer.direction import Direction
 from hicache.transfer.link import Medium
 from hicache.transfer.messages import (
@@ -74,7 +74,7 @@ class Worker:
                 for m in self._medium.probe(probe_bytes, block_bytes):
                     fields = {"bytes": m.num_bytes, "seconds": m.seconds}
                     self.send(pack("measured", src=m.src, dst=m.dst, **fields))
-            except TierDamaged:
+            except TierBroken:
                 raise
             except (TierError, OSError) as error:
                 self._medium.notes.append(f"the probe failed: {error}")
@@ -117,10 +117,10 @@ class Worker:
     def _fail(self, error: Exception) -> None:
         """What a direction's thread met: the end of this process, but for a record that could not
         be removed (`forget` alone raises such an error here)."""
-        is_damaged = isinstance(error, TierDamaged)
-        if isinstance(error, TierError) and not is_damaged:
+        if isinstance(error, TierError) and not isinstance(error, TierBroken):
             print(f"hicache worker: {error}", file=sys.stderr, flush=True)
             return
+        is_damaged = isinstance(error, TierDamaged)
         self.send(pack("broken", error=str(error) or repr(error), damaged=is_damaged))
         os._exit(EXIT_BROKEN)
 
@@ -130,7 +130,7 @@ def _open(config: WorkerConfig, near: Arena, progress: Callable[[int, int], None
     if config.kind == "disk":
         from hicache.transfer.files import DiskMedium
 
-        return DiskMedium(config, near)
+        return DiskMedium(config, near, progress)
     if config.kind == "cuda":
         from hicache.transfer.cuda import CudaMedium
 
@@ -151,9 +151,9 @@ def _receive_config(sock: socket.socket, stream: Stream) -> list[Message]:
     return []
 
 
-def _tell_progress(sock: socket.socket, done: int, total: int) -> None:
+def _tell_progress(sock: socket.socket, unit: str, done: int, total: int) -> None:
     """Opening takes long and goes on: the supervisor need not be anxious."""
-    sock.sendall(pack("opening", done=done, total=total))
+    sock.sendall(pack("opening", unit=unit, done=done, total=total))
 
 
 def _become(title: str) -> None:
@@ -181,7 +181,8 @@ def main(fd: int) -> int:
         worker = None
         try:
             near = Arena.attach(config.near_path)
-            medium = _open(config, near, partial(_tell_progress, sock))
+            unit = "blocks" if config.kind == "disk" else "bytes"
+            medium = _open(config, near, partial(_tell_progress, sock, unit))
             worker = Worker(sock, medium)
             threading.Thread(target=near.populate, name="hicache-touch", daemon=True).start()
             worker.introduce(config.probe_bytes, config.probe_block_bytes)

@@ -1,9 +1,11 @@
 """`hicache bench`: measure a daemon against this machine's floor."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
+from hicache.bench import disk as disk_bench
 from hicache.bench import engine as engine_bench
 from hicache.bench import index as index_bench
 from hicache.bench import rpc as rpc_bench
@@ -12,6 +14,7 @@ from hicache.bench.lodging import Running
 from hicache.bench.report import ProgressLine, tell
 from hicache.commands.curve import curve_option
 from hicache.curve import CurveKeys
+from hicache.tiers.disk import Durability
 
 _json_option = click.option(
     "--json",
@@ -99,6 +102,24 @@ def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:
     if endpoint is None and curve is not None:
         raise click.UsageError("--curve is for a running daemon: give its --endpoint too")
     return Running(endpoint, curve) if endpoint is not None else None
+
+
+@bench.command()
+@click.option("--path", type=click.Path(path_type=Path), help="A folder on the disk to measure.")
+@click.option("--rounds", default=3, show_default=True, help="Rounds per row; the best counts.")
+@click.option("--total", default=128, show_default=True, help="MiB of values per size.")
+@click.option(
+    "--durability", type=click.Choice(["fast", "batched"]), default="batched", show_default=True
+)
+@_json_option
+def disk(
+    path: Path | None, rounds: int, total: int, durability: Durability, json_target: str | None
+) -> None:
+    """The disk tier by itself: reads and writes beside raw pread and pwrite, and its ageing."""
+    plan = disk_bench.Plan(total << 20, rounds, durability=durability)
+    with ProgressLine() as step:
+        rows, churn = disk_bench.run(path, plan, step)
+    tell(rows, "values beside raw reads and writes", json_target, {"churn": churn})
 
 
 for _command in (rpc, store):
