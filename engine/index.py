@@ -87,7 +87,8 @@ class Index:
         return root
 
     def match(self, root: Node, tokens: bytes, step: int) -> Path:
-        """The longest known prefix of whole blocks (`step` symbol bytes each). Changes nothing."""
+        """The longest known prefix of whole blocks (`step` symbol bytes each), from a root or from
+        the last node of a stem (`part`) on. Changes nothing."""
         nodes: list[Node] = []
         children = root.children
         position = 0
@@ -126,7 +127,7 @@ class Index:
         self.blocks.place(span, node.number, depth)
         parent.adopt(first, node)
         if len(parent.children) > MAX_WAYS:
-            self._part(parent, step)
+            self.part(parent, step)
         path.nodes.append(node)
         path.num_blocks += count
         return node
@@ -213,7 +214,7 @@ class Index:
             node.stem = stem
         return True
 
-    def _part(self, node: Node, step: int) -> None:
+    def part(self, node: Node, step: int) -> None:
         """End a stem with this node; what followed becomes a stem of its own."""
         stem = node.stem
         if node is stem.nodes[-1]:

@@ -75,6 +75,7 @@ def _hang(
         depth = int(residency.blocks.depth[above]) + 1
         if depth < parent.depth + len(parent):
             parent = index.split(parent, depth - parent.depth, step)
+        index.part(parent, step)
     tokens = b"".join([row.tokens for row in chain])
     found = index.match(parent, tokens, step)
     num_known = found.num_blocks

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.engine import plan as p
+from hicache.engine.settings import EngineSettings
 from tests.engine.world import BLOCK_BYTES, ROOT, STEP, World, keys_of, tokens_of
 
 DISK = (("dram", 64, True, False), ("disk", 64, False, True))
@@ -96,3 +97,28 @@ def test_rows_that_lead_in_a_circle_are_homeless() -> None:
         p.StoredBlock(two, one, tokens_of(2), BLOCK_BYTES, 0),
     ]
     assert sorted(restored(world, circle)) == [one, two]
+
+
+@given(prompts, st.integers(0, 1 << 30), st.booleans())
+@settings(deadline=None)
+def test_rows_of_blocks_that_are_known(
+    stored: list[list[int]], seed: int, is_dram_lost: bool
+) -> None:
+    """The tier's worker died and is back; what is known stays where it is and gains its copy."""
+    tiers = (("dram", 128, True, False), ("disk", 128, False, True))
+    world = World(tiers, EngineSettings(write_policy="write_through"))
+    for blocks in stored:
+        world.store(tokens_of(*blocks))
+        world.finish_all()
+    rows = list(world.rows.values())
+    random.Random(seed).shuffle(rows)
+    world.lose("disk")
+    if is_dram_lost:
+        world.lose("dram")
+        world.do(p.TierUp("dram", world.now_s))
+    world.do(p.TierUp("disk", world.now_s))
+    assert restored(world, rows) == []
+    for blocks in stored:
+        held = "disk" if is_dram_lost else "dram+disk"
+        assert world.tiers_of(tokens_of(*blocks)) == [held] * len(blocks)
+        assert hit(world, blocks) == len(blocks)
