@@ -16,7 +16,7 @@ other trees superlinear. Owned by the daemon's one loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -37,7 +37,8 @@ class Node:
 
     `tiers`, `leaving`: bit sets, as in BlockTable.tags; `staying` is tiers without leaving.
     `holding[t]` counts children that stay in tier t: a node is a leaf of t when it stays in t and
-    no child does. `queued`: the policies that have it as a candidate.
+    no child does. `queued`: the policies that have it as a candidate. `kind`, `uses`: what the
+    history knows of it (`History.marks`); both stay 0 where no policy asks.
     """
 
     __slots__ = (
@@ -46,6 +47,7 @@ class Node:
         "edge",
         "holding",
         "ids",
+        "kind",
         "leaving",
         "namespace",
         "num_blocks",
@@ -56,6 +58,7 @@ class Node:
         "staying",
         "tiers",
         "touched_s",
+        "uses",
     )
 
     def __init__(
@@ -81,6 +84,7 @@ class Node:
         self.holding = [0] * 8
         self.queued = 0
         self.touched_s = 0.0
+        self.kind = self.uses = 0
 
     def __len__(self) -> int:
         return self.num_blocks
@@ -200,7 +204,7 @@ class Index:
             node.depth,
         )
         upper.tiers, upper.leaving, upper.staying = node.tiers, node.leaving, node.staying
-        upper.touched_s = node.touched_s
+        upper.touched_s, upper.kind, upper.uses = node.touched_s, node.kind, node.uses
         node.parent.children[upper.edge[:step]] = upper
         node.parent = upper
         node.edge = node.edge[count * step :]
@@ -225,6 +229,8 @@ class Index:
             or parent.tiers != node.tiers
             or parent.leaving != node.leaving
             or parent.touched_s != node.touched_s
+            or parent.kind != node.kind
+            or parent.uses != node.uses
             or len(parent.edge) + len(node.edge) > MAX_EDGE_BYTES
         ):
             return None
@@ -238,6 +244,25 @@ class Index:
         parent.parent.children[node.edge[:step]] = node
         self._drop(parent)
         return parent
+
+    def mark(self, nodes: Sequence[Node], marks: Sequence[tuple[int, int, int]], step: int) -> None:
+        """Tell the nodes of one path their kind and uses: each of `marks` holds up to a block,
+        (end, kind, uses). Nodes are split where kinds differ; so a path that had them is stale."""
+        position = 0
+        for node in nodes:
+            last = node.depth + node.num_blocks
+            while position < len(marks) and marks[position][0] <= node.depth:
+                position += 1
+            while position < len(marks):
+                end, kind, uses = marks[position]
+                if end >= last:
+                    node.kind, node.uses = kind, uses
+                    break
+                if position + 1 < len(marks) and marks[position + 1][1] != kind:
+                    upper = self.split(node, end - node.depth, step)
+                    upper.kind, upper.uses = kind, uses
+                node.kind, node.uses = kind, uses
+                position += 1
 
     def set_residency(self, node: Node, tiers: int, leaving: int) -> None:
         """Tag a node; its parent's counts follow."""

@@ -20,6 +20,11 @@ COMMANDS = {
     "ping": ("hicache.commands.ping", "ping", "Ask whether a daemon answers, and how fast."),
     "config": ("hicache.commands.config", "config", "Check, show and reload configurations."),
     "demo": ("hicache.commands.demo", "demo", "Serve a small LLM with and without hicache."),
+    "replay": (
+        "hicache.commands.replay",
+        "replay",
+        "Replay request traces to compare policies and size tiers.",
+    ),
     "bench": ("hicache.commands.bench", "bench", "Measure a daemon against this machine's floor."),
 }
 

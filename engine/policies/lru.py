@@ -12,10 +12,13 @@ from __future__ import annotations
 import heapq
 
 from hicache.engine.index import Node
+from hicache.engine.policies.base import ALWAYS
 
 
 class Lru:
     """`tier` is the bit number under which nodes note that they are queued here."""
+
+    wants_history = False
 
     def __init__(self, tier: int) -> None:
         self._bit = 1 << tier
@@ -28,7 +31,7 @@ class Lru:
             node.queued |= self._bit
             self._push(node)
 
-    def pop(self) -> Node | None:
+    def pop(self, worth: float = ALWAYS) -> Node | None:
         """See EvictionPolicy."""
         while self._heap:
             touched_s, _, node = heapq.heappop(self._heap)
@@ -40,6 +43,10 @@ class Lru:
             node.queued &= ~self._bit
             return node
         return None
+
+    def worth(self, kind: int, touched_s: float) -> float:
+        """See EvictionPolicy: whatever is new is let in."""
+        return ALWAYS
 
     def _push(self, node: Node) -> None:
         self._serial += 1

@@ -15,7 +15,9 @@ from typing import Final, TypeVar
 
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
+from hicache.engine.hazard import fit
 from hicache.engine.planner import PlannerSettings
+from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
 from hicache.replay import bound
 from hicache.replay.traces import SYMBOL_BYTES, Request, Trace
@@ -30,6 +32,7 @@ MINIMUM: Final = "min"
 
 _OWNER: Final = 1
 _TTL_S: Final = 1e9
+MAX_STOP: Final = 7
 _TAIL: Final = b"\0\0\0\0"
 """One more token after the last block: a prompt's last token is never loaded, always computed."""
 
@@ -88,7 +91,7 @@ def replay(
     if not tiers:
         tally.tokens = sum(request.input_tokens for request in trace.requests[first:])
         return tally
-    household = Household(tiers, policy)
+    household = Household(tiers, policy, trace.block_tokens)
     for number, request in enumerate(trace.requests):
         if number == first:
             household.tally = tally
@@ -105,7 +108,7 @@ def replay(
 class Household:
     """A cache engine over empty tiers, whose moves are done as soon as they are asked for."""
 
-    def __init__(self, tiers: Mapping[str, int], policy: str) -> None:
+    def __init__(self, tiers: Mapping[str, int], policy: str, block_tokens: int) -> None:
         specs = [
             # Requests need one tier that they can be written to: the fastest there is.
             TierSpec(
@@ -119,7 +122,10 @@ class Household:
         pools = [SlotPool(spec.capacity_bytes, spec.capacity_bytes) for spec in specs]
         links = [(a, b) for a in range(len(specs)) for b in range(len(specs)) if abs(a - b) == 1]
         settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
-        self.engine = CacheEngine(specs, pools, links, settings, lambda: 1.0)
+        new_policy, history = policies_of([policy] * len(specs))
+        self.engine = CacheEngine(specs, pools, links, settings, lambda: 1.0, new_policy, history)
+        self.block_tokens = block_tokens
+        self._stops: dict[str, int] = {}
         self.tally = Tally()
         self.now_s = 0.0
         tokens_per_symbol = SYMBOL_BYTES // 4
@@ -131,19 +137,37 @@ class Household:
         """One request from its arrival to its release. Returns the runs it found."""
         self.now_s = now_s = request.time_s
         tokens = request.symbols + _TAIL
-        matched = self.do(p.Match(self.namespace, tokens, _OWNER, now_s, _TTL_S))
+        is_partial = request.num_blocks * self.block_tokens > request.input_tokens
+        matched = self.do(
+            p.Match(self.namespace, tokens, _OWNER, now_s, _TTL_S, is_partial=is_partial)
+        )
         if matched.lease:
             self.do(p.Fetch(matched.lease, now_s, now_s + _TTL_S))
             self.do(p.Release(matched.lease, now_s))
-        if matched.hit_blocks < request.num_blocks:
-            self._put(tokens, request.num_blocks)
+        self._put(tokens, matched.hit_blocks, request.num_blocks)
+        if hints and request.stop:
+            self.do(p.Stopped(self.namespace, tokens, self._number_of(request.stop), now_s))
+        self._learn()
         return [(run.tier, run.num_blocks) for run in matched.runs]
 
-    def _put(self, tokens: bytes, num_blocks: int) -> None:
-        placed = self.do(p.Put(self.namespace, tokens, 0, num_blocks, _OWNER, self.now_s, _TTL_S))
-        if placed.ticket:
+    def _put(self, tokens: bytes, held: int, num_blocks: int) -> None:
+        """Store what is not held, in several puts where it does not go into one tier."""
+        while held < num_blocks:
+            put = p.Put(self.namespace, tokens, 0, num_blocks, _OWNER, self.now_s, _TTL_S)
+            placed = self.do(put)
+            if not placed.ticket:
+                return
             self.do(p.Commit(placed.ticket, placed.indices, self.now_s))
             self.tally.written_blocks[placed.tier] += len(placed.indices)
+            held = placed.present + len(placed.indices)
+
+    def _number_of(self, stop: str) -> int:
+        return self._stops.setdefault(stop, min(len(self._stops) + 1, MAX_STOP))
+
+    def _learn(self) -> None:
+        history = self.engine.history
+        if history is not None and history.is_fit_due():
+            history.adopt(fit(history.snapshot()))
 
     def do(self, event: p.Event[A]) -> A:
         """Handle an event and carry out, at once, all moves that follow from it."""
