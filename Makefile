@@ -18,7 +18,7 @@ STAMP := $(VENV)/.up-to-date
 PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test check-all clean
+.PHONY: help env demo check test check-all gpu-check clean
 
 help: ## Show this list
 	@echo 'hicache: make TARGET'
@@ -47,6 +47,13 @@ test: $(STAMP) ## The whole suite, except the long tests (under 20 minutes)
 check-all: test ## test, then the long crash, stress and packaging tests
 	@echo '==> long tests'
 	@$(BIN)/python -m pytest -m 'slow and not system' --timeout=1800 $(PYTEST_ARGS)
+
+# A machine with a GPU may have no network, and its own Python with CuPy and torch: PYTHON=python3
+# given on the command line uses that one and makes no environment.
+GPU_PYTHON = $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
+gpu-check: $(if $(filter command line,$(origin PYTHON)),,$(STAMP)) ## What needs a GPU, on one (under 5 minutes); DRY=1 PYTHON=... JSON=FILE
+	@$(GPU_PYTHON) -m hicache gpu-check $(if $(filter-out 0,$(DRY)),--dry) \
+	  $(if $(JSON),--json $(JSON)) $(if $(LOGS),--logs $(LOGS)) $(GPU_ARGS)
 
 clean: ## Remove the environment, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov

@@ -24,7 +24,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hicache.engine.ids import IdSpace, Span, ids_of, size_of
+from hicache.engine.ids import IdSpace, Span, ids_of, size_of, together
 from hicache.tiers.block import Ids, SlotPool, TierSpec
 
 Item = TypeVar("Item", bound=np.generic)
@@ -69,6 +69,7 @@ class BlockTable:
         self.pools = tuple(pools)
         self.counts = np.zeros((len(tiers), len(State)), np.int64)
         self.ids = IdSpace()
+        self.num_pins = 0
         self.node = np.empty(0, np.int32)
         self.depth = np.empty(0, np.int32)
         self.leases = np.empty(0, np.int32)
@@ -76,42 +77,69 @@ class BlockTable:
         self.tags = np.empty(0, np.uint16)
         self.state: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8) for _ in tiers]
         self.slot: list[Ids] = [np.empty(0, np.int32) for _ in tiers]
+        self._ramp = np.empty(0, np.int32)
 
     def __len__(self) -> int:
         return self.ids.size - self.ids.num_free
 
     def allocate(self, count: int) -> Span:
-        """`count` fresh ids with no copies. Consecutive where they can be."""
-        if self.ids.num_free < count:
+        """`count` fresh ids with no copies. Consecutive nearly always: an id costs some thirty
+        bytes, so there are rather a quarter more of them than runs of odd ones."""
+        span = self.ids.take(count)
+        if span is None and self.ids.num_free < max(count, self.ids.size // 4):
             self._grow(count)
-        return self.ids.take(count)
+            span = self.ids.take(count)
+        return self.ids.gather(count) if span is None else span
+
+    def place(self, span: Span, node: int, depth: int) -> None:
+        """These blocks hang in this node, the first of them at this depth."""
+        end = depth + size_of(span)
+        if end > len(self._ramp):
+            self._ramp = np.arange(2 * end, dtype=np.int32)
+        self.node[span] = node
+        self.depth[span] = self._ramp[depth:end]
+
+    def pin(self, span: Span) -> None:
+        """One lease more on these blocks."""
+        self.leases[span] += 1
+        self.num_pins += size_of(span)
+
+    def unpin(self, span: Span) -> None:
+        """One lease less on these blocks."""
+        self.leases[span] -= 1
+        self.num_pins -= size_of(span)
+
+    def is_pinned(self, span: Span) -> bool:
+        """Whether any of these blocks is leased."""
+        return bool(self.num_pins and np.count_nonzero(self.leases[span]))
 
     def free(self, span: Span) -> None:
         """Forget blocks that have no copy left and no lease."""
-        assert not self.tags[span].any(), "a block with copies was freed"
-        assert not self.leases[span].any(), "a leased block was freed"
+        assert not np.count_nonzero(self.tags[span]), "a block with copies was freed"
+        assert not self.is_pinned(span), "a leased block was freed"
         self.node[span] = -1
         self.hits[span] = 0
         self.ids.give(span)
 
-    def forget(self, tier: int, spans: Sequence[Span], slot_bytes: int) -> None:
+    def forget(self, tier: int, spans: Sequence[Span], slot_bytes: int) -> int:
         """ready → absent and free at once: blocks whose only copy nobody leases, reads or needs.
 
-        The same as draining, vacating and freeing them one after the other."""
-        states, slots = self.state[tier], self.slot[tier]
+        The same as draining, vacating and freeing them one after the other. Returns how many."""
+        slots = self.slot[tier]
+        freed = [slots[span] for span in spans]
+        self.pools[tier].free(slot_bytes, freed[0] if len(freed) == 1 else np.concatenate(freed))
+        states, tags, node, hits = self.state[tier], self.tags, self.node, self.hits
         num_blocks = 0
-        for span in spans:
-            assert (self.tags[span] == 1 << tier).all(), "a block with other copies was forgotten"
-            assert not self.leases[span].any(), "a leased block was forgotten"
-            states[span] = State.ABSENT
-            self.tags[span] = 0
-            self.node[span] = -1
-            self.hits[span] = 0
+        for span in together(spans):
+            states[span] = 0
+            tags[span] = 0
+            node[span] = -1
+            hits[span] = 0
             self.ids.give(span)
             num_blocks += size_of(span)
         self.counts[tier, State.READY] -= num_blocks
         self.counts[tier, State.ABSENT] += num_blocks
-        self.pools[tier].free(slot_bytes, np.concatenate([slots[span] for span in spans]))
+        return num_blocks
 
     def change(self, tier: int, ids: Span, new: State) -> None:
         """Move copies to a new state. Raises IllegalTransition, changing nothing."""
@@ -185,7 +213,7 @@ class BlockTable:
 
     def _grow(self, count: int) -> None:
         old = self.ids.size
-        new = max(1024, old + count, old + old // 2)
+        new = max(1024, old + count, old + old // 4)
         for name in ("node", "depth", "leases", "hits", "tags"):
             setattr(self, name, _extended(getattr(self, name), new))
         self.node[old:] = -1
@@ -208,6 +236,7 @@ class BlockTable:
             assert not (state[self.node < 0] != State.ABSENT).any(), "a copy of no block"
         assert (tags == self.tags).all()
         assert (self.leases >= 0).all()
+        assert self.num_pins == int(self.leases.sum())
         assert not self.leases[self.node < 0].any()
         self.ids.validate()
         assert self.ids.num_free == int((self.node < 0).sum())

@@ -10,14 +10,14 @@ with a fake clock. Everything here belongs to the daemon's one loop.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from hicache.engine import plan as p
 from hicache.engine.blocks import State
-from hicache.engine.cost import LinkCost, PrefillCost
+from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Fetching, Positions
 from hicache.engine.history import History
@@ -25,6 +25,7 @@ from hicache.engine.identity import Identities
 from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger, TierCounts
 from hicache.engine.matching import Estimates, Matching
+from hicache.engine.node import Node
 from hicache.engine.planner import Planner
 from hicache.engine.policies.base import EvictionPolicy
 from hicache.engine.policies.lru import Lru
@@ -137,22 +138,28 @@ class CacheEngine:
         number = self._by_digest.get(event.digest)
         if number is not None:
             return number
-        number = len(self.residency.namespaces)
-        root = self.residency.index.add_root(number)
-        self.residency.namespaces.append(
-            Namespace(
-                number,
-                event.digest,
-                event.block_tokens,
-                event.block_bytes,
-                slot_bytes_for(event.block_bytes),
-                root,
-            )
-        )
-        self.prefill.append(PrefillCost(self.settings.prior))
-        self.hop_s_per_byte.append(1.0 / self.settings.hop_bytes_per_s)
+        if event.instead_of is None:
+            number = len(self.residency.namespaces)
+            namespace = self._new_namespace(event, number, self.residency.index.add_root(number))
+            self.residency.namespaces.append(namespace)
+            self.prefill.append(PrefillCost(self.settings.prior))
+            self.hop_s_per_byte.append(1.0 / self.settings.hop_bytes_per_s)
+        else:
+            number = event.instead_of
+            idle = self.residency.namespaces[number]
+            assert not idle.root.children, "a namespace with blocks was to be forgotten"
+            del self._by_digest[idle.digest]
+            self.residency.namespaces[number] = self._new_namespace(event, number, idle.root)
+            self.prefill[number] = PrefillCost(self.settings.prior)
+            self.hop_s_per_byte[number] = 1.0 / self.settings.hop_bytes_per_s
         self._by_digest[event.digest] = number
         return number
+
+    def _new_namespace(self, event: p.OpenNamespace, number: int, root: Node) -> Namespace:
+        slot_bytes = slot_bytes_for(event.block_bytes)
+        return Namespace(
+            number, event.digest, event.block_tokens, event.block_bytes, slot_bytes, root
+        )
 
     def _fetch(self, event: p.Fetch) -> p.Fetched:
         lease = self._lease(event.lease)
@@ -195,6 +202,7 @@ class CacheEngine:
             freed += self.storing.end_quarantine(ticket)
         for lease in [item.id for item in book.leases.values() if item.owner == event.owner]:
             self._release(p.Release(lease, event.now_s))
+        self._make_progress()  # what it was writing has made room, even if it held no lease
         return freed
 
     def _observe(self, event: p.Observe) -> None:
@@ -206,11 +214,10 @@ class CacheEngine:
         lease = self.residency.leases.leases.get(event.lease)
         if lease is None:
             return
-        if event.hop_bytes > 0 and event.hop_seconds > 0:
-            known = self.hop_s_per_byte[lease.namespace]
-            seen = event.hop_seconds / event.hop_bytes
-            self.hop_s_per_byte[lease.namespace] = 0.75 * known + 0.25 * seen
-        if event.total_seconds > 0:
+        self.hop_s_per_byte[lease.namespace] = learn_hop(
+            self.hop_s_per_byte[lease.namespace], event.hop_bytes, event.hop_seconds
+        )
+        if is_measurable(event.total_seconds):
             self.ledger.judged(lease.decision.reload_s, event.total_seconds)
 
     def _clear(self, event: p.Clear) -> int:
@@ -384,6 +391,40 @@ class CacheEngine:
         if lease is None:
             raise p.UnknownLease(lease_id)
         return lease
+
+    def too_small_for(self, block_bytes: int) -> list[TierSpec]:
+        """The tiers that cannot hold a single block of this size; the others do without them."""
+        slot_bytes = slot_bytes_for(block_bytes)
+        rooms = zip(self.residency.tiers, self.residency.pools, strict=True)
+        return [tier for tier, pool in rooms if not pool.can_hold(slot_bytes)]
+
+    def is_still_at(self, lease_id: int, run: p.ReadyRun) -> bool:
+        """Whether a run that was told as readable still is: the lease may have ended since, or the
+        tier gone down."""
+        house = self.residency
+        lease = house.leases.leases.get(lease_id)
+        if lease is None:
+            return False
+        tier = house.number_of(run.tier)
+        ids = lease.ids[run.first : run.first + len(run.slots)]
+        is_readable = bool((house.blocks.tags[ids] >> tier & 1).all())
+        return is_readable and np.array_equal(house.blocks.slot[tier][ids], run.slots)
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether this namespace has a number."""
+        return digest in self._by_digest
+
+    def idle_namespace(self, used: Container[int]) -> int | None:
+        """A namespace, not one of `used`, of which nothing is left: no block in any tier or on its
+        way to one, hence no move, and no lease or ticket."""
+        book = self.residency.leases
+        held = {lease.namespace for lease in book.leases.values()}
+        held |= {ticket.namespace for ticket in book.tickets.values()}
+        for namespace in self.residency.namespaces:
+            number = namespace.number
+            if not namespace.root.children and number not in held and number not in used:
+                return number
+        return None
 
     def story(self, block: int) -> str:
         """One block in words."""

@@ -10,7 +10,10 @@ fades (so constant chunk sizes, which leave t0 and a unidentifiable, cannot wind
 forgetting old steps, non-negative, and robust to stragglers (Huber weights on the relative error).
 
 A link copies `bytes` in `latency + bytes / bandwidth`; a hop is the client's own last copy.
-Pure: measurements come in as events.
+
+Clients send their measurements, and one that errs or lies must not spoil what its namespace is
+planned by: what no machine could have done is not believed, nothing becomes infinite, and whatever
+was learned wrongly is forgotten after a few right ones. Pure: measurements come in as events.
 """
 
 from __future__ import annotations
@@ -31,8 +34,38 @@ LEAST_NOISE_S: Final = 1e-6
 """No step is timed more finely; weights of less noise would drown the prior and the solver."""
 MAX_WRONG: Final = 5.0
 """A prior that is off by more than this at the first step only says how the terms compare."""
+MAX_STRANGE: Final = 8
+"""So many steps in a row that are off by more than that: what was learned is of another machine."""
+MAX_MEASURED_S: Final = 3600.0
+MAX_STEP_TOKENS: Final = 1e8
+MAX_CONTEXT_TOKENS: Final = 1e8
+MIN_HOP_BYTES_PER_S, MAX_HOP_BYTES_PER_S = 1e4, 1e14
+MAX_HOP_CHANGE: Final = 8.0
+"""One hop that is off by more than this counts as off by this."""
 _SCALE: Final = np.array([1.0, 1e-3, 1e-6])
 """Features in requests, thousands of tokens, millions of token pairs: all near 1 in use."""
+
+
+def is_measurable(seconds: float) -> bool:
+    """Whether anybody can have measured, within one request, something that took so long."""
+    return LEAST_NOISE_S <= seconds <= MAX_MEASURED_S
+
+
+def plausible_hop(bytes_per_s: float) -> float:
+    """The speed of a client's own copy as it says, 0 (not known) included, within reason."""
+    if bytes_per_s <= 0:
+        return 0.0
+    return min(max(bytes_per_s, MIN_HOP_BYTES_PER_S), MAX_HOP_BYTES_PER_S)
+
+
+def learn_hop(known_s_per_byte: float, num_bytes: float, seconds: float) -> float:
+    """Seconds per byte of a namespace's hop after one more measurement; unchanged by one that says
+    nothing. Averaged with exponential weights."""
+    if num_bytes < 1 or not is_measurable(seconds):
+        return known_s_per_byte
+    seen = 1.0 / plausible_hop(num_bytes / seconds)
+    seen = min(max(seen, known_s_per_byte / MAX_HOP_CHANGE), known_s_per_byte * MAX_HOP_CHANGE)
+    return 0.75 * known_s_per_byte + 0.25 * seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +90,11 @@ class PrefillCost:
         self._is_stale = False
         self._is_given = not prior.is_guess
         self.num_observed = 0
-        self._assume(np.array([prior.fixed_s, prior.per_token_s, prior.per_pair_s]) / _SCALE)
+        self._num_strange = 0
+        if not (prior.fixed_s or prior.per_token_s or prior.per_pair_s):
+            prior = PrefillPrior()  # nothing takes no time: that would never be unlearned
+        self._shape = np.array([prior.fixed_s, prior.per_token_s, prior.per_pair_s]) / _SCALE
+        self._assume(self._shape)
 
     @property
     def is_known(self) -> bool:
@@ -73,15 +110,15 @@ class PrefillCost:
         self._seconds_per: list[float] = (theta * _SCALE).tolist()
 
     def observe(self, num_requests: int, sum_n: float, sum_nc: float, seconds: float) -> None:
-        """Learn from one step. Steps without tokens or time say nothing."""
-        if sum_n <= 0 or seconds <= 0:
+        """Learn from one step. One without tokens or time, or beyond all reason, says nothing."""
+        if not 1 <= sum_n <= MAX_STEP_TOKENS or not is_measurable(seconds):
             return
-        x = np.array([num_requests, sum_n, sum_nc]) * _SCALE
+        x = np.array([num_requests, sum_n, min(sum_nc, sum_n * MAX_CONTEXT_TOKENS)]) * _SCALE
         expected = float(x @ self._solve())
-        if not self.num_observed and not 1 / MAX_WRONG < seconds / expected < MAX_WRONG:
-            # Another kind of machine: the prior's shape is kept, not its size.
-            self._assume(self._theta * (seconds / expected))
-            expected = seconds
+        is_strange = seconds > MAX_WRONG * expected or expected > MAX_WRONG * seconds
+        self._num_strange = self._num_strange + 1 if is_strange else 0
+        if is_strange and (not self.num_observed or self._num_strange >= MAX_STRANGE):
+            expected = self._start_anew(x, seconds) or expected
         scale = RELATIVE_NOISE * (max(expected, 0.25 * seconds) if self.num_observed else seconds)
         scale = max(scale, LEAST_NOISE_S)
         surprise = abs(seconds - expected) / scale
@@ -91,6 +128,19 @@ class PrefillCost:
         self._vector = FORGET * self._vector + weight * seconds * x
         self._is_stale = True
         self.num_observed += 1
+
+    def _start_anew(self, x: Vector, seconds: float) -> float:
+        """Another kind of machine: the prior's shape is kept, not its size, and nothing that was
+        learned. Returns what is expected for `x` now, 0 where the prior says nothing about it."""
+        usual = float(x @ self._shape)
+        if usual <= 0:
+            return 0.0
+        self._info[:] = 0.0
+        self._vector[:] = 0.0
+        self._assume(self._shape * (seconds / usual))
+        self._is_stale = False
+        self._num_strange = 0
+        return seconds
 
     def seconds(self, new_tokens: float, context_tokens: float) -> float:
         """Expected seconds to prefill `new_tokens` of one request on `context_tokens`."""

@@ -37,7 +37,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from hicache.engine.blocks import State
-from hicache.engine.index import Node
+from hicache.engine.node import Node
 from hicache.engine.plan import Priority
 from hicache.engine.residency import Namespace, Residency
 from hicache.tiers.block import Clearing, Ids
@@ -121,6 +121,8 @@ class Evacuations:
 
     def watch(self) -> None:
         """Open slabs again out of which a block does not leave after all."""
+        if not self._under_way:
+            return
         house = self.residency
         for tier, evacuation in list(self._under_way.items()):
             if house.pools[tier].clearing is not evacuation.clearing:  # its class has moved in

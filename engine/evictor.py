@@ -29,7 +29,7 @@ import numpy as np
 from hicache.engine.blocks import State
 from hicache.engine.evacuation import Evacuations
 from hicache.engine.ids import Span, part_of
-from hicache.engine.index import Node
+from hicache.engine.node import Node
 from hicache.engine.plan import Priority
 from hicache.engine.policies.base import ALWAYS
 from hicache.engine.residency import Residency
@@ -71,8 +71,9 @@ class Evictor:
         pool = house.pools[tier]
         self.evacuations.watch()
         available = pool.available(slot_bytes)
-        if not pool.can_hold(slot_bytes):  # nothing may go for what can never be placed
-            return 0
+        num_used = pool.num_used(slot_bytes)
+        if not num_used and not pool.can_hold(slot_bytes):
+            return 0  # nothing may go for what can never be placed
         if available >= count or self._making_room_in >> tier & 1 or not house.is_up(tier):
             return min(available, count)
         if self.evacuations.is_for(tier, slot_bytes):
@@ -80,23 +81,27 @@ class Evictor:
         self._making_room_in |= 1 << tier
         may_drop, self._may_drop = self._may_drop, True
         try:
-            if pool.num_used(slot_bytes):
-                self._take_victims(tier, slot_bytes, count, worth)
-            if worth < ALWAYS and pool.num_used(slot_bytes):
-                pass  # what is held is worth more
-            elif not pool.available(slot_bytes) and not house.num_draining[tier][slot_bytes]:
+            if num_used:
+                self._take_victims(tier, slot_bytes, count, available, worth)
+            available = pool.available(slot_bytes)
+            # What is held and worth more is not moved about for what is worth less.
+            may_empty = worth == ALWAYS or not pool.num_used(slot_bytes)
+            if not available and may_empty and not house.num_draining[tier][slot_bytes]:
                 self.evacuations.begin(tier, slot_bytes)
+                available = pool.available(slot_bytes)
         finally:
             self._making_room_in &= ~(1 << tier)
             self._may_drop = may_drop
-        return min(pool.available(slot_bytes), count)
+        return min(available, count)
 
-    def _take_victims(self, tier: int, slot_bytes: int, count: int, worth: float) -> None:
+    def _take_victims(
+        self, tier: int, slot_bytes: int, count: int, available: int, worth: float
+    ) -> None:
         """Give up the coldest, of whatever size, until their bytes would do for `count` slots."""
         house = self.residency
         pool = house.pools[tier]
         coming = house.draining_bytes[tier] - pool.clearing_bytes
-        wanted = (count - pool.available(slot_bytes)) * slot_bytes - coming
+        wanted = (count - available) * slot_bytes - coming
         wanted -= self._forget_plain(tier, wanted, worth)
         while wanted > 0 and pool.available(slot_bytes) < count:
             node = house.policies[tier].pop(worth)
@@ -176,40 +181,47 @@ class Evictor:
         house = self.residency
         if house.tiers[tier].durable or house.moves or house.below(tier) is not None:
             return 0
-        pop = house.policies[tier].pop
-        leases = house.blocks.leases
+        policy, is_pinned, only = house.policies[tier], house.blocks.is_pinned, 1 << tier
+        pop, namespaces = policy.pop, house.namespaces
         spans: dict[int, list[Span]] = {}
         freed = 0
         while freed < wanted_bytes:
             node = pop(worth)
             if node is None:
                 break
-            if node.parent is None or not node.staying >> tier & 1 or node.holding[tier]:
+            if node.parent is None or not node.staying & only or node.holding[tier]:
                 continue
-            slot_bytes = house.namespaces[node.namespace].slot_bytes
-            size = len(node)
-            count = min(size, max(MIN_VICTIMS, -(-(wanted_bytes - freed) // slot_bytes)))
-            tail = part_of(node.span, size - count, size)
-            if node.tiers != 1 << tier or node.children or leases[tail].any():
-                house.policies[tier].add(node)
+            slot_bytes = namespaces[node.namespace].slot_bytes
+            count, tail = node.num_blocks, node.span
+            if count * slot_bytes > wanted_bytes - freed:
+                wanted = max(MIN_VICTIMS, -(-(wanted_bytes - freed) // slot_bytes))
+                if wanted < count:
+                    tail = part_of(tail, count - wanted, count)
+                    count = wanted
+            if node.tiers != only or node.children or is_pinned(tail):
+                policy.add(node)
                 break
-            spans.setdefault(slot_bytes, []).append(house.unhang_tail(node, tier, count))
+            house.unhang_tail(node, tier, count)
+            spans.setdefault(slot_bytes, []).append(tail)
             freed += count * slot_bytes
-            self.dropped += count
-            house.evicted[tier] += count
         for slot_bytes, forgotten in spans.items():
-            house.blocks.forget(tier, forgotten, slot_bytes)
+            num_blocks = house.blocks.forget(tier, forgotten, slot_bytes)
+            self.dropped += num_blocks
+            house.evicted[tier] += num_blocks
         return freed
 
     def _takeable_tail(self, node: Node, tier: int, count: int) -> Ids:
         """The last blocks of the node, up to `count`, that nobody leases or reads."""
         house = self.residency
         ids = node.block_ids()[-count:]
-        held = house.blocks.leases[ids] > 0
+        leased = np.flatnonzero(house.blocks.leases[ids])
+        if len(leased):
+            ids = ids[int(leased[-1]) + 1 :]
         if house.moves:
-            held |= np.array([house.is_read(block, tier) for block in ids.tolist()], bool)
-        last_held = np.flatnonzero(held)
-        return ids[int(last_held[-1]) + 1 :] if len(last_held) else ids
+            for position in range(len(ids) - 1, -1, -1):
+                if house.is_read(int(ids[position]), tier):
+                    return ids[position + 1 :]
+        return ids
 
     def _send_away(self, node: Node, tier: int, ids: Ids) -> int:
         """Decide one victim node's way. Returns the number of blocks freed or draining."""

@@ -43,6 +43,7 @@ class Fetching:
         self.waiters: dict[int, set[int]] = {}
         self.unplaced: dict[int, None] = {}
         self._ended: list[int] = []
+        self._fastest_of: dict[int, Ids] = {}
         self._landing = [self._landing_of(src) for src in range(len(residency.tiers))]
 
     def fetch(self, lease: Lease, deadline_s: float) -> tuple[list[ReadyRun], float]:
@@ -162,45 +163,46 @@ class Fetching:
         """Wait for the lease's `missing` positions: join moves under way, start the others."""
         house = self.residency
         namespace = house.namespaces[lease.namespace]
-        to_start: list[tuple[int, int, int]] = []
-        for position in missing.tolist():
-            block = int(lease.ids[position])
-            src = house.fastest(int(house.blocks.tags[block]) & 0xFF)
-            dst = self._landing[src] if src != NO_TIER else NO_TIER
-            if dst == NO_TIER or not house.is_up(dst):
-                lease.failed_at = min(lease.failed_at, position)
-                break
-            if house.blocks.state[dst][block] == State.ABSENT:
-                to_start.append((position, src, dst))
-            else:
-                self._wait(lease, block)
-        start = 0
-        while start < len(to_start):
-            _, src, dst = to_start[start]
-            stop = start
-            while stop < len(to_start) and to_start[stop][1:] == (src, dst):
-                stop += 1
-            placed = self._start(namespace, lease, to_start[start:stop], deadline_s)
-            if placed < stop - start:
-                lease.unplaced = to_start[start + placed][0]
+        ids = lease.ids[missing]
+        src = self._fastest(house.up)[house.blocks.tags[ids] & 0xFF]
+        landing = [dst if dst != NO_TIER and house.is_up(dst) else NO_TIER for dst in self._landing]
+        dst = np.array([*landing, NO_TIER], np.int32)[np.minimum(src, len(landing))]
+        lost = np.flatnonzero(dst == NO_TIER)
+        if len(lost):
+            lease.failed_at = min(lease.failed_at, int(missing[lost[0]]))
+            missing, ids = missing[: lost[0]], ids[: lost[0]]
+            src, dst = src[: lost[0]], dst[: lost[0]]
+        is_absent = np.zeros(len(ids), bool)
+        for tier in np.unique(dst).tolist():
+            is_absent |= (dst == tier) & (house.blocks.state[tier][ids] == State.ABSENT)
+        for block in ids[~is_absent].tolist():
+            self._wait(lease, block)
+        missing, src, dst = missing[is_absent], src[is_absent], dst[is_absent]
+        cuts = np.flatnonzero((src[1:] != src[:-1]) | (dst[1:] != dst[:-1])) + 1
+        bounds = [0, *cuts.tolist(), len(missing)] if len(missing) else []
+        for first, last in itertools.pairwise(bounds):
+            link = int(src[first]), int(dst[first])
+            placed = self._start(namespace, lease, missing[first:last], link, deadline_s)
+            if placed < last - first:
+                lease.unplaced = int(missing[first + placed])
                 self.unplaced[lease.id] = None
                 return
-            start = stop
         lease.unplaced = len(lease.ids)
 
     def _start(
         self,
         namespace: Namespace,
         lease: Lease,
-        places: list[tuple[int, int, int]],
+        positions: Positions,
+        link: tuple[int, int],
         deadline_s: float | None,
     ) -> int:
         house = self.residency
-        _, src, dst = places[0]
-        self.evictor.make_room(dst, namespace.slot_bytes, len(places))
-        slots = house.pools[dst].allocate(namespace.slot_bytes, len(places))
+        src, dst = link
+        self.evictor.make_room(dst, namespace.slot_bytes, len(positions))
+        slots = house.pools[dst].allocate(namespace.slot_bytes, len(positions))
         if len(slots):
-            ids = lease.ids[[position for position, _, _ in places[: len(slots)]]]
+            ids = lease.ids[positions[: len(slots)]]
             house.start(namespace, ids, src, dst, slots, Priority.DEMAND, deadline_s)
             lease.link_bytes += len(slots) * namespace.block_bytes
             for block in ids.tolist():
@@ -215,9 +217,16 @@ class Fetching:
         """Per block the fastest mapped tier it can be read from, NO_TIER where there is none."""
         house = self.residency
         usable = house.up & sum(1 << n for n, tier in enumerate(house.tiers) if tier.mapped)
-        table = np.array([house.fastest(bits & usable) for bits in range(256)], np.int32)
-        mapped: Ids = table[house.blocks.tags[ids] & 0xFF]
+        mapped: Ids = self._fastest(usable)[house.blocks.tags[ids] & 0xFF]
         return mapped
+
+    def _fastest(self, usable: int) -> Ids:
+        """The fastest of these tiers in each set of bits, NO_TIER where there is none."""
+        table = self._fastest_of.get(usable)
+        if table is None:
+            fastest = [self.residency.fastest(bits & usable) for bits in range(256)]
+            table = self._fastest_of[usable] = np.array(fastest, np.int32)
+        return table
 
     def _landing_of(self, src: int) -> int:
         """The mapped tier to which blocks of `src` are copied so that a client can read them."""

@@ -68,14 +68,15 @@ class Snapshot:
 @dataclass(frozen=True, slots=True)
 class Model:
     """`ranks[class][bin]`: uses per second of room, shape [classes, NUM_BINS], as lists: a rank is
-    looked up one at a time. `anybody`: the same for a class that came after the fit."""
+    looked up one at a time. `anybody`: the same for a class that came after the fit, or that is
+    not known (-1)."""
 
     ranks: list[list[float]]
     anybody: list[float]
 
     def rank(self, kind: int, age_s: float) -> float:
         """The Gittins index of a class at an age."""
-        ranks = self.ranks[kind] if kind < len(self.ranks) else self.anybody
+        ranks = self.ranks[kind] if 0 <= kind < len(self.ranks) else self.anybody
         return ranks[bisect_right(_EDGES_S, age_s)]
 
 

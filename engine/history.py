@@ -100,11 +100,13 @@ class Context(NamedTuple):
 
 
 class History:
-    """The ghost index, the classes, and the counts that a fit needs."""
+    """The ghost index, the classes, and the counts that a fit needs. `wants_fits`: whether a policy
+    ranks by the model; where none does, none is fitted."""
 
     def __init__(self, max_ghost_blocks: int = MAX_GHOST_BLOCKS) -> None:
         self.ghost = Ghost(max_ghost_blocks, self._forgotten)
         self.now_s = 0.0
+        self.wants_fits = False
         self.model: Model | None = None
         self.trusted_model: Model | None = None
         self.num_requests = 0
@@ -171,7 +173,7 @@ class History:
 
     def is_fit_due(self) -> bool:
         """Whether it is time for another fit."""
-        return self.num_requests - self._fitted_at >= REFIT_REQUESTS
+        return self.wants_fits and self.num_requests - self._fitted_at >= REFIT_REQUESTS
 
     def snapshot(self) -> Snapshot:
         """All that a fit needs, as of now."""

@@ -1,7 +1,13 @@
 """Block keys, computed when a block leaves for a durable tier and not kept per block.
 
 A key commits to the whole prefix, so a node's keys start from its parent's last. The chains of the
-nodes moved most recently are kept, as long as those nodes stay whole. Owned by the daemon's loop.
+nodes moved most recently are kept. A node whose blocks are on their way is split at its front again
+and again, as they arrive; it keeps its end, so what was computed for the whole serves for the rest.
+
+    computed   [ k0 k1 k2 k3 k4 k5 k6 k7 ]
+    node now               [ b4 b5 b6 b7 ]      its keys: the last four
+
+Owned by the daemon's loop.
 """
 
 from __future__ import annotations
@@ -9,9 +15,10 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
-from hicache.engine.index import Node
+from hicache.engine.node import Node
 from hicache.engine.plan import BlockIdentity, Move
 from hicache.engine.residency import Namespace, Residency
 
@@ -19,12 +26,34 @@ ROOT_KEY: Final = bytes(32)
 MAX_CHAINS: Final = 256
 
 
+@dataclass(slots=True)
+class _Chain:
+    """Keys up to the end of a node: the key before the first, and the keys of blocks `first` … of
+    the path."""
+
+    node: Node
+    first: int
+    before: bytes
+    keys: list[bytes]
+
+    def fits(self) -> bool:
+        """Whether the node ends where it did and has not grown at its front: what a node holds at a
+        depth never changes."""
+        depth = self.node.depth
+        return depth >= self.first and depth + len(self.node) == self.first + len(self.keys)
+
+    def key(self, depth: int) -> bytes:
+        """The key of the block at this depth, or (one before the first) the key before it."""
+        return self.keys[depth - self.first] if depth >= self.first else self.before
+
+
 class Identities:
-    """Fills in the identity of moves. `chains` caches (edge, keys) by node number."""
+    """Fills in the identity of moves. `chains` caches keys by node number; `num_hashed` counts."""
 
     def __init__(self, residency: Residency) -> None:
         self.residency = residency
-        self.chains: OrderedDict[int, tuple[Node, bytes, bytes, list[bytes]]] = OrderedDict()
+        self.chains: OrderedDict[int, _Chain] = OrderedDict()
+        self.num_hashed = 0
         self._durable = {tier.name for tier in residency.tiers if tier.durable}
 
     def fill(self, moves: Iterable[Move]) -> None:
@@ -37,44 +66,45 @@ class Identities:
                 continue
             node = house.index.node_of(move.block)
             namespace = house.namespace_of(node)
-            parent, keys = self._keys(node, namespace)
+            chain = self._chain(node, namespace)
             depth = int(house.blocks.depth[move.block])
             position = depth - node.depth
-            step = namespace.step
             move.identity = BlockIdentity(
                 namespace.digest,
-                keys[position],
-                keys[position - 1] if position else parent,
-                node.edge[position * step : (position + 1) * step],
+                chain.key(depth),
+                chain.key(depth - 1),
+                node.symbols(namespace.step, position, position + 1),
                 depth,
                 int(house.blocks.hits[move.block]),
             )
 
-    def _keys(self, node: Node, namespace: Namespace) -> tuple[bytes, list[bytes]]:
-        """The key before the node's first block, and the keys of its blocks."""
+    def _chain(self, node: Node, namespace: Namespace) -> _Chain:
         missing = []
         parent = ROOT_KEY
         above: Node | None = node
         while above is not None and above.parent is not None:
             cached = self.chains.get(above.number)
-            if cached is not None and cached[0] is above and cached[1] == above.edge:
+            if cached is not None and cached.node is above and cached.fits():
                 if above is node:
                     self.chains.move_to_end(node.number)
-                    return cached[2], cached[3]
-                parent = cached[3][-1]
+                    return cached
+                parent = cached.keys[-1]
                 break
             missing.append(above)
             above = above.parent
         for below in reversed(missing):
-            keys = _chain(namespace.digest, parent, below.edge, namespace.step)
-            self.chains[below.number] = (below, below.edge, parent, keys)
-            before, parent = parent, keys[-1]
+            edge = below.symbols(namespace.step, 0, len(below))
+            keys = _hashed(namespace.digest, parent, edge, namespace.step)
+            self.num_hashed += len(keys)
+            chain = _Chain(below, below.depth, parent, keys)
+            self.chains[below.number] = chain
+            parent = keys[-1]
         while len(self.chains) > max(MAX_CHAINS, len(missing)):
             self.chains.popitem(last=False)
-        return before, keys
+        return chain
 
 
-def _chain(namespace: bytes, parent: bytes, edge: bytes, step: int) -> list[bytes]:
+def _hashed(namespace: bytes, parent: bytes, edge: bytes, step: int) -> list[bytes]:
     """BLAKE2b-256(namespace ‖ parent key ‖ tokens), block after block (as hicache.keys)."""
     keys = []
     for start in range(0, len(edge), step):

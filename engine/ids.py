@@ -6,13 +6,15 @@ extents that join with their neighbours when they are given back:
     ids      0 ── 511   512 ── 600   601 ── 1023
              in use     free         in use            give 0 ── 511 back: free 0 ── 600
 
-A request takes the front of the extent used last that is large enough; only when none of the ones
-looked at is, several are put together. Owned by the daemon's one loop.
+A request takes the front of an extent that is long enough, one not much longer if there is one,
+used lately if there are several. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -23,6 +25,8 @@ Span = slice | Ids
 """Block ids as an index into the arrays: a slice where they are consecutive, which is faster."""
 
 _LOOKED_AT: Final = 8
+_FEW: Final = 16
+_start_of: Final = attrgetter("start")
 
 
 def ids_of(span: Span) -> Ids:
@@ -51,6 +55,43 @@ def joined(front: Span, back: Span) -> Span:
     return np.concatenate((ids_of(front), ids_of(back)))
 
 
+def ids_along(spans: Sequence[Span]) -> Ids:
+    """The ids of all these spans, in order, shape [n]."""
+    if len(spans) == 1:
+        return ids_of(spans[0])
+    return np.concatenate([ids_of(span) for span in spans]) if spans else np.empty(0, np.int32)
+
+
+def in_few(spans: Iterable[Span]) -> list[Span]:
+    """The same ids in the same order, in so few spans that each is worth an array operation."""
+    met: list[Span] = []
+    for span in spans:
+        last = met[-1] if met else None
+        if isinstance(span, slice) and isinstance(last, slice) and last.stop == span.start:
+            met[-1] = slice(last.start, span.stop)
+        else:
+            met.append(span)
+    return met if len(met) <= _FEW else [ids_along(met)]
+
+
+def together(spans: Iterable[Span]) -> list[Span]:
+    """The same ids, in whatever order, in as few spans as slices that meet allow."""
+    slices: list[slice] = []
+    others: list[Span] = []
+    for span in spans:
+        if isinstance(span, slice):
+            slices.append(span)
+        else:
+            others.append(span)
+    slices.sort(key=_start_of)
+    for span in slices:
+        if others and isinstance(last := others[-1], slice) and last.stop == span.start:
+            others[-1] = slice(last.start, span.stop)
+        else:
+            others.append(span)
+    return others
+
+
 class IdSpace:
     """Free ids below `size`."""
 
@@ -59,31 +100,54 @@ class IdSpace:
         self.num_free = 0
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
-        self._recent: list[int] = []  # starts of extents, the last used at the end; some are stale
+        self._listed: list[list[int]] = [[] for _ in range(33)]
+        """Starts of extents by the bits of their length, the last used at the end; some stale."""
+        self._num_listed = 0
 
     def grow(self, size: int) -> None:
         """Ids up to `size` exist from now on."""
         self._add(self.size, size)
         self.size = size
 
-    def take(self, count: int) -> Span:
-        """`count` ids; the caller has seen that `num_free` suffices."""
-        assert 0 < count <= self.num_free
-        recent = self._recent
-        looked_at = 0
-        position = len(recent) - 1
-        while position >= 0 and looked_at < _LOOKED_AT:
-            start = recent[position]
-            end = self._end_of.get(start)
-            if end is None:
-                del recent[position]
-            elif end - start >= count:
-                self._cut(position, start, end, count)
-                return slice(start, start + count)
-            else:
-                looked_at += 1
-            position -= 1
-        return self._gather(count)
+    def take(self, count: int) -> slice | None:
+        """`count` ids in a row; None where no such extent is found."""
+        assert count > 0
+        for length in range(count.bit_length(), self.size.bit_length() + 1):
+            starts = self._listed[length]
+            if not starts:
+                continue
+            looked_at = 0
+            for position in range(len(starts) - 1, -1, -1):
+                start = starts[position]
+                end = self._end_of.get(start, start)
+                if (end - start).bit_length() != length:
+                    self._unlist(length, position)
+                elif end - start >= count:
+                    self._unlist(length, position)
+                    self._cut(start, end, count)
+                    return slice(start, start + count)
+                else:
+                    looked_at += 1
+                    if looked_at == _LOOKED_AT:
+                        break
+        return None
+
+    def gather(self, count: int) -> Ids:
+        """`count` ids out of several extents, the longest first. There are as many."""
+        assert count <= self.num_free
+        parts = []
+        for length in range(self.size.bit_length(), -1, -1):
+            starts = self._listed[length]
+            while starts and count:
+                start = starts[-1]
+                self._unlist(length, -1)
+                end = self._end_of.get(start, start)
+                if (end - start).bit_length() == length:
+                    part = min(count, end - start)
+                    self._cut(start, end, part)
+                    parts.append(np.arange(start, start + part, dtype=np.int32))
+                    count -= part
+        return np.concatenate(parts)
 
     def give(self, span: Span) -> None:
         """These ids are free again."""
@@ -99,6 +163,7 @@ class IdSpace:
             self._add(int(ids[first]), int(ids[last - 1]) + 1)
 
     def _add(self, start: int, end: int) -> None:
+        """Free an extent, joined with those that it touches."""
         self.num_free += end - start
         before = self._start_of.pop(start, None)
         if before is not None:
@@ -108,49 +173,43 @@ class IdSpace:
         if after is not None:
             del self._start_of[after]
             end = after
-        self._end_of[start] = end
-        self._start_of[end] = start
-        self._recent.append(start)
-        if len(self._recent) > 4 * len(self._end_of) + 1024:  # most are stale
-            self._recent = list(self._end_of)
+        self._list(start, end)
 
-    def _cut(self, position: int, start: int, end: int, count: int) -> None:
+    def _cut(self, start: int, end: int, count: int) -> None:
         """Take the front of an extent."""
         self.num_free -= count
         del self._end_of[start]
-        if end - start == count:
-            del self._start_of[end]
-            del self._recent[position]
-            return
-        self._end_of[start + count] = end
-        self._start_of[end] = start + count
-        self._recent[position] = start + count
+        del self._start_of[end]
+        if end - start > count:
+            self._list(start + count, end)
 
-    def _gather(self, count: int) -> Ids:
-        """Put extents together, the last used first."""
-        parts = []
-        while count:
-            start = self._recent[-1]
-            end = self._end_of.get(start)
-            if end is None:
-                self._recent.pop()
-                continue
-            part = min(count, end - start)
-            self._cut(len(self._recent) - 1, start, end, part)
-            parts.append(np.arange(start, start + part, dtype=np.int32))
-            count -= part
-        return np.concatenate(parts)
+    def _list(self, start: int, end: int) -> None:
+        self._end_of[start] = end
+        self._start_of[end] = start
+        self._listed[(end - start).bit_length()].append(start)
+        self._num_listed += 1
+        if self._num_listed > 4 * len(self._end_of) + 1024:  # most are stale
+            for starts in self._listed:
+                starts.clear()
+            for start, end in self._end_of.items():
+                self._listed[(end - start).bit_length()].append(start)
+            self._num_listed = len(self._end_of)
+
+    def _unlist(self, length: int, position: int) -> None:
+        del self._listed[length][position]
+        self._num_listed -= 1
 
     def validate(self) -> None:
-        """Extents do not touch, and add up."""
+        """Extents do not touch, add up, and can be found."""
         last_end = -1
         total = 0
         for start in sorted(self._end_of):
             end = self._end_of[start]
             assert last_end < start < end <= self.size, "extents touch or overlap"
             assert self._start_of[end] == start
-            assert start in self._recent
+            assert start in self._listed[(end - start).bit_length()]
             last_end = end
             total += end - start
         assert total == self.num_free
         assert len(self._start_of) == len(self._end_of)
+        assert self._num_listed == sum(map(len, self._listed))

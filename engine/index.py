@@ -10,92 +10,34 @@ does not care which.
 
 Matching never changes the tree. A run that moves in part is split: the node object stays the lower
 part, so what hangs on a leaf still hangs on a leaf. Neighbours that became equal are merged.
-Edges are `bytes` walked by offset with `startswith`; slicing the query per node is what makes
-other trees superlinear. Owned by the daemon's one loop.
+Symbols are `bytes` walked by offset with `startswith`, a whole stem of nodes at a time; slicing the
+query per node is what makes other trees superlinear. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
-from hicache.engine.ids import Span, ids_of, joined, part_of, size_of
+from hicache.engine.ids import Span, ids_along, joined, part_of, size_of
+from hicache.engine.node import Node, Stem, depth_of
 from hicache.tiers.block import Ids
 
-ID_BYTES: Final = 4
-MAX_EDGE_BYTES: Final = 256 << 10
-"""Nodes are not merged past this length, so a merge or a split copies at most so much."""
+MAX_STEM_BYTES: Final = 256 << 10
+"""Stems are not joined past this length, so a change copies at most so much."""
 
+MAX_WAYS: Final = 2
+"""A stem goes on below a node with at most so many children: where more ways part, looking the next
+block up is faster than finding where two stems part."""
 
-class Node:
-    """A run of blocks. `edge` holds their symbols, `ids` their block ids (int32, as bytes), `span`
-    the same ids as an index into the arrays.
-
-    `tiers`, `leaving`: bit sets, as in BlockTable.tags; `staying` is tiers without leaving.
-    `holding[t]` counts children that stay in tier t: a node is a leaf of t when it stays in t and
-    no child does. `queued`: the policies that have it as a candidate. `kind`, `uses`: what the
-    history knows of it (`History.marks`); both stay 0 where no policy asks.
-    """
-
-    __slots__ = (
-        "children",
-        "depth",
-        "edge",
-        "holding",
-        "ids",
-        "kind",
-        "leaving",
-        "namespace",
-        "num_blocks",
-        "number",
-        "parent",
-        "queued",
-        "span",
-        "staying",
-        "tiers",
-        "touched_s",
-        "uses",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        namespace: int,
-        parent: Node | None,
-        edge: bytes,
-        ids: bytes,
-        span: Span,
-        depth: int,
-    ) -> None:
-        self.number = number
-        self.namespace = namespace
-        self.parent = parent
-        self.edge = edge
-        self.ids = ids
-        self.span = span
-        self.num_blocks = len(ids) // ID_BYTES
-        self.depth = depth
-        self.children: dict[bytes, Node] = {}
-        self.tiers = self.leaving = self.staying = 0
-        self.holding = [0] * 8
-        self.queued = 0
-        self.touched_s = 0.0
-        self.kind = self.uses = 0
-
-    def __len__(self) -> int:
-        return self.num_blocks
-
-    def block_ids(self) -> Ids:
-        """The node's block ids, shape [len(self)], read-only."""
-        return np.frombuffer(self.ids, np.int32)
-
-    @property
-    def is_root(self) -> bool:
-        return self.parent is None
+_NO_STEM: Final = Stem(b"", [])
+_NO_BLOCKS: Final = slice(0, 0)
 
 
 @dataclass(slots=True)
@@ -111,8 +53,7 @@ class Path:
 
     def ids(self) -> Ids:
         """Block ids along the path, shape [num_blocks]."""
-        ids = b"".join([node.ids for node in self.nodes])
-        return np.frombuffer(ids, np.int32)[: self.num_blocks]
+        return ids_along(self.spans(0, self.num_blocks))
 
     def spans(self, first: int, last: int) -> list[Span]:
         """Blocks first … last-1 of the path, as indices into the arrays."""
@@ -141,43 +82,51 @@ class Index:
 
     def add_root(self, namespace: int) -> Node:
         """A new, empty tree."""
-        return self._new_node(namespace, None, b"", b"", slice(0, 0), 0)
+        root = self._new_node(namespace, None, slice(0, 0), 0, 0)
+        root.stem = Stem(b"", [root])
+        return root
 
     def match(self, root: Node, tokens: bytes, step: int) -> Path:
         """The longest known prefix of whole blocks (`step` symbol bytes each). Changes nothing."""
         nodes: list[Node] = []
-        node = root
+        children = root.children
         position = 0
-        while True:
-            child = node.children.get(tokens[position : position + step])
-            if child is None:
-                return Path(nodes, 0, position // step)
-            nodes.append(child)
-            edge = child.edge
-            if not tokens.startswith(edge, position):
-                partial = _common_blocks(edge, tokens, position, step)
-                return Path(nodes, partial, position // step + partial)
-            position += len(edge)
-            node = child
+        while (child := children.get(tokens[position : position + step])) is not None:
+            stem = child.stem  # it is the first of its stem: its parent would be in it too
+            if tokens.startswith(stem.symbols, position):
+                nodes += stem.nodes
+                position += len(stem.symbols)
+            else:
+                common = _common_blocks(stem.symbols, tokens, position, step)
+                position += common * step
+                end = child.depth + common
+                nodes += stem.nodes[: bisect_left(stem.nodes, end, key=depth_of)]
+                partial = end - nodes[-1].depth
+                if partial < nodes[-1].num_blocks:
+                    return Path(nodes, partial, position // step)
+            children = nodes[-1].children
+        return Path(nodes, 0, position // step)
 
-    def extend(self, root: Node, path: Path, tokens: bytes, step: int, count: int) -> Node:
-        """Append `count` new blocks (no copies yet) after a path that ends before them.
+    def extend(self, root: Node, path: Path, symbols: bytes, step: int) -> Node:
+        """Append new blocks (no copies yet) after a path that ends before them.
 
-        `tokens` is the whole query. Returns the new node, a child of the path's end.
+        Returns the new node, a child of the path's end.
         """
         self.cut(path, step)
         parent = path.nodes[-1] if path.nodes else root
-        start = path.num_blocks * step
-        edge = tokens[start : start + count * step]
-        assert len(edge) == count * step
-        assert edge[:step] not in parent.children
+        count, rest = divmod(len(symbols), step)
+        assert count
+        assert not rest
+        first = symbols[:step]
+        assert first not in parent.children
         depth = path.num_blocks
         span = self.blocks.allocate(count)
-        ids = ids_of(span).tobytes()
-        node = self._new_node(root.namespace, parent, edge, ids, span, depth)
-        self.blocks.node[span] = node.number
-        self.blocks.depth[span] = np.arange(depth, depth + count, dtype=np.int32)
-        parent.children[edge[:step]] = node
+        node = self._new_node(root.namespace, parent, span, count, depth)
+        node.stem = Stem(symbols, [node])
+        self.blocks.place(span, node.number, depth)
+        parent.adopt(first, node)
+        if len(parent.children) > MAX_WAYS:
+            self._part(parent, step)
         path.nodes.append(node)
         path.num_blocks += count
         return node
@@ -194,28 +143,22 @@ class Index:
         Leases, moves and states hang on block ids and notice nothing.
         """
         assert 0 < count < len(node)
-        assert node.parent is not None
-        upper = self._new_node(
-            node.namespace,
-            node.parent,
-            node.edge[: count * step],
-            node.ids[: count * ID_BYTES],
-            part_of(node.span, 0, count),
-            node.depth,
-        )
+        parent = node.parent
+        assert parent is not None
+        span = part_of(node.span, 0, count)
+        upper = self._new_node(node.namespace, parent, span, count, node.depth)
         upper.tiers, upper.leaving, upper.staying = node.tiers, node.leaving, node.staying
         upper.touched_s, upper.kind, upper.uses = node.touched_s, node.kind, node.uses
-        node.parent.children[upper.edge[:step]] = upper
+        parent.children[node.symbols(step, 0, 1)] = upper
         node.parent = upper
-        node.edge = node.edge[count * step :]
         node.span = part_of(node.span, count, node.num_blocks)
-        node.ids = node.ids[count * ID_BYTES :]
         node.num_blocks -= count
+        upper.stem = node.stem
+        upper.stem.nodes.insert(upper.stem.nodes.index(node), upper)
         node.depth += count
-        upper.children[node.edge[:step]] = node
-        staying = node.staying
+        upper.adopt(node.symbols(step, 0, 1), node)
         for tier in range(len(self.blocks.tiers)):
-            upper.holding[tier] = staying >> tier & 1
+            upper.hold(tier, node.staying >> tier & 1)
         self.blocks.node[upper.span] = upper.number
         return upper
 
@@ -231,17 +174,16 @@ class Index:
             or parent.touched_s != node.touched_s
             or parent.kind != node.kind
             or parent.uses != node.uses
-            or len(parent.edge) + len(node.edge) > MAX_EDGE_BYTES
+            or not self._try_join(parent.stem, node.stem)
         ):
             return None
         self.blocks.node[parent.span] = node.number
-        node.edge = parent.edge + node.edge
-        node.ids = parent.ids + node.ids
         node.span = joined(parent.span, node.span)
         node.num_blocks += parent.num_blocks
         node.depth = parent.depth
         node.parent = parent.parent
-        parent.parent.children[node.edge[:step]] = node
+        node.stem.nodes.remove(parent)
+        parent.parent.children[node.symbols(step, 0, 1)] = node
         self._drop(parent)
         return parent
 
@@ -264,16 +206,56 @@ class Index:
                 node.kind, node.uses = kind, uses
                 position += 1
 
+    def join(self, nodes: Sequence[Node]) -> None:
+        """Bring a path's symbols together in as few stems as may be: it will be asked for again."""
+        start = 0
+        while start < len(nodes):
+            stem = nodes[start].stem
+            end = start + len(stem.nodes)
+            if end >= len(nodes):
+                return
+            if nodes[end - 1] is not stem.nodes[-1]:  # the path leaves this stem half-way
+                end = start + 1
+                while nodes[end].stem is stem:
+                    end += 1
+            elif len(nodes[end - 1].children) <= MAX_WAYS and self._try_join(stem, nodes[end].stem):
+                continue
+            start = end
+
+    def _try_join(self, stem: Stem, below: Stem) -> bool:
+        """Append a stem to the one that it hangs from the end of. False if that is too long."""
+        if stem is below:
+            return True
+        if len(stem.symbols) + len(below.symbols) > MAX_STEM_BYTES:
+            return False
+        stem.symbols += below.symbols
+        stem.nodes += below.nodes
+        for node in below.nodes:
+            node.stem = stem
+        return True
+
+    def _part(self, node: Node, step: int) -> None:
+        """End a stem with this node; what followed becomes a stem of its own."""
+        stem = node.stem
+        if node is stem.nodes[-1]:
+            return
+        kept = stem.nodes.index(node) + 1
+        num_bytes = (node.depth + node.num_blocks - stem.nodes[0].depth) * step
+        below = Stem(stem.symbols[num_bytes:], stem.nodes[kept:])
+        for lower in below.nodes:
+            lower.stem = below
+        stem.symbols = stem.symbols[:num_bytes]
+        del stem.nodes[kept:]
+
     def set_residency(self, node: Node, tiers: int, leaving: int) -> None:
         """Tag a node; its parent's counts follow."""
         before = node.staying
         node.tiers, node.leaving, node.staying = tiers, leaving, tiers & ~leaving
         changed = before ^ node.staying
         if changed and node.parent is not None:
-            holding = node.parent.holding
             for tier in range(len(self.blocks.tiers)):
                 if changed >> tier & 1:
-                    holding[tier] += 1 if node.staying >> tier & 1 else -1
+                    node.parent.hold(tier, 1 if node.staying >> tier & 1 else -1)
 
     def retag(self, node: Node, step: int) -> list[Node]:
         """Bring a node's tags in line with its blocks, splitting where they differ.
@@ -294,18 +276,15 @@ class Index:
             self.set_residency(piece, tag & 0xFF, tag >> LEAVING_SHIFT)
         return pieces
 
-    def trim(self, node: Node, count: int, step: int) -> Span:
-        """Cut the last `count` blocks, not all, off a childless node. Returns their ids, which are
-        the caller's to forget."""
-        kept = len(node) - count
+    def trim(self, node: Node, count: int, step: int) -> None:
+        """Cut the last `count` blocks, not all, off a childless node; they are the caller's to
+        forget."""
+        kept = node.num_blocks - count
         assert kept > 0
         assert not node.children
-        span = part_of(node.span, kept, len(node))
         node.span = part_of(node.span, 0, kept)
-        node.edge = node.edge[: kept * step]
-        node.ids = node.ids[: kept * ID_BYTES]
         node.num_blocks = kept
-        return span
+        node.stem.symbols = node.stem.symbols[: -count * step]
 
     def remove(self, node: Node, step: int) -> Node:
         """Forget a childless node and its blocks, which have no copy left. Returns its parent."""
@@ -318,7 +297,13 @@ class Index:
         assert parent is not None
         assert not node.children
         assert not node.tiers
-        del parent.children[node.edge[:step]]
+        stem = node.stem
+        if stem.nodes[0] is node:  # its stem goes with it
+            del parent.children[stem.symbols[:step]]
+        else:
+            del parent.children[node.symbols(step, 0, 1)]
+            stem.nodes.pop()
+            stem.symbols = stem.symbols[: -node.num_blocks * step]
         self._drop(node)
         return parent
 
@@ -354,16 +339,10 @@ class Index:
             stack.extend(node.children.values())
 
     def _new_node(
-        self,
-        namespace: int,
-        parent: Node | None,
-        edge: bytes,
-        ids: bytes,
-        span: Span,
-        depth: int,
+        self, namespace: int, parent: Node | None, span: Span, size: int, depth: int
     ) -> Node:
         number = self._free_numbers.pop() if self._free_numbers else len(self.nodes)
-        node = Node(number, namespace, parent, edge, ids, span, depth)
+        node = Node(number, namespace, parent, span, size, depth)
         if number == len(self.nodes):
             self.nodes.append(node)
         else:
@@ -375,7 +354,8 @@ class Index:
         self.nodes[node.number] = None
         self._free_numbers.append(node.number)
         node.parent = None
-        node.ids = node.edge = b""
+        node.stem = _NO_STEM  # who still knows the node must not keep its symbols alive
+        node.span, node.num_blocks = _NO_BLOCKS, 0
         node.tiers = node.leaving = node.staying = 0
         self.num_nodes -= 1
 
@@ -386,18 +366,20 @@ class Index:
             assert self.nodes[node.number] is node
             for key, child in node.children.items():
                 assert child.parent is node
-                assert child.edge[:step] == key
+                assert child.symbols(step, 0, 1) == key
                 assert child.depth == node.depth + len(node)
             for tier in range(len(self.blocks.tiers)):
                 holds = sum(child.staying >> tier & 1 for child in node.children.values())
                 assert node.holding[tier] == holds, (node.number, tier)
+            self._validate_stem(node.stem, step)
             if node.is_root:
                 continue
             ids = node.block_ids()
             num_blocks += len(ids)
             assert 0 < len(ids) == node.num_blocks
             assert (np.arange(len(self.blocks.tags), dtype=np.int32)[node.span] == ids).all()
-            assert len(node.edge) == len(ids) * step
+            assert len(node.symbols(step, 0, len(node))) == len(ids) * step
+            assert node in node.stem.nodes
             assert (self.blocks.node[ids] == node.number).all()
             depths = np.arange(node.depth, node.depth + len(ids))
             assert (self.blocks.depth[ids] == depths).all()
@@ -406,13 +388,24 @@ class Index:
             assert (self.blocks.tags[ids] == tag).all(), (node.number, tag, self.blocks.tags[ids])
         return num_blocks
 
+    def _validate_stem(self, stem: Stem, step: int) -> None:
+        """A chain of nodes with all their symbols, that goes on where few ways part."""
+        assert len(stem.symbols) == sum(map(len, stem.nodes)) * step
+        assert all(node.stem is stem for node in stem.nodes)
+        for above, node in pairwise(stem.nodes):
+            assert node.parent is above
+            assert len(above.children) <= MAX_WAYS
+
 
 def _common_blocks(edge: bytes, tokens: bytes, position: int, step: int) -> int:
     """How many whole blocks of `edge` stand in `tokens` at `position`: at least 1, not all."""
-    low, high = 1, min(len(edge), len(tokens) - position) // step
+    query = memoryview(tokens)[position:]  # its slices copy nothing
+    low, high = 1, min(len(edge), len(query)) // step
+    if edge.startswith(query[: high * step]):  # a query that ends within the edge
+        return high
     while low < high:  # low blocks agree; more than high cannot
         middle = (low + high + 1) // 2
-        if tokens.startswith(edge[low * step : middle * step], position + low * step):
+        if edge.startswith(query[low * step : middle * step], low * step):
             low = middle
         else:
             high = middle - 1

@@ -84,7 +84,7 @@ class LeaseBook:
     def open(self, lease: Lease) -> None:
         """Pin the lease's blocks."""
         for span in lease.spans:
-            self.blocks.leases[span] += 1
+            self.blocks.pin(span)
         self.leases[lease.id] = lease
 
     def close(self, lease_id: int) -> Lease | None:
@@ -92,12 +92,12 @@ class LeaseBook:
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             for span in lease.spans:
-                self.blocks.leases[span] -= 1
+                self.blocks.unpin(span)
         return lease
 
     def shorten(self, lease: Lease, num_blocks: int) -> None:
         """Unpin all but the first blocks of a lease."""
-        self.blocks.leases[lease.ids[num_blocks:]] -= 1
+        self.blocks.unpin(lease.ids[num_blocks:])
         lease.ids = lease.ids[:num_blocks]
         lease.spans = [lease.ids]
         lease.failed_at = min(lease.failed_at, num_blocks)

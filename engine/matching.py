@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hicache.engine import plan as p
 from hicache.engine.cost import LinkCost, PrefillCost
 from hicache.engine.history import History, symbols_of
+from hicache.engine.ids import ids_along, in_few
 from hicache.engine.index import Path
 from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger
@@ -108,14 +109,19 @@ class Matching:
         house = self.residency
         namespace = house.namespaces[event.namespace]
         house.index.cut(path, namespace.step)
+        used = in_few(path.spans(0, path.num_blocks))
+        for span in used:
+            house.blocks.hits[span] += 1
         if unsettled.lease_id:
             first, last = event.skip_blocks, event.skip_blocks + decision.reload_blocks
+            is_all = first == 0 and last == path.num_blocks
+            leased = used if is_all else in_few(path.spans(first, last))
             lease = Lease(
                 unsettled.lease_id,
                 event.owner,
                 event.namespace,
-                path.ids()[first:last],
-                path.spans(first, last),
+                ids_along(leased),
+                leased,
                 event.now_s + event.ttl_s,
                 unsettled.runs,
                 decision,
@@ -146,11 +152,9 @@ class Matching:
             house.queue(node)
 
     def _touch(self, path: Path, namespace: Namespace, now_s: float) -> None:
-        """The path is used: youngest, one hit more, written down if that makes it worth it."""
+        """The path is used: youngest, and written down if one hit more makes it worth it."""
         house = self.residency
         hits = house.blocks.hits
-        for node in path.nodes:
-            hits[node.span] += 1
         last = path.nodes[-1]
         house.touch(path, now_s)
         if self.history is not None and last.parent is not None:

@@ -101,11 +101,15 @@ class Event(Generic[Answer]):
 
 @dataclass(frozen=True, slots=True)
 class OpenNamespace(Event[int]):
-    """Somebody will use this namespace. Answer: its number in this run of the engine."""
+    """Somebody will use this namespace. Answer: its number in this run of the engine.
+
+    Where the namespace is new and `instead_of` is given, it takes that number from an idle one
+    (`CacheEngine.idle_namespace`), which is forgotten with all that was learned about it."""
 
     digest: bytes
     block_tokens: int
     block_bytes: int
+    instead_of: int | None = None
 
 
 @dataclass(slots=True)
@@ -357,7 +361,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class Restore(Event[list[bytes]]):
-    """Blocks of one namespace found in a durable tier, parents before children.
+    """All blocks of one namespace found in a durable tier, in any order.
 
     Answer: keys that found no place (no parent, no room), to be removed from the tier.
     """

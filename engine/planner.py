@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from hicache.engine.plan import Decision, TierRun
 
@@ -66,7 +66,8 @@ class Hit:
     is_measured: bool = True
 
 
-class _Cut(NamedTuple):
+@dataclass(slots=True)
+class _Cut:
     """Reload up to and including `run`, which ends at `end_tokens` of the prompt."""
 
     run: int
@@ -98,12 +99,14 @@ class Planner:
             )
         mode = self.settings.mode
         takes_all = mode == "always_reload" or not hit.is_measured
-        best = _Cut(0, 0, float("inf"), 0.0)
+        best = None
         for number, run in enumerate(hit.runs):
             context += run.num_blocks * hit.block_tokens
             prefill_s = hit.prefill_s(hit.prompt_tokens - context, context)
-            if hit.reload_s[number] + prefill_s < best.total_s or takes_all:
-                best = _Cut(number, context, hit.reload_s[number] + prefill_s, prefill_s)
+            total_s = hit.reload_s[number] + prefill_s
+            if best is None or total_s < best.total_s or takes_all:
+                best = _Cut(number, context, total_s, prefill_s)
+        assert best is not None
         if mode == "always_reload":
             return self._reload(hit, best, recompute_s, "mode")
         if mode == "always_recompute":

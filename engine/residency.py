@@ -25,8 +25,9 @@ import numpy as np
 from hicache.engine.backoff import Backoff
 from hicache.engine.blocks import BlockTable, State
 from hicache.engine.ids import Span
-from hicache.engine.index import Index, Node, Path
+from hicache.engine.index import Index, Path
 from hicache.engine.lease import LeaseBook
+from hicache.engine.node import Node
 from hicache.engine.plan import Move, Outcome, Priority
 from hicache.engine.policies.base import EvictionPolicy
 from hicache.tiers.block import Ids, SlotPool, TierSpec
@@ -218,6 +219,18 @@ class Residency:
         name = self.tiers[tier].name
         return any(move.src == name for move in self.moves_of.get(block, ()))
 
+    def is_deleted(self, block: int, tier: int) -> bool:
+        """Whether the block's record in the tier is being deleted, which cannot be called back."""
+        name = self.tiers[tier].name
+        moves = self.moves_of.get(block, ())
+        return any(move.src == name and move.dst is None for move in moves)
+
+    def is_going(self, block: int) -> bool:
+        """Whether every readable copy of the block is a record that is being deleted."""
+        tag = int(self.blocks.tags[block])
+        readable = [tier for tier in range(len(self.tiers)) if tag >> tier & 1]
+        return all(self.is_deleted(block, tier) for tier in readable)
+
     def drain(self, ids: Ids, tier: int) -> None:
         """ready → draining: free as soon as another copy stays and nobody reads it."""
         if len(ids):
@@ -268,7 +281,9 @@ class Residency:
         for node in leaving:
             self._rescue_node(node)
         is_stale = bool(leaving)
-        if len(path.nodes) > 2:
+        if len(path.nodes) > 1:
+            if not is_stale:
+                self.index.join(path.nodes)
             for node in path.nodes:  # turns that were stored one by one are equal from now on
                 parent = node.parent
                 if parent is not None and len(parent.children) == 1:
@@ -322,31 +337,29 @@ class Residency:
     def pinned(self, spans: Sequence[Span]) -> Iterator[None]:
         """Nothing of these blocks is given up meanwhile: room is being made for their sake."""
         for span in spans:
-            self.blocks.leases[span] += 1
+            self.blocks.pin(span)
         try:
             yield
         finally:
             for span in spans:
-                self.blocks.leases[span] -= 1
+                self.blocks.unpin(span)
 
-    def unhang_tail(self, node: Node, tier: int, count: int) -> Span:
+    def unhang_tail(self, node: Node, tier: int, count: int) -> None:
         """Take the last blocks of a leaf, whose only copies are ready in `tier`, out of the tree.
-        Returns their ids, which the caller gives to `BlockTable.forget` before anybody looks."""
+        The caller gives their ids to `BlockTable.forget` before anybody looks."""
         step = self.namespaces[node.namespace].step
-        if count < len(node):
-            span = self.index.trim(node, count, step)
+        if count < node.num_blocks:
+            self.index.trim(node, count, step)
             self.policies[tier].add(node)
-            return span
-        span, parent = node.span, node.parent
-        assert parent is not None
-        self.index.set_residency(node, 0, 0)
-        self.index.unlink(node, step)
-        if parent.parent is not None:
+            return
+        node.tiers = node.staying = 0
+        parent = self.index.unlink(node, step)
+        parent.holding[tier] -= 1
+        if not parent.holding[tier] and parent.parent is not None:
             if parent.tiers:
                 self.queue(parent)
             else:
                 self._forget_if_empty(parent, step)
-        return span
 
     def forget(self, node: Node) -> None:
         """Drop what is left of a node: its blocks have no copy and nothing below needs them."""
@@ -356,7 +369,7 @@ class Residency:
         """Remove a node without copies and children, and empty ancestors that held only it."""
         while node.parent is not None and not node.tiers and not node.children:
             ids = node.block_ids()
-            if self.blocks.leases[ids].any() or self._is_filling(ids):
+            if self.blocks.is_pinned(ids) or self._is_filling(ids):
                 return
             parent = self.index.remove(node, step)
             node = parent
@@ -370,15 +383,9 @@ class Residency:
         ids = node.block_ids()
         for tier in range(len(self.tiers)):
             if node.leaving >> tier & 1:
-                # A record being deleted cannot be called back.
-                kept = [block for block in ids.tolist() if not self._is_deleted(block, tier)]
+                kept = [block for block in ids.tolist() if not self.is_deleted(block, tier)]
                 self.rescue(np.array(kept, np.int32), tier)
         self.settle(ids)
-
-    def _is_deleted(self, block: int, tier: int) -> bool:
-        name = self.tiers[tier].name
-        moves = self.moves_of.get(block, ())
-        return any(move.src == name and move.dst is None for move in moves)
 
     def _namespace_of_block(self, block: int) -> Namespace:
         return self.namespaces[self.index.node_of(block).namespace]

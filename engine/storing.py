@@ -6,7 +6,8 @@
                                                    may still write them
 
 A block is stored once: blocks that are there are `present`, blocks that somebody else is writing
-are `busy`. Owned by the daemon's one loop.
+are `busy`. One whose last record is being deleted is not there any more: it is stored anew.
+Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from hicache.engine import plan as p
-from hicache.engine.blocks import State
+from hicache.engine.blocks import LEAVING_SHIFT, State
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Positions
 from hicache.engine.history import History, Mark, symbols_of
@@ -71,11 +72,11 @@ class Storing:
             return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, 0, False)
         pinned = path.spans(0, known)  # the path must not be given up to make room for its end
         for pin in pinned:
-            house.blocks.leases[pin] += 1
+            house.blocks.pin(pin)
         marks = self._marks(event, namespace)
         tier, slots = self._place(namespace, wanted, marks, event)
         for pin in pinned:
-            house.blocks.leases[pin] -= 1
+            house.blocks.unpin(pin)
         house.unpark()
         refused = wanted - len(slots)
         if len(slots) == 0:
@@ -88,7 +89,9 @@ class Storing:
         if num_new:  # making room may have split and merged nodes along the path
             path = house.index.match(namespace.root, event.tokens[: event.last * step], step)
             assert path.num_blocks == known
-            node = house.index.extend(namespace.root, path, event.tokens, step, num_new)
+            node = house.index.extend(
+                namespace.root, path, event.tokens[known * step : (known + num_new) * step], step
+            )
             node.touched_s = event.now_s
             span = node.span
             numbers = np.arange(known, known + num_new, dtype=np.int32)
@@ -97,7 +100,8 @@ class Storing:
                 indices = np.concatenate([indices, numbers])
             else:
                 fill_ids, indices = node.block_ids(), numbers
-            house.index.mark([node], marks, step)
+            if marks:
+                house.index.mark([node], marks, step)
         house.blocks.fill(tier, span, slots)
         ticket = Ticket(
             house.leases.next_id(),
@@ -115,12 +119,16 @@ class Storing:
 
     def _known(self, path: Path, ids: Ids) -> tuple[int, int, Positions]:
         """Of blocks on the path: how many are held, how many somebody is writing, and the positions
-        of those that are neither (holes)."""
-        if all(node.tiers for node in path.nodes):
+        of those that are neither: holes, and blocks whose last record is just being deleted."""
+        if all(node.staying for node in path.nodes):
             return len(ids), 0, _NOWHERE
-        held = self.residency.blocks.tags[ids] != 0
+        house = self.residency
+        tags = house.blocks.tags[ids]
+        held = tags != 0
+        for position in np.flatnonzero(held & ((tags & 0xFF & ~(tags >> LEAVING_SHIFT)) == 0)):
+            held[position] = not house.is_going(int(ids[position]))
         filling = np.zeros(len(ids), bool)
-        for state in self.residency.blocks.state:
+        for state in house.blocks.state:
             filling |= (state[ids] == State.FILLING) | (state[ids] == State.CANCELLED)
         lacking = np.flatnonzero(~held & ~filling)
         return int(held.sum()), int((filling & ~held).sum()), lacking
@@ -151,6 +159,8 @@ class Storing:
         self, tier: int, slot_bytes: int, count: int, marks: Sequence[Mark], event: p.Put
     ) -> int:
         """Room for the last `count` blocks of a put, as far down as they are worth it."""
+        if self.history is None:
+            return self.evictor.make_room(tier, slot_bytes, count)
         policy = self.residency.policies[tier]
         first = event.last - count
         ends = [(end, kind) for end, kind, _ in marks if end > first] or [(event.last, -1)]
@@ -234,6 +244,10 @@ class Storing:
         if tier is None:
             return []
         book = self.residency.leases
+        if not self.residency.takes(tier):  # nothing is on its way there any more
+            for lease in self._durable_waits.values():
+                book.close(lease.id)
+            self._durable_waits.clear()
         durable = []
         for ticket, lease in list(self._durable_waits.items()):
             if lease.id not in book.leases:  # expired, or its owner is gone

@@ -19,12 +19,15 @@ from __future__ import annotations
 
 from enum import Enum
 
+import numpy as np
+
 from hicache.engine.blocks import State
 from hicache.engine.evictor import MIN_VICTIMS, Evictor
-from hicache.engine.ids import Span
-from hicache.engine.index import Node
+from hicache.engine.ids import Span, ids_along
+from hicache.engine.node import Node
 from hicache.engine.plan import Priority
-from hicache.engine.residency import Residency
+from hicache.engine.residency import Namespace, Residency
+from hicache.tiers.block import Ids
 
 
 class _Progress(Enum):
@@ -34,20 +37,26 @@ class _Progress(Enum):
 
 
 class WriteDown:
-    """The paths that are wanted in the durable tier and not all there yet."""
+    """The paths that are wanted in the durable tier and not all there yet.
+
+    `pending`: the end of each, with the ids of its blocks from the root on. They are looked at
+    after every batch, in one go: nodes come and go meanwhile, but a node keeps its end, and blocks
+    above others stay. An end that was given up is shorter than it was.
+    """
 
     def __init__(self, residency: Residency, evictor: Evictor) -> None:
         self.residency = residency
         self.evictor = evictor
-        self.pending: dict[Node, None] = {}
+        self.pending: dict[Node, Ids] = {}
         self.is_flushing = False
         durable = [number for number, tier in enumerate(residency.tiers) if tier.durable]
         self.tier = durable[0] if durable else None
 
     def want(self, node: Node) -> None:
         """Write the path to this node down, as queues allow."""
-        if self.tier is not None:
-            self.pending[node] = None
+        if self.tier is not None and node not in self.pending:
+            path = self.residency.index.path_to(node)
+            self.pending[node] = ids_along([piece.span for piece in path])
 
     def is_hopeless(self, node: Node) -> bool:
         """Whether the path to this node cannot get there: what lacks above it and one block of its
@@ -69,9 +78,7 @@ class WriteDown:
 
     def paths(self) -> list[Span]:
         """The blocks of all paths that are pending."""
-        index = self.residency.index
-        nodes = {piece: None for node in self.pending for piece in index.path_to(node)}
-        return [node.span for node in nodes]
+        return [self._ids_to(node) for node in self.pending]
 
     def flush(self) -> int:
         """Write everything that the durable tier lacks (a clean stop). Returns how many paths are
@@ -91,7 +98,7 @@ class WriteDown:
         for namespace in self.residency.namespaces:
             for node in self.residency.index.subtree(namespace.root):
                 if not node.children and not node.is_root:
-                    self.pending[node] = None
+                    self.want(node)
 
     def advance(self) -> None:
         """Hand over what can go now. Called after every event that may have made room."""
@@ -145,18 +152,19 @@ class WriteDown:
             return _Progress.DONE
         house = self.residency
         namespace = house.namespace_of(node)
-        path = house.index.path_to(node)
-        for piece in path:
+        path = self._ids_to(node)
+        seen = 0
+        while len(ahead := np.flatnonzero(house.blocks.state[tier][path[seen:]] == State.ABSENT)):
+            piece = house.index.node_of(int(path[seen + int(ahead[0])]))
+            seen = piece.depth + len(piece)
             absent = house.where(piece.block_ids(), tier, State.ABSENT)
-            if len(absent) == 0:
-                continue
             src = self._source(piece, tier)
             if src is None:
                 progress = self._bring_closer(path, piece, tier)
                 if progress is not _Progress.DONE:
                     return progress
                 continue
-            room = self._room(path, src, tier, len(absent))
+            room = self._room(namespace, path, src, tier, len(absent))
             if not room:
                 coming = self._is_saturated() or self.evictor.room_is_coming(tier)
                 return _Progress.WAITING if coming else _Progress.HOPELESS
@@ -167,6 +175,10 @@ class WriteDown:
                 return _Progress.WAITING
         return _Progress.DONE
 
+    def _ids_to(self, node: Node) -> Ids:
+        """The blocks of a pending path; none where its end has gone."""
+        return self.pending[node][: node.depth + len(node) if node.parent is not None else 0]
+
     def _source(self, piece: Node, tier: int) -> int | None:
         """A tier with a link to the durable one that holds the piece."""
         house = self.residency
@@ -175,7 +187,7 @@ class WriteDown:
                 return src
         return None
 
-    def _bring_closer(self, path: list[Node], piece: Node, tier: int) -> _Progress:
+    def _bring_closer(self, path: Ids, piece: Node, tier: int) -> _Progress:
         """Copy a piece to a tier from which it can be written; it waits for that copy."""
         house = self.residency
         namespace = house.namespace_of(piece)
@@ -184,7 +196,7 @@ class WriteDown:
             if not ((src, middle) in house.links and (middle, tier) in house.links):
                 continue
             absent = house.where(piece.block_ids(), middle, State.ABSENT)
-            room = self._room(path, src, middle, len(absent)) if len(absent) else 0
+            room = self._room(namespace, path, src, middle, len(absent)) if len(absent) else 0
             if room:
                 slots = house.pools[middle].allocate(namespace.slot_bytes, room)
                 house.start(namespace, absent[:room], src, middle, slots, Priority.DEMOTION)
@@ -193,10 +205,9 @@ class WriteDown:
                 return _Progress.WAITING
         return _Progress.HOPELESS
 
-    def _room(self, path: list[Node], src: int, dst: int, count: int) -> int:
+    def _room(self, namespace: Namespace, path: Ids, src: int, dst: int, count: int) -> int:
         """Slots for up to `count` blocks of the path, made at the expense of others."""
         house = self.residency
-        namespace = house.namespace_of(path[0])
         queued = house.bytes_moving((src, dst), Priority.DEMOTION)
         may_move = max(0, self.evictor.max_moving_bytes - queued) // namespace.block_bytes
         if dst in house.backoff.trials:
@@ -204,7 +215,7 @@ class WriteDown:
         count = min(count, may_move)
         if house.pools[dst].available(namespace.slot_bytes) >= count:
             return count
-        with house.pinned([piece.span for piece in path]):
+        with house.pinned([path]):
             return self.evictor.make_room(dst, namespace.slot_bytes, count)
 
     def _is_saturated(self) -> bool:

@@ -146,7 +146,7 @@ class AsyncChannel:
                 event = await link.monitor.recv_multipart()
         except TimeoutError:
             pass
-        except BaseException:
+        except BaseException:  # cancelled, most likely
             close_socket(link.socket, link.monitor)
             raise
         if not event or not is_up(event):

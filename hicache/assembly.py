@@ -21,7 +21,7 @@ from hicache.tiers.arena import Arena, remove_stale
 from hicache.tiers.block import TierSpec
 from hicache.tiers.disk_format import record_pages, usable_bytes
 from hicache.tiers.dram import DramTier
-from hicache.tiers.hbm import HostPool, pick_device
+from hicache.tiers.hbm import Device, HostPool
 from hicache.tiers.slots import SlotPool
 from hicache.transfer.messages import WorkerConfig
 
@@ -54,15 +54,16 @@ class Parts:
             tier.close()
 
 
-def assemble(config: Config, progress: Progress) -> Parts:
-    """Make the tiers (memory is allocated and touched here, with progress).
+def assemble(config: Config, device: Device | None, progress: Progress) -> Parts:
+    """Make the tiers (memory is allocated and touched here, with progress). `device` is where `hbm`
+    is to live, None where there is no such tier.
 
     Raises ArenaError with a sentence when the memory cannot be had; nothing is left behind then.
     """
     parts = Parts()
     try:
-        _add_tiers(parts, config.tiers, config.planner.probe_links, progress)
-    except BaseException:
+        _add_tiers(parts, config.tiers, device, config.planner.probe_links, progress)
+    except BaseException:  # Ctrl-C, too: touching the memory takes a while
         parts.close()
         raise
     parts.links = _links(parts.tiers, parts.workers)
@@ -118,7 +119,9 @@ def tier_specs(config: Config, specs: Sequence[TierSpec]) -> list[TierSpec]:
     return changed
 
 
-def _add_tiers(parts: Parts, tiers: TiersConfig, probe: bool, progress: Progress) -> None:
+def _add_tiers(
+    parts: Parts, tiers: TiersConfig, device: Device | None, probe: bool, progress: Progress
+) -> None:
     dram = DramTier(
         tiers.dram.path,
         f"{ARENA_PREFIX}dram-",
@@ -127,8 +130,8 @@ def _add_tiers(parts: Parts, tiers: TiersConfig, probe: bool, progress: Progress
         progress=_report(progress, "dram") if tiers.dram.pretouch else None,
     )
     try:
-        if tiers.hbm is not None:
-            _add_hbm(parts, tiers, dram.arena, probe, progress)
+        if device is not None:
+            _add_hbm(parts, tiers, device, dram.arena, probe, progress)
     finally:
         parts.tiers.append(_spec("dram", dram.pool.capacity_bytes, tiers.dram, True, False))
         parts.pools.append(dram.pool)
@@ -139,10 +142,14 @@ def _add_tiers(parts: Parts, tiers: TiersConfig, probe: bool, progress: Progress
 
 
 def _add_hbm(
-    parts: Parts, tiers: TiersConfig, dram: Arena, probe: bool, progress: Progress
+    parts: Parts,
+    tiers: TiersConfig,
+    device: Device,
+    dram: Arena,
+    probe: bool,
+    progress: Progress,
 ) -> None:
     assert tiers.hbm is not None
-    device = pick_device(tiers.hbm.device)
     parts.notes["hbm"] = device.reason
     if device.kind == "host":
         pool = HostPool(
@@ -195,6 +202,9 @@ def _add_disk(parts: Parts, tiers: TiersConfig, dram: Arena, probe: bool) -> Non
             capacity_bytes=disk.size_bytes,
             durability=disk.durability,
             read_ahead=disk.read_ahead,
+            min_free_bytes=disk.min_free_bytes,
+            usable_bytes=pool.capacity_bytes,
+            batch_bytes=disk.batch_bytes,
             probe_bytes=(8 << 20) if probe else 0,
         )
     )

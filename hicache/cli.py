@@ -18,7 +18,10 @@ COMMANDS = {
     "serve": ("hicache.commands.serve", "serve", "Run the daemon."),
     "stats": ("hicache.commands.stats", "stats", "Show what a daemon holds, does and decides."),
     "ping": ("hicache.commands.ping", "ping", "Ask whether a daemon answers, and how fast."),
+    "doctor": ("hicache.commands.doctor", "doctor", "Say what hicache finds on this machine."),
     "config": ("hicache.commands.config", "config", "Check, show and reload configurations."),
+    "verify": ("hicache.commands.verify", "verify", "Check every block on disk."),
+    "disk": ("hicache.commands.disk", "disk", "Look after a disk tier's folder."),
     "demo": ("hicache.commands.demo", "demo", "Serve a small LLM with and without hicache."),
     "replay": (
         "hicache.commands.replay",
@@ -26,12 +29,18 @@ COMMANDS = {
         "Replay request traces to compare policies and size tiers.",
     ),
     "bench": ("hicache.commands.bench", "bench", "Measure a daemon against this machine's floor."),
+    "gpu-check": (
+        "hicache.commands.gpu_check",
+        "gpu_check",
+        "Check what needs a GPU, on one.",
+    ),
 }
 
 
 # Errors whose text is already a sentence for people: (module, class) and the exit status.
 PLAIN_ERRORS = {
     ("hicache.config", "ConfigError"): 2,
+    ("hicache.tiers.base", "TierUnavailable"): 2,
     ("hicache.channel", "DaemonAbsent"): 1,
     ("hicache.connection", "DaemonError"): 1,
 }
@@ -80,22 +89,19 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception as error:
-        status = _plain_status(error)
-        if status is None:
-            raise
+    except tuple(plain_errors()) as error:
         print(error, file=sys.stderr)
-        sys.exit(status)
+        sys.exit(next(s for kind, s in plain_errors().items() if isinstance(error, kind)))
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _plain_status(error: Exception) -> int | None:
-    """The exit status of a plain error, None for a fault of ours, which keeps its traceback.
+def plain_errors() -> dict[type[Exception], int]:
+    """The classes of plain errors with their exit status; a fault of ours keeps its traceback.
 
     A module that was not imported cannot have raised, so nothing is imported to find out.
     """
-    for (module, name), status in PLAIN_ERRORS.items():
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None and isinstance(error, kind):
-            return status
-    return None
+    return {
+        getattr(sys.modules[module], name): status
+        for (module, name), status in PLAIN_ERRORS.items()
+        if module in sys.modules
+    }

@@ -215,7 +215,7 @@ class Connection:
             return await self.answer(request_id, deadline_s, greeting)
         except DaemonError:
             raise
-        except BaseException:
+        except BaseException:  # too late, or cancelled: what it will grant must be given back
             if op in _WANTS_CLEANING and greeting is not None:
                 mailbox.give_up(request_id, op, greeting.session)
             raise
@@ -348,7 +348,7 @@ class Connection:
         try:
             for file in greeting.arenas:
                 arenas[file.tier] = Arena.attach(file.path)
-        except BaseException:
+        except BaseException:  # the second of two cannot be mapped, or this was interrupted
             for arena in arenas.values():
                 arena.close()
             raise

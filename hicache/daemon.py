@@ -29,6 +29,8 @@ from hicache import __version__
 from hicache import statistics as figures
 from hicache.assembly import Parts, engine_settings, new_engine, tier_specs
 from hicache.config import Config, LoadedConfig, diff_live
+from hicache.config.units import format_size
+from hicache.delivery import Part
 from hicache.doorkeeper import Doorkeeper
 from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
@@ -43,6 +45,7 @@ from hicache.transfer.mover import (
     News,
     WorkerDown,
     WorkerMeasured,
+    WorkerOpening,
     WorkerRows,
     WorkerUp,
 )
@@ -52,6 +55,8 @@ from hicache.wire import MatchReply, WireError, decode_request, error_reply, pac
 TICK_S: Final = 0.1
 _READABLE: Final = int(zmq.POLLIN)
 _FIRST_PART, _LAST_PART = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
+SEND_MORE_S: Final = 0.002
+"""How often a client is looked at that has to read before more is sent to it."""
 MAX_DRAIN: Final = 64
 """Requests served between two polls, so that workers and timers get their turn."""
 
@@ -91,7 +96,6 @@ class Daemon:
             self.engine,
             self.sessions,
             parts.arenas,
-            min(tier.pool.max_slot_bytes for tier in parts.mapped),
             self.epoch,
             os.getpid(),
             config.deadlines,
@@ -150,6 +154,8 @@ class Daemon:
 
     def _turn(self, wait_s: float) -> None:
         """One poll, and everything that was ready."""
+        if self.service.waiting.is_sending:
+            wait_s = min(wait_s, SEND_MORE_S)
         events = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         self._news_s = time.monotonic()
         if self.mover.fileno() in events:
@@ -158,6 +164,7 @@ class Daemon:
             for session in self.sessions.of_dead(pidfd):
                 log.info("client %s (pid %d) is gone", session.client or "?", session.pid)
                 self.service.end(session, time.monotonic())
+            self.service.buried(self.sessions.bury(pidfd), time.monotonic())
         if self._wake_read.fileno() in events:
             self._wake_read.recv(4096)
         if self._doorkeeper is not None and self._doorkeeper.socket in events:
@@ -165,6 +172,8 @@ class Daemon:
         if self._router in events:
             self._serve_requests()
             self._await_the_next()
+        if self.service.waiting.is_sending:
+            self.service.send_more()
         if self._wants_reload:
             self._wants_reload = False
             self._reload_or_complain()
@@ -292,19 +301,23 @@ class Daemon:
         self,
         peer: Peer,
         message: Mapping[str, Any] | MatchReply,
-        parts: Sequence[bytes | memoryview] = (),
-    ) -> None:
+        parts: Sequence[Part] = (),
+    ) -> zmq.MessageTracker | None:
         """A reply. A peer that is gone or does not read loses it: its deadline answers for us."""
         try:
             if parts:
-                self._router.send_multipart([peer.routing_id, pack(message), *parts], zmq.NOBLOCK)
-                return
+                end = zmq.Frame(parts[-1], track=True, copy=False, copy_threshold=0)
+                frames = [peer.routing_id, pack(message), *parts[:-1], end]
+                self._router.send_multipart(frames, zmq.NOBLOCK)
+                tracker: zmq.MessageTracker = end.tracker
+                return tracker
             packed = pack(message)
             send = zmq.backend.Socket.send  # past a wrapper that costs as much again
             send(self._router, peer.routing_id, _FIRST_PART)
             send(self._router, packed, _LAST_PART)
         except zmq.ZMQError:
             self.service.errors["unsent"] += 1
+        return None
 
     # --- moves ----------------------------------------------------------------------------------
 
@@ -343,11 +356,19 @@ class Daemon:
             self.service.news(self._do(p.MovesDone(outcomes, now_s)), now_s)
 
     def _take_worker_news(
-        self, item: WorkerUp | WorkerMeasured | WorkerRows | WorkerDown, now_s: float
+        self,
+        item: WorkerUp | WorkerOpening | WorkerMeasured | WorkerRows | WorkerDown,
+        now_s: float,
     ) -> None:
         match item:
             case WorkerMeasured():
                 self._do(p.LinkMeasured(item.src, item.dst, item.num_bytes, item.seconds))
+            case WorkerOpening():
+                share = item.done / max(1, item.total)
+                note = f"opening: {share:.0%} of {item.total:,} {item.unit}"
+                if note != self._worker_notes.get(item.tier):
+                    log.info("%s is %s", item.tier, note)
+                self._worker_notes[item.tier] = note
             case WorkerRows():
                 self.restoring.add(item.tier, item.namespace, item.rows)
             case WorkerUp():
@@ -371,6 +392,14 @@ class Daemon:
                 log.warning("a stored block was not what it should be: %s", outcome.error)
 
     def _describe(self, spec: NamespaceSpec) -> None:
+        for tier in self.engine.too_small_for(spec.block_bytes):
+            log.warning(
+                "%s (%s) is too small for a block of %d bytes: those of %s are kept elsewhere",
+                tier.name,
+                format_size(tier.capacity_bytes),
+                spec.block_bytes,
+                spec.name or spec.digest().hex()[:12],
+            )
         for worker in self.parts.workers:
             if worker.kind == "disk":
                 self.mover.describe(worker.device, spec.digest(), spec.to_wire())
@@ -491,10 +520,7 @@ class Daemon:
             self.engine.configure(
                 engine_settings(self.config), tier_specs(self.config, self.parts.tiers)
             )
-            self.service.deadlines = self.config.deadlines
-            self.service.limits = self.config.limits
-            self.sessions.max_sessions = self.config.limits.max_sessions
-            self.sessions.session_ttl_s = self.config.limits.session_ttl_s
+            self.service.configure(self.config.deadlines, self.config.limits)
             logging.getLogger().setLevel(self.config.log_level.upper())
         return {"live": list(diff.live), "restart": list(diff.restart)}
 

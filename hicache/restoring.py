@@ -22,7 +22,7 @@ class Restoring:
         self.num_restored = 0
 
     def add(self, tier: str, namespace: bytes, rows: Sequence[p.StoredBlock]) -> None:
-        """More rows of one namespace, parents before children."""
+        """More rows of one namespace, in any order."""
         self._rows.setdefault(tier, {}).setdefault(namespace, []).extend(rows)
 
     def drop(self, tier: str) -> None:

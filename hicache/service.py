@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
+import xxhash
 
 from hicache import __version__
 from hicache.config import DeadlinesConfig, LimitsConfig
+from hicache.config.units import format_size
+from hicache.delivery import Delivery, Part, Send
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
+from hicache.engine.cost import plausible_hop
 from hicache.keys import NamespaceSpec
 from hicache.session import RememberedMatch, Session, Sessions
 from hicache.tiers.arena import Arena
@@ -26,8 +30,6 @@ from hicache.waiting import Peer, Waiting, WaitingCommit, WaitingFetch, WaitingP
 from hicache.wire import PROTOCOL, DecisionReply, MatchReply, Request, WireError
 
 Answer = TypeVar("Answer")
-Part = bytes | memoryview
-Send = Callable[[Peer, Mapping[str, Any] | MatchReply, Sequence[Part]], None]
 TRANSPORTS: Final = ("auto", "arena", "frames")
 
 
@@ -51,7 +53,6 @@ class Service:
         engine: CacheEngine,
         sessions: Sessions,
         arenas: Mapping[str, Arena],
-        max_slot_bytes: int,
         epoch: str,
         pid: int,
         deadlines: DeadlinesConfig,
@@ -63,11 +64,11 @@ class Service:
         self.engine = engine
         self.sessions = sessions
         self.arenas = arenas
-        self.max_slot_bytes = max_slot_bytes
         self.epoch = epoch
         self.pid = pid
         self.deadlines = deadlines
         self.limits = limits
+        self.delivery = Delivery(engine, arenas, send, limits.max_unread_bytes)
         self.waiting = Waiting()
         self.namespaces: dict[bytes, NamespaceSpec] = {}
         self.requests: Counter[str] = Counter()
@@ -88,6 +89,14 @@ class Service:
             "bye": self._bye,
             "clear": self._clear,
         }
+
+    def configure(self, deadlines: DeadlinesConfig, limits: LimitsConfig) -> None:
+        """Apply what can change while serving."""
+        self.deadlines = deadlines
+        self.limits = limits
+        self.delivery.max_unread_bytes = limits.max_unread_bytes
+        self.sessions.max_sessions = limits.max_sessions
+        self.sessions.session_ttl_s = limits.session_ttl_s
 
     def handle(self, asked: Asked) -> None:
         """Serve one request. Raises WireError for the one error reply it gets instead."""
@@ -125,17 +134,11 @@ class Service:
         except ValueError as error:
             raise WireError("spec", f"spec: {error}") from None
         self._check_spec(spec)
+        if len(self.sessions) >= self.sessions.max_sessions:
+            self._end_idle_sessions(asked.now_s)
         self.sessions.check_room()
         digest = spec.digest()
-        if digest not in self.namespaces and len(self.namespaces) >= self.limits.max_namespaces:
-            raise WireError(
-                "refused",
-                f"{len(self.namespaces)} namespaces are in use, which is limits.max_namespaces",
-            )
-        number = self.do(p.OpenNamespace(digest, spec.block_tokens, spec.block_bytes))
-        if digest not in self.namespaces:
-            self.namespaces[digest] = spec
-            self._describe(spec)
+        number = self._open_namespace(digest, spec)
         by_frames = body["transport"] == "frames" or (body["transport"] == "auto" and not asked.pid)
         session = self.sessions.open(
             number,
@@ -171,6 +174,27 @@ class Service:
             capabilities=["match", "fetch", "put", "durable", "observe", "frames", "clear"],
         )
 
+    def _open_namespace(self, digest: bytes, spec: NamespaceSpec) -> int:
+        """Raises WireError('refused') when there are as many as the limit allows and each has a
+        session or blocks."""
+        known = self.engine.residency.namespaces
+        instead_of = None
+        if len(known) >= self.limits.max_namespaces and not self.engine.knows(digest):
+            instead_of = self.engine.idle_namespace({s.namespace for s in self.sessions})
+            if instead_of is None:
+                raise WireError(
+                    "refused",
+                    f"{len(known)} namespaces have clients or blocks, which is "
+                    "limits.max_namespaces; raise it, or let fewer of them be used",
+                )
+            self.namespaces.pop(known[instead_of].digest, None)
+        event = p.OpenNamespace(digest, spec.block_tokens, spec.block_bytes, instead_of)
+        number = self.do(event)
+        if digest not in self.namespaces:
+            self.namespaces[digest] = spec
+            self._describe(spec)
+        return number
+
     def _check_spec(self, spec: NamespaceSpec) -> None:
         if len(spec.groups) > 1:
             raise WireError("spec", "protocol 1 holds models with one layer group, not several")
@@ -178,11 +202,14 @@ class Service:
             raise WireError("spec", "protocol 1 holds full attention, not a sliding window")
         if spec.tp_size != 1 or spec.pp_size != 1:
             raise WireError("spec", "protocol 1 holds one rank, not several")
-        if slot_bytes_for(spec.block_bytes) > self.max_slot_bytes:
+        mapped = [tier for tier in self.engine.residency.tiers if tier.mapped]
+        too_small = self.engine.too_small_for(spec.block_bytes)
+        if all(tier in too_small for tier in mapped):
+            rooms = " and ".join(f"{t.name} ({format_size(t.capacity_bytes)})" for t in mapped)
             raise WireError(
                 "spec",
-                f"a block of {spec.block_bytes} bytes does not fit: at most {self.max_slot_bytes} "
-                "bytes with these tier sizes; use fewer tokens per block or larger tiers",
+                f"a block of {spec.block_bytes} bytes does not fit in {rooms}; "
+                "use fewer tokens per block or larger tiers",
             )
 
     def _heartbeat(self, asked: Asked, session: Session) -> None:
@@ -192,14 +219,35 @@ class Service:
         self.end(session, asked.now_s)
         self._reply(asked.peer)
 
-    def end(self, session: Session, now_s: float) -> None:
-        """The session said goodbye, or its process is dead: nobody writes its slots any more."""
+    def _end_idle_sessions(self, now_s: float) -> None:
+        """Of clients that were dropped in a process that lives, as far as can be told: silent for
+        long, and with nothing in their hands. One that comes back says hello again."""
+        book = self.engine.residency.leases
+        busy = {lease.owner for lease in book.leases.values()}
+        busy |= {ticket.owner for ticket in book.tickets.values()}
+        set_aside = {held.owner for held in book.quarantine.values()}
+        waiting = {fetch.session for fetch in self.waiting.fetches.values()}
+        waiting |= {put.session for put in self.waiting.puts}
+        for session in self.sessions.idle(now_s):
+            owner = session.group.number
+            if owner not in busy and session.token not in waiting:
+                may_write = owner in set_aside and session.transport == "arena"
+                self.end(session, now_s, may_write=may_write)
+
+    def buried(self, owners: Sequence[int], now_s: float) -> None:
+        """A process is dead that these groups' slots were set aside for."""
+        for owner in owners:
+            self.do(p.WriterGone(owner, now_s))
+
+    def end(self, session: Session, now_s: float, *, may_write: bool = False) -> None:
+        """The session said goodbye, or its process is dead: nobody writes its slots any more,
+        unless it `may_write`, or another process of its group may."""
         for lease, fetch in list(self.waiting.fetches.items()):
             if fetch.session == session.token:
                 del self.waiting.fetches[lease]
         self.waiting.puts = [put for put in self.waiting.puts if put.session != session.token]
-        group = self.sessions.close(session)
-        if group is not None:
+        group = self.sessions.close(session, may_write=may_write)
+        if group is not None and not self.sessions.has_writer_left(group.number):
             self.do(p.WriterGone(group.number, now_s))
 
     # --- asking for a prefix --------------------------------------------------------------------
@@ -207,9 +255,11 @@ class Service:
     def _match(self, asked: Asked, session: Session) -> None:
         body = asked.request.body
         self._check_tokens(body["tokens"])
+        digest = b""
         if body["request"]:
+            digest = xxhash.xxh3_128_digest(body["tokens"])
             known = session.matches.get(body["request"])
-            if known is not None and self._is_same(known, body):
+            if known is not None and self._is_same(known, digest, body["skip_blocks"]):
                 known.reply.id = asked.request.id
                 self._send(asked.peer, known.reply, ())
                 return
@@ -222,7 +272,7 @@ class Service:
                 session.group.number,
                 asked.now_s,
                 self.limits.lease_ttl_s,
-                body["hop_bytes_per_s"],
+                plausible_hop(body["hop_bytes_per_s"]),
                 body["skip_blocks"],
             )
         )
@@ -243,16 +293,15 @@ class Service:
                 decision.sentence if body["explain"] else "",
             ),
         )
-        if body["request"]:
+        if body["request"] and matched.lease:
             session.remember(
-                body["request"],
-                RememberedMatch(body["tokens"], body["skip_blocks"], matched.lease, reply),
+                body["request"], RememberedMatch(digest, body["skip_blocks"], matched.lease, reply)
             )
         self._send(asked.peer, reply, ())
 
-    def _is_same(self, known: RememberedMatch, body: Mapping[str, Any]) -> bool:
+    def _is_same(self, known: RememberedMatch, tokens: bytes, skip_blocks: int) -> bool:
         """Idempotent: the same request asking the same gets the same lease while it lasts."""
-        same = known.tokens == body["tokens"] and known.skip_blocks == body["skip_blocks"]
+        same = known.tokens == tokens and known.skip_blocks == skip_blocks
         return same and known.lease in self.engine.residency.leases.leases
 
     def _fetch(self, asked: Asked, session: Session) -> None:
@@ -266,42 +315,8 @@ class Service:
             asked.peer, session.token, lease, deadline_s, bytearray(len(leased.ids))
         )
         is_last = not fetched.waiting and not fetched.unplaced
-        self._tell(fetch, session, fetched.ready, is_last)
-        if not is_last:
+        if not self.delivery.tell(fetch, session, fetched.ready, is_last):
             self.waiting.fetches[lease] = fetch
-
-    def _tell(
-        self, fetch: WaitingFetch, session: Session, runs: Sequence[p.ReadyRun], is_last: bool
-    ) -> None:
-        """One message of a fetch: the runs readable now; the last says how long the prefix is."""
-        ready: list[list[Any]] = []
-        parts: list[Part] = []
-        for run in runs:
-            count = len(run.slots)
-            fetch.arrived[run.first : run.first + count] = b"\1" * count
-            if session.transport == "arena":
-                generations = self.arenas[run.tier].generations(run.slots)
-                ready.append(
-                    [
-                        run.first,
-                        run.tier,
-                        run.slots.astype("<u4").tobytes(),
-                        generations.astype("<u4").tobytes(),
-                        count,
-                    ]
-                )
-                continue
-            ready.append([run.first, run.tier, b"", b"", count])
-            arena = self.arenas[run.tier]
-            parts.extend(
-                # A copy: the slot may be given to somebody else before ZeroMQ has sent it.
-                arena.view(slot, session.spec.block_bytes).tobytes()
-                for slot in run.slots.tolist()
-            )
-        if is_last:
-            self._reply(fetch.peer, parts, ready=ready, blocks=fetch.prefix_blocks(), waiting=0)
-        elif ready:
-            self._reply(fetch.peer, parts, more=True, ready=ready)
 
     def _release(self, asked: Asked, session: Session) -> None:
         body = asked.request.body
@@ -313,7 +328,7 @@ class Service:
         self.do(p.ObserveReload(lease, body["hop_bytes"], body["hop_s"], body["total_s"]))
         fetch = self.waiting.fetches.pop(lease, None)
         if fetch is not None:  # given up while blocks were still on their way
-            self._tell(fetch, session, (), is_last=True)
+            self._give_up(fetch)
         self._reply(asked.peer, released=self.do(p.Release(lease, asked.now_s)))
 
     # --- handing blocks over --------------------------------------------------------------------
@@ -430,12 +445,13 @@ class Service:
         for lease, runs in arrivals.arrived.items():
             fetch = self.waiting.fetches.get(lease)
             if fetch is not None and lease not in arrivals.finished:
-                self._tell(fetch, self.sessions.by_token[fetch.session], runs, is_last=False)
+                self.delivery.tell(fetch, self._session_of(fetch), runs, is_last=False)
         for lease in arrivals.finished:
-            fetch = self.waiting.fetches.pop(lease, None)
+            fetch = self.waiting.fetches.get(lease)
             if fetch is not None:
-                session = self.sessions.by_token[fetch.session]
-                self._tell(fetch, session, arrivals.arrived.get(lease, ()), is_last=True)
+                runs = arrivals.arrived.get(lease, [])
+                if self.delivery.tell(fetch, self._session_of(fetch), runs, is_last=True):
+                    del self.waiting.fetches[lease]
         for ticket in arrivals.durable:
             commit = self.waiting.commits.pop(ticket, None)
             if commit is not None:
@@ -460,11 +476,26 @@ class Service:
             self.end(session, now_s)
         self.news(self.do(p.Tick(now_s)), now_s)
         for fetch in self.waiting.overdue_fetches(now_s):
-            self._tell(fetch, self.sessions.by_token[fetch.session], (), is_last=True)
+            self._give_up(fetch)
         for commit in self.waiting.overdue_commits(now_s):
             self._reply(commit.peer, committed=commit.committed, durable=False)
         if any(put.deadline_s <= now_s for put in self.waiting.puts):
             self._try_puts(now_s)
+
+    def send_more(self) -> None:
+        """Clients may have read what was sent to them: what waits for that goes on."""
+        for lease, fetch in list(self.waiting.fetches.items()):
+            if fetch.unsent and self.delivery.go_on(fetch, self._session_of(fetch)):
+                del self.waiting.fetches[lease]
+
+    def _give_up(self, fetch: WaitingFetch) -> None:
+        """Its time is over, or nobody wants the rest: it has been taken out of those who wait."""
+        if fetch.unsent:
+            self.errors["unread"] += 1
+        self.delivery.give_up(fetch, self._session_of(fetch))
+
+    def _session_of(self, fetch: WaitingFetch) -> Session:
+        return self.sessions.by_token[fetch.session]
 
     # --- small things ---------------------------------------------------------------------------
 

@@ -6,27 +6,32 @@ routing ids, which change when a socket reconnects.
 
 Who is alive: on `ipc` the peer's pid comes from the socket, never from the message, and a pidfd
 tells of its death within milliseconds. Where the pid is not visible (tcp, another pid namespace)
-a session that is silent for `session_ttl_s` is taken for dead. Used from the daemon's loop only.
+a session that is silent for `session_ttl_s` is taken for dead. A process that lives may have
+dropped a client without a goodbye: when sessions run out, `idle` ones that hold nothing are ended
+too. What their process may still write stays set aside until it is dead (`_Process.owners`).
+Used from the daemon's loop only.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from hicache.keys import NamespaceSpec
 from hicache.wire import SESSION_BYTES, MatchReply, WireError
 
-MAX_REMEMBERED_MATCHES: Final = 4096
+MAX_REMEMBERED_MATCHES: Final = 1024
+"""Per session: somebody who asks again does so while it waits, not thousands of requests later."""
 
 
 @dataclass(slots=True)
 class RememberedMatch:
-    """A match's answer, to be given again when the same request id asks the same."""
+    """A match's answer, to be given again when the same request id asks the same. `tokens` is a
+    digest: a long prompt has half a megabyte."""
 
     tokens: bytes
     skip_blocks: int
@@ -43,6 +48,34 @@ class Group:
     num_sessions: int = 0
 
 
+class Tracker(Protocol):
+    """Tells whether ZeroMQ has let go of a message's parts."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class Unread:
+    """Block bytes sent to one client that ZeroMQ still has. The newest message is not counted:
+    ZeroMQ lets go of a message's end only when it takes up the next one."""
+
+    _sent: deque[tuple[Tracker, int]] = field(default_factory=deque)
+    _num_bytes: int = 0
+
+    def add(self, tracker: Tracker, num_bytes: int) -> None:
+        """A message was sent."""
+        if self._sent:
+            self._num_bytes += self._sent[-1][1]
+        self._sent.append((tracker, num_bytes))
+
+    def num_bytes(self) -> int:
+        """How many, now."""
+        while len(self._sent) > 1 and self._sent[0][0].done:
+            self._num_bytes -= self._sent.popleft()[1]
+        return self._num_bytes
+
+
 @dataclass(slots=True)
 class Session:
     """One client. `pid` is 0 where it is not visible."""
@@ -56,20 +89,24 @@ class Session:
     pid: int
     last_seen_s: float
     matches: OrderedDict[str, RememberedMatch] = field(default_factory=OrderedDict)
+    unread: Unread = field(default_factory=Unread)
 
     def remember(self, request: str, match: RememberedMatch) -> None:
         """Keep a match's answer for its request id; the oldest are forgotten."""
         self.matches[request] = match
+        self.matches.move_to_end(request)
         while len(self.matches) > MAX_REMEMBERED_MATCHES:
             self.matches.popitem(last=False)
 
 
 @dataclass(slots=True)
 class _Process:
-    """A peer's process: its pidfd tells of its death."""
+    """A peer's process: its pidfd tells of its death. `owners`: groups into whose slots it may yet
+    write although its session has ended."""
 
     pidfd: int
-    tokens: set[bytes]
+    tokens: set[bytes] = field(default_factory=set)
+    owners: set[int] = field(default_factory=set)
 
 
 class Sessions:
@@ -130,20 +167,38 @@ class Sessions:
         session.last_seen_s = now_s
         return session
 
-    def close(self, session: Session) -> Group | None:
-        """Forget a session. Returns its group if that has ended with it."""
+    def close(self, session: Session, *, may_write: bool = False) -> Group | None:
+        """Forget a session. Returns its group if that has ended with it. `may_write`: its process
+        lives, and nobody knows whether it still writes into slots of the group's."""
         if self.by_token.pop(session.token, None) is None:
             return None
         process = self._processes.get(session.pid)
         if process is not None:
             process.tokens.discard(session.token)
-            if not process.tokens:
+            if may_write:
+                process.owners.add(session.group.number)
+            elif not process.tokens and not process.owners:
                 self._unwatch(session.pid)
         session.group.num_sessions -= 1
         if session.group.num_sessions:
             return None
         del self.groups[session.group.token]
         return session.group
+
+    def has_writer_left(self, owner: int) -> bool:
+        """Whether a process whose session has ended lives on, and may write this group's slots."""
+        return any(owner in process.owners for process in self._processes.values())
+
+    def bury(self, pidfd: int) -> list[int]:
+        """The process is dead and its sessions are closed. Returns the groups that have ended and
+        whose slots nobody can write any more."""
+        pid = self._pid_of.get(pidfd)
+        if pid is None:
+            return []
+        owners = self._processes[pid].owners
+        self._unwatch(pid)
+        alive = {group.number for group in self.groups.values()}
+        return [owner for owner in sorted(owners - alive) if not self.has_writer_left(owner)]
 
     def pidfds(self) -> list[int]:
         """To be polled for reading: readable means dead."""
@@ -162,6 +217,14 @@ class Sessions:
             if not session.pid and now_s - session.last_seen_s > self.session_ttl_s
         ]
 
+    def idle(self, now_s: float) -> list[Session]:
+        """Sessions whose process lives and that have said nothing for `session_ttl_s`."""
+        return [
+            session
+            for session in self.by_token.values()
+            if session.pid and now_s - session.last_seen_s > self.session_ttl_s
+        ]
+
     def close_all(self) -> None:
         """At the daemon's end."""
         for pid in list(self._processes):
@@ -178,7 +241,7 @@ class Sessions:
                 pidfd = os.pidfd_open(pid)
             except OSError:  # gone already, or of another pid namespace: heartbeats decide
                 return False
-            process = self._processes[pid] = _Process(pidfd, set())
+            process = self._processes[pid] = _Process(pidfd)
             self._pid_of[pidfd] = pid
         process.tokens.add(token)
         return True

@@ -6,9 +6,12 @@ leaves for every request. Used from the daemon's loop only.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from hicache.engine.plan import ReadyRun
 
 
 class Asker(Protocol):
@@ -27,13 +30,21 @@ class Peer:
 
 @dataclass(slots=True)
 class WaitingFetch:
-    """`arrived` marks the lease's blocks that the client has been told of."""
+    """`arrived` marks the lease's blocks that the client has been told of; `unsent` could be told
+    of, were it not for what the client has still to read; `is_complete`: no more will come."""
 
     peer: Peer
     session: bytes
     lease: int
     deadline_s: float
     arrived: bytearray
+    unsent: deque[ReadyRun] = field(default_factory=deque)
+    is_complete: bool = False
+
+    def mark(self, run: ReadyRun) -> None:
+        """The client is told of these."""
+        count = len(run.slots)
+        self.arrived[run.first : run.first + count] = b"\1" * count
 
     def prefix_blocks(self) -> int:
         """How many blocks from the front have arrived without a gap."""
@@ -71,6 +82,11 @@ class Waiting:
 
     def __len__(self) -> int:
         return len(self.fetches) + len(self.puts) + len(self.commits)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a fetch waits for its client to read."""
+        return any(fetch.unsent for fetch in self.fetches.values())
 
     def next_deadline_s(self) -> float | None:
         """The earliest deadline, None when nothing waits."""

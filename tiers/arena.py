@@ -64,6 +64,7 @@ class Arena:
         num_pages = data_bytes // PAGE_BYTES
         table = everything[PAGE_BYTES : PAGE_BYTES + 4 * num_pages]
         self._generations: npt.NDArray[np.uint32] = table.view(np.uint32)
+        self._data_address = int(self.data.ctypes.data)
 
     @classmethod
     def create(
@@ -88,7 +89,7 @@ class Arena:
         try:
             _allocate(fd, path, data_offset + data_bytes, pretouch)
             arena = cls(path, fd, data_bytes, data_offset, secrets.token_hex(16))
-        except BaseException:
+        except BaseException:  # Ctrl-C while it is touched: the file would keep all of its memory
             path.unlink(missing_ok=True)
             os.close(fd)
             raise
@@ -119,7 +120,7 @@ class Arena:
             if os.fstat(fd).st_size < data_offset + data_bytes:
                 raise ArenaError(f"{path} is shorter than its header says")
             return cls(path, fd, data_bytes, data_offset, epoch.decode())
-        except BaseException:
+        except BaseException:  # no room in the address space, for one
             os.close(fd)
             raise
 
@@ -131,6 +132,14 @@ class Arena:
         if slot < 0 or num_bytes < 0 or start + num_bytes > self.data_bytes:
             raise ValueError(f"slot {slot} of {num_bytes} bytes leaves the arena")
         return self.data[start : start + num_bytes]
+
+    def address(self, slot: int, num_bytes: int) -> int:
+        """Where `view` begins, for who copies by address while this arena is open. ValueError as
+        there."""
+        start = slot * PAGE_BYTES
+        if slot < 0 or num_bytes < 0 or start + num_bytes > self.data_bytes or self._fd < 0:
+            raise ValueError(f"slot {slot} of {num_bytes} bytes leaves the arena")
+        return self._data_address + start
 
     def copy_in(self, slots: Ids, blocks: Bytes, slot_bytes: int) -> None:
         """Write row i of `blocks` ([n, block bytes]) to slot i; neighbours in one copy."""

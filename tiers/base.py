@@ -33,8 +33,13 @@ class TierUnavailable(TierError):
     """The medium cannot be opened: in use by another process, not writable, not supported."""
 
 
-class TierDamaged(TierError):
-    """The medium itself is broken: its worker reports so and ends, and a new one recovers."""
+class TierBroken(TierError):
+    """This process can use the medium no longer: its worker reports so and ends, and a new one
+    tries again. What the medium holds may well be whole."""
+
+
+class TierDamaged(TierBroken):
+    """What the medium holds cannot be trusted: as above; after a second time it is set aside."""
 
 
 class Identity(Protocol):

@@ -19,18 +19,17 @@ Races, and who wins:
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import lmdb
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from hicache.tiers.base import (
@@ -42,43 +41,39 @@ from hicache.tiers.base import (
     TierFull,
     TierMissing,
 )
-from hicache.tiers.block import PAGE_BYTES, slot_bytes_for
+from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.disk_device import DiskDevice
-from hicache.tiers.disk_format import Header, derive_key, pack_header, unpack_header
-
-Bytes = npt.NDArray[np.uint8]
-Durability = Literal["fast", "batched", "sync"]
-_FULL_BYTES = 16 << 20
-_DAMAGE = (
-    lmdb.CorruptedError,
-    lmdb.PageNotFoundError,
-    lmdb.PanicError,
-    lmdb.InvalidError,
-    lmdb.VersionMismatchError,
-    lmdb.MapResizedError,  # its first pages were overwritten: nobody else may change the map
-    lmdb.InvalidParameterError,  # its lock file was
-    lmdb.BadTxnError,  # a page of its trees was no page
+from hicache.tiers.disk_environment import (
+    Environment,
+    open_environment,
+    typed,
+    volume_free_bytes,
 )
+from hicache.tiers.disk_format import (
+    Header,
+    is_sound,
+    map_bytes,
+    most_growth_bytes,
+    pack_header,
+    unpack_header,
+)
+from hicache.tiers.disk_reading import Bytes, Found, copy_all
+from hicache.tiers.disk_shrink import compact, evict_coldest
 
-
-class _Environment(NamedTuple):
-    """One class's LMDB environment and its two sub-databases."""
-
-    env: lmdb.Environment
-    meta: Any
-    blocks: Any
-    inode: int
-
-    def file_bytes(self) -> int:
-        return (self.env.info()["last_pgno"] + 1) * PAGE_BYTES
+Durability = Literal["fast", "batched", "sync"]
+READERS = 4
 
 
 class DiskTier:
-    """The device at `path`. The map size of every environment is the device's whole capacity.
+    """The device at `path`. `capacity_bytes` bounds all its files together.
 
     `fast` leaves syncing to the kernel (safe against kill -9, not against power loss), `batched`
     syncs every commit, `sync` commits every block by itself (the caller splits; see
-    `blocks_per_commit`). `notes` says in sentences what opening it had to do.
+    `blocks_per_commit`). `min_free_bytes` stay free on the volume: when they do not, nothing is
+    stored but in room that was given up before. Where the files are larger than the capacity, the
+    coldest blocks go until the others' records take at most `usable_bytes`, and the files are
+    written anew (`progress` is told bytes done and in all). `notes` says in sentences what opening
+    it had to do. Blocks are copied by `readers` threads.
     """
 
     def __init__(
@@ -88,6 +83,10 @@ class DiskTier:
         *,
         durability: Durability = "batched",
         read_ahead: bool = True,
+        readers: int = READERS,
+        min_free_bytes: int = 0,
+        usable_bytes: int | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
         lock_wait_s: float = 0.0,
         set_aside: bool = False,
     ) -> None:
@@ -96,14 +95,21 @@ class DiskTier:
         self.durability: Durability = durability
         self.blocks_per_commit = 1 if durability == "sync" else 1 << 30
         self._read_ahead = read_ahead
-        self._environments: dict[int, _Environment] = {}
+        self._min_free_bytes = min_free_bytes
+        self._environments: dict[int, Environment] = {}
         self._is_open = True
         self._device = DiskDevice(path, durability, lock_wait_s=lock_wait_s, set_aside=set_aside)
+        self._pool = (
+            ThreadPoolExecutor(readers, thread_name_prefix="hicache-copy") if readers > 1 else None
+        )
         self.notes = self._device.notes
         try:
             for slot_bytes in self._device.classes():
                 self._reopen(slot_bytes)
-        except BaseException:
+            most = map_bytes(self.capacity_bytes)
+            if sum(opened.file_bytes() for opened in self._environments.values()) > most:
+                self._shrink(most - most // 20 if usable_bytes is None else usable_bytes, progress)
+        except BaseException:  # one that is damaged must not leave the others open, and locked
             self._release()
             raise
 
@@ -111,12 +117,8 @@ class DiskTier:
 
     def put(self, slot_bytes: int, blocks: Sequence[tuple[Identity, Bytes]]) -> None:
         """Store blocks of one class in one transaction: all of them or, on TierError, none."""
-        num_bytes = sum(view.nbytes + 2 * PAGE_BYTES for _, view in blocks)
-        opened = self._environments.get(slot_bytes) or self._open(slot_bytes)
-        if self._is_over_budget(opened, num_bytes):
-            raise NoRoomForSize(
-                f"{self.path}: other slot sizes hold the room of {slot_bytes}-byte slots"
-            )
+        num_bytes = sum(view.nbytes for _, view in blocks)
+        opened = self._with_room(slot_bytes, most_growth_bytes(len(blocks), num_bytes))
         rows = [
             (
                 identity.key,
@@ -134,12 +136,18 @@ class DiskTier:
                 txn.put(key, content, db=opened.blocks)
 
         try:
-            self._commit(opened, store)
+            try:
+                opened.commit(store)
+            except TierFull as error:
+                if not isinstance(error.__cause__, lmdb.MapFullError):
+                    raise
+                opened.commit(lambda txn: txn.put(b"commits", os.urandom(8)))  # race 2
+                opened.commit(store)
         except TierFull as error:
-            if not isinstance(error.__cause__, lmdb.MapFullError):
-                raise
-            self._commit(opened, lambda txn: txn.put(b"commits", os.urandom(8)))  # race 2
-            self._commit(opened, store)
+            is_narrow = opened.map_bytes() < map_bytes(self.capacity_bytes)
+            if is_narrow and isinstance(error.__cause__, lmdb.MapFullError):
+                raise self._no_room(slot_bytes) from error
+            raise
 
     def delete(self, slot_bytes: int, keys: Sequence[bytes]) -> None:
         """Remove records in one transaction; those that are not there do not matter."""
@@ -152,21 +160,24 @@ class DiskTier:
                 txn.delete(key, db=opened.meta)
                 txn.delete(key, db=opened.blocks)
 
-        self._commit(opened, remove)
+        try:
+            opened.commit(remove)
+        except TierFull:  # its map ends where other classes' files begin: this is what is spared
+            spare = self.room_bytes() + self._spare_bytes()
+            most = min(map_bytes(self.capacity_bytes), opened.file_bytes() + spare)
+            if most <= opened.map_bytes():
+                raise
+            opened.resize(most)
+            opened.commit(remove)
 
     def describe_namespace(self, digest: bytes, description: Mapping[str, Any]) -> None:
         """Leave a readable account of a namespace beside its blocks, for people."""
-        file = self.path / "namespaces" / f"{digest.hex()}.json"
-        if not file.exists():
-            file.parent.mkdir(mode=0o700, exist_ok=True)
-            new = file.with_suffix(".new")
-            new.write_text(json.dumps(description, indent=1, sort_keys=True))
-            new.rename(file)
+        self._device.describe(digest, json.dumps(description, indent=1, sort_keys=True))
 
     def sync(self) -> None:
         """Everything that was committed is on the medium when this returns."""
         for opened in list(self._environments.values()):
-            with _typed("sync", self.path):
+            with typed("sync", str(self.path)):
                 opened.env.sync(True)
 
     # --- the reader's side ---------------------------------------------------------------------
@@ -182,57 +193,56 @@ class DiskTier:
         opened = self._environments.get(slot_bytes)
         if opened is None:
             return [TierMissing("no block of this size is stored") for _ in wanted]
-        results: list[TierError | None] = []
-        bad: list[tuple[bytes, bytes | None]] = []
-        with _typed("read", self.path), opened.env.begin(buffers=True) as txn:
-            for identity, view in wanted:
-                found = txn.get(identity.key, db=opened.meta)
-                header = None if found is None else bytes(found)
-                problem = _copy(txn, opened, identity, header, view)
-                if isinstance(problem, TierCorrupt):
-                    bad.append((identity.key, header))
-                results.append(problem)
-                del found
+        with (
+            typed("read", str(self.path)),
+            opened.mapping,
+            opened.env.begin(buffers=True) as txn,
+        ):
+            found = [_find(txn, opened, identity, view) for identity, view in wanted]
+            results = copy_all(found, self._pool)
+            bad = [
+                (record.identity.key, record.packed)
+                for record, problem in zip(found, results, strict=True)
+                if isinstance(problem, TierCorrupt)
+            ]
+            del found
         if bad:
             self._remove_bad(opened, bad)
         return results
 
     def scan(self, batch_rows: int = 1000) -> Iterator[list[Header]]:
-        """What is stored, from `meta` alone: batches of one namespace each, parents before their
-        children. Rows that are not what they claim to be are removed. Before any other thread."""
-        order: list[tuple[bytes, int, bytes, int]] = []
+        """What is stored, from `meta` alone, as it lies: batches of one namespace each, in no order
+        that means anything. Rows that are not what they claim to be are removed. Before any other
+        thread. Raises TierDamaged when the tree goes round in circles."""
+        waiting: dict[bytes, list[Header]] = {}
         for slot_bytes, opened in self._environments.items():
             bad: list[tuple[bytes, bytes | None]] = []
-            with (
-                _typed("scan", self.path),
-                opened.env.begin() as txn,
-                txn.cursor(db=opened.meta) as cursor,
-            ):
-                for key, packed in cursor:
-                    header = unpack_header(packed)
-                    if header is None or not _is_sound(header, key, slot_bytes):
-                        bad.append((key, packed))
-                    else:
-                        order.append((header.namespace, header.depth, key, slot_bytes))
+            for key, packed in _rows(opened):
+                header = unpack_header(packed)
+                if header is None or not is_sound(header, key, slot_bytes):
+                    bad.append((key, packed))
+                    continue
+                batch = waiting.setdefault(header.namespace, [])
+                batch.append(header)
+                if len(batch) == batch_rows:
+                    yield waiting.pop(header.namespace)
             if bad:
                 self.notes.append(f"{len(bad)} records of {slot_bytes}-byte slots were not whole")
                 self._remove_bad(opened, bad)
-        order.sort()
-        start = 0
-        while start < len(order):
-            end = start + 1
-            while end < min(start + batch_rows, len(order)) and order[end][0] == order[start][0]:
-                end += 1
-            yield self._headers(order[start:end])
-            start = end
+        yield from waiting.values()
 
     def num_blocks(self) -> int:
         """How many blocks are stored."""
-        total = 0
-        for opened in self._environments.values():
-            with opened.env.begin() as txn:
-                total += txn.stat(opened.meta)["entries"]
-        return total
+        return sum(opened.num_blocks() for opened in self._environments.values())
+
+    def room_bytes(self) -> int:
+        """How much longer the files may become, all together."""
+        files = sum(opened.file_bytes() for opened in self._environments.values())
+        others = len(self._environments) > 1 or self._device.aside_bytes
+        kept = self._device.aside_bytes + (self._spare_bytes() if others else 0)
+        room = map_bytes(self.capacity_bytes) - files - kept
+        with typed("write", str(self.path)):
+            return min(room, volume_free_bytes(str(self.path)) - self._min_free_bytes)
 
     def close(self) -> None:
         """Sync, mark the device as left in order, and let go of it. Idempotent."""
@@ -240,7 +250,8 @@ class DiskTier:
             return
         try:
             self.sync()
-            self._device.mark(is_clean=True)
+            with typed("close", str(self.path)):
+                self._device.mark(is_clean=True)
         finally:
             self._release()
 
@@ -256,8 +267,7 @@ class DiskTier:
         """Open a class found on the device; remove it when empty, set it aside when damaged."""
         try:
             opened = self._open(slot_bytes)
-            with opened.env.begin() as txn:
-                is_empty = not txn.stat(opened.meta)["entries"]
+            is_empty = not opened.num_blocks()
         except TierDamaged as error:
             self._device.set_aside(slot_bytes, str(error))
             return
@@ -266,149 +276,107 @@ class DiskTier:
             del self._environments[slot_bytes]
             shutil.rmtree(self._device.directory(slot_bytes))
 
-    def _open(self, slot_bytes: int) -> _Environment:
-        directory = self._device.directory(slot_bytes)
-        file = directory / "data.mdb"
-        had_bytes = file.stat().st_size if file.exists() else 0
-        with _typed("open", self.path):
-            directory.mkdir(mode=0o700, exist_ok=True)
-            env = lmdb.open(
-                str(directory),
-                map_size=self.capacity_bytes,
-                mode=0o600,
-                max_dbs=2,
-                max_readers=8,
-                sync=self.durability != "fast",
-                metasync=self.durability != "fast",
-                readahead=self._read_ahead,
-                meminit=False,
-            )
-            try:
-                needs = (env.info()["last_pgno"] + 1) * PAGE_BYTES
-                if had_bytes and had_bytes < needs:  # touching the missing pages would be a SIGBUS
-                    raise TierDamaged(f"it has {had_bytes} bytes where its own record says {needs}")
-                inode = file.stat().st_ino
-                opened = _Environment(env, env.open_db(b"meta"), env.open_db(b"blocks"), inode)
-            except BaseException:
-                env.close()
-                raise
+    def _open(self, slot_bytes: int) -> Environment:
+        opened = open_environment(
+            self._device.directory(slot_bytes),
+            map_bytes(self.capacity_bytes),
+            is_synced=self.durability != "fast",
+            read_ahead=self._read_ahead,
+        )
         self._environments[slot_bytes] = opened
         return opened
 
+    def _shrink(self, usable_bytes: int, progress: Callable[[int, int], None]) -> None:
+        """The files are longer than the capacity allows."""
+        self._device.drop_aside()
+        num_gone = evict_coldest(self._environments, usable_bytes)
+        for slot_bytes, opened in list(self._environments.items()):
+            compact(opened, self.path, self._min_free_bytes, progress)
+            self._open(slot_bytes)
+        self.notes.append(f"made to fit its new size; {num_gone} of the coldest blocks went")
+
     def _release(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
         for opened in self._environments.values():
             opened.env.close()
         self._environments.clear()
         self._device.close()
         self._is_open = False
 
+    # --- room ----------------------------------------------------------------------------------
+
+    def _with_room(self, slot_bytes: int, growth_bytes: int) -> Environment:
+        """The class's environment, its map such that no commit of it can take the device over its
+        capacity, nor the volume below what must stay free. NoRoomForSize, TierFull.
+
+        What has been set aside goes first. Where that is not enough, the class makes do with pages
+        that it has given up itself, and its map ends where the room does.
+        """
+        opened = self._environments.get(slot_bytes)
+        room = self.room_bytes()
+        if room < growth_bytes and self._device.drop_aside():
+            room = self.room_bytes()
+        if opened is None:
+            if room < growth_bytes:
+                raise self._no_room(slot_bytes)
+            return self._open(slot_bytes)
+        file_bytes, most = opened.file_bytes(), map_bytes(self.capacity_bytes)
+        narrow = min(most, max(file_bytes, file_bytes + room))
+        now = opened.map_bytes()
+        if now > narrow if room < growth_bytes else now < min(most, file_bytes + growth_bytes):
+            opened.resize(narrow)
+        return opened
+
+    def _spare_bytes(self) -> int:
+        """Kept for deletions, which write pages before they give any up."""
+        return min(16 << 20, self.capacity_bytes // 32)
+
+    def _no_room(self, slot_bytes: int) -> TierFull:
+        free_bytes = volume_free_bytes(str(self.path))
+        if free_bytes <= self._min_free_bytes + self._spare_bytes():
+            return TierFull(f"the volume of {self.path} has only {free_bytes >> 20} MiB left")
+        return NoRoomForSize(
+            f"{self.path}: other slot sizes hold the room of {slot_bytes}-byte slots"
+        )
+
     # --- records -------------------------------------------------------------------------------
 
-    def _commit(self, opened: _Environment, change: Callable[[lmdb.Transaction], object]) -> None:
-        """One write transaction; on any failure it is aborted and nothing of it is seen."""
-        with _typed("write", self.path):
-            # What is written to a file without a name is acknowledged and lost.
-            if os.stat(opened.env.path() + "/data.mdb").st_ino != opened.inode:
-                raise TierDamaged("its file was replaced while it was open")
-            with opened.env.begin(write=True) as txn:
-                change(txn)
+    def _remove_bad(self, opened: Environment, bad: Sequence[tuple[bytes, bytes | None]]) -> None:
+        """A medium that refuses even this keeps them: they will be found bad again."""
 
-    def _is_over_budget(self, opened: _Environment, num_bytes: int) -> bool:
-        """Would this put grow the files of all classes together beyond the capacity? The file of
-        one class alone is bounded by its map."""
-        if len(self._environments) == 1:
-            return False
-        files = sum(other.file_bytes() for other in self._environments.values())
-        if files + num_bytes <= self.capacity_bytes:
-            return False
-        with opened.env.begin() as txn:
-            pages = sum(
-                stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
-                for stat in (txn.stat(opened.meta), txn.stat(opened.blocks))
-            )
-        return opened.file_bytes() - pages * PAGE_BYTES < 2 * num_bytes
-
-    def _remove_bad(self, opened: _Environment, bad: Sequence[tuple[bytes, bytes | None]]) -> None:
         def remove(txn: lmdb.Transaction) -> None:
             for key, found in bad:
                 if txn.get(key, db=opened.meta) == found:  # race 1
                     txn.delete(key, db=opened.meta)
                     txn.delete(key, db=opened.blocks)
 
-        self._commit(opened, remove)
-
-    def _headers(self, rows: Sequence[tuple[bytes, int, bytes, int]]) -> list[Header]:
-        headers: list[Header] = []
-        with contextlib.ExitStack() as stack:
-            txns = {
-                slot_bytes: stack.enter_context(self._environments[slot_bytes].env.begin())
-                for slot_bytes in {row[3] for row in rows}
-            }
-            for _, _, key, slot_bytes in rows:
-                packed = txns[slot_bytes].get(key, db=self._environments[slot_bytes].meta)
-                header = None if packed is None else unpack_header(packed)
-                if header is not None:
-                    headers.append(header)
-        return headers
+        with contextlib.suppress(TierError):
+            opened.commit(remove)
 
 
-def _copy(
-    txn: lmdb.Transaction,
-    opened: _Environment,
-    identity: Identity,
-    packed: bytes | None,
-    view: Bytes,
-) -> TierError | None:
-    """One record into its view, checked; the error says why the view must not be believed."""
+def _find(txn: lmdb.Transaction, opened: Environment, identity: Identity, view: Bytes) -> Found:
+    packed = txn.get(identity.key, db=opened.meta)
     content = txn.get(identity.key, db=opened.blocks)
-    if packed is None or content is None:
-        return (
-            TierMissing("the block is not stored")
-            if packed is content
-            else TierCorrupt("half of the record is missing")
-        )
-    header = unpack_header(packed)
-    if header is None:
-        return TierCorrupt("the header is damaged")
-    if not header.names(identity):
-        return TierCorrupt("the record is another block's")
-    if not len(content) == header.block_bytes == view.nbytes:
-        return TierCorrupt(f"{len(content)} bytes are stored where {view.nbytes} belong")
-    np.copyto(view, np.frombuffer(content, np.uint8))
-    if xxhash.xxh3_64_intdigest(view.data) != header.checksum:
-        return TierCorrupt("the bytes do not match their checksum")
-    return None
-
-
-def _is_sound(header: Header, key: bytes, slot_bytes: int) -> bool:
-    return (
-        header.key == key == derive_key(header.namespace, header.parent, header.tokens)
-        and header.block_bytes > 0
-        and slot_bytes_for(header.block_bytes) == slot_bytes
+    return Found(
+        identity,
+        view,
+        None if packed is None else bytes(packed),
+        None if content is None else np.frombuffer(content, np.uint8),
     )
 
 
-@contextlib.contextmanager
-def _typed(doing: str, path: Path) -> Iterator[None]:
-    """LMDB's and the kernel's errors as tier errors."""
-    try:
-        yield
-    except (lmdb.MapFullError, lmdb.TxnFullError) as error:
-        raise TierFull(f"{doing}: the map is full") from error
-    except _DAMAGE as error:
-        raise TierDamaged(f"{doing}: {error}") from error
-    except (lmdb.Error, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise TierDamaged(f"{doing}: somebody deleted {error.filename}") from error
-        code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
-        # A write cut short by a full volume is EIO to LMDB.
-        if code in (errno.ENOSPC, errno.EDQUOT) or (code == errno.EIO and _is_full(path)):
-            raise TierFull(f"{doing}: the volume of {path} is full") from error
-        if code in (errno.EIO, errno.EROFS):
-            raise TierDamaged(f"{doing}: {error}") from error
-        raise TierError(f"{doing}: {error}") from error
-
-
-def _is_full(path: Path) -> bool:
-    volume = os.statvfs(path)
-    return volume.f_bavail * volume.f_frsize < _FULL_BYTES
+def _rows(opened: Environment) -> Iterator[tuple[bytes, bytes]]:
+    """Every key of `meta` and what lies under it. A damaged tree may show a page many times over:
+    keys that do not rise say so before anybody follows it for ever."""
+    last = b""
+    with (
+        typed("scan", opened.env.path()),
+        opened.env.begin() as txn,
+        txn.cursor(db=opened.meta) as cursor,
+    ):
+        for key, packed in cursor:
+            if key <= last:
+                raise TierDamaged("scan: the keys of its tree are out of order")
+            last = key
+            yield key, packed

@@ -15,7 +15,9 @@ from pathlib import Path
 from hicache.tiers.base import TierUnavailable
 from hicache.tiers.disk_format import FORMAT, State, boot_id, read_state, write_state
 
-_PREFIX = "class-"
+_PREFIX, _ASIDE = "class-", "aside-"
+_UNFINISHED = "compact-*"
+_MOST_DESCRIBED_BYTES = 64 << 10
 
 
 class DiskDevice:
@@ -32,18 +34,22 @@ class DiskDevice:
         self.path = Path(path)
         self.notes: list[str] = []
         self._durability = durability
+        self.aside_bytes = 0
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = _lock(self.path / "hicache.lock", lock_wait_s)
+            self._lock = lock_device(self.path, lock_wait_s)
         except OSError as error:
             raise TierUnavailable(f"{self.path}: {error.strerror}") from error
         try:
             self._recover(set_aside)
+            for left in self.path.glob(_UNFINISHED):  # a copy that was not finished
+                shutil.rmtree(left, ignore_errors=True)
+            self.aside_bytes = self._aside_bytes()
             self.mark(is_clean=False)
         except OSError as error:  # a full volume, most likely
             self.close()
             raise TierUnavailable(f"{self.path}: {error.strerror}") from error
-        except BaseException:
+        except BaseException:  # whatever it is, the lock must not stay
             self.close()
             raise
 
@@ -53,8 +59,7 @@ class DiskDevice:
 
     def classes(self) -> list[int]:
         """The slot-size classes that have a directory here."""
-        names = [path.name.removeprefix(_PREFIX) for path in self.path.glob(_PREFIX + "*")]
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(classes_at(self.path))
 
     def mark(self, is_clean: bool) -> None:
         """Note on the medium how the device is being left."""
@@ -63,11 +68,38 @@ class DiskDevice:
     def set_aside(self, slot_bytes: int, reason: str) -> None:
         """Out of the way, but not lost: the newest such copy is kept for whoever wants to look."""
         directory = self.directory(slot_bytes)
-        for old in self.path.glob(f"aside-*-{directory.name}"):
+        for old in self.path.glob(f"{_ASIDE}*-{directory.name}"):
             shutil.rmtree(old, ignore_errors=True)
-        target = self.path / f"aside-{time.strftime('%Y%m%dT%H%M%S')}-{directory.name}"
+        target = self.path / f"{_ASIDE}{time.strftime('%Y%m%dT%H%M%S')}-{directory.name}"
         directory.rename(target)
+        self.aside_bytes = self._aside_bytes()
         self.notes.append(f"{directory} was set aside as {target.name}: {reason}")
+
+    def drop_aside(self) -> bool:
+        """What was set aside goes when blocks need its room. False when there was nothing."""
+        if not self.aside_bytes:
+            return False
+        for old in self.path.glob(_ASIDE + "*"):
+            shutil.rmtree(old, ignore_errors=True)
+        self.aside_bytes = self._aside_bytes()
+        return True
+
+    def describe(self, digest: bytes, text: str) -> None:
+        """Leave a namespace's description beside its blocks, as long as the small files have room:
+        nothing depends on it."""
+        folder = self.path / "namespaces"
+        file = folder / f"{digest.hex()}.json"
+        if file.exists():
+            return
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if _held_bytes(folder) + len(text) > _MOST_DESCRIBED_BYTES:
+            return
+        new = file.with_suffix(".new")
+        new.write_text(text)
+        new.rename(file)
+
+    def _aside_bytes(self) -> int:
+        return sum(_held_bytes(old) for old in self.path.glob(_ASIDE + "*"))
 
     def close(self) -> None:
         """Give the lock up. Idempotent."""
@@ -90,8 +122,31 @@ class DiskDevice:
             self.set_aside(slot_bytes, reason)
 
 
-def _lock(file: Path, wait_s: float) -> int:
-    """An exclusive lock on the device, our pid written in it."""
+def _held_bytes(folder: Path) -> int:
+    """What the files of a folder take on the volume."""
+    return sum(file.lstat().st_blocks * 512 for file in folder.iterdir())
+
+
+def classes_at(path: Path) -> dict[int, Path]:
+    """The slot-size classes that have a directory at a device path, and where."""
+    named = {p.name.removeprefix(_PREFIX): p for p in path.glob(_PREFIX + "*")}
+    return {int(name): named[name] for name in sorted(named) if name.isdecimal()}
+
+
+def set_asides_at(path: Path) -> dict[int, Path]:
+    """The newest environment of each class that was set aside."""
+    found = {}
+    for old in sorted(path.glob(f"{_ASIDE}*-{_PREFIX}*")):
+        name = old.name.rpartition(_PREFIX)[2]
+        if name.isdecimal():
+            found[int(name)] = old
+    return found
+
+
+def lock_device(path: Path, wait_s: float = 0.0) -> int:
+    """An exclusive lock on the device, our pid written in it; a descriptor to be closed.
+    TierUnavailable, naming the holder, when somebody else has it."""
+    file = path / "hicache.lock"
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     give_up_s = time.monotonic() + wait_s
     while True:
@@ -106,6 +161,10 @@ def _lock(file: Path, wait_s: float) -> int:
                     f"{file.parent} is in use by the process with pid {holder}"
                 ) from None
             time.sleep(0.02)
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+    except OSError:
+        os.close(fd)
+        raise
     return fd

@@ -21,19 +21,22 @@ from pathlib import Path
 import xxhash
 
 from hicache.tiers.base import Identity, TierUnavailable
-from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.block import PAGE_BYTES, slot_bytes_for
 
 FORMAT = 1
 MAGIC = b"hicB"
 MAX_TOKEN_BYTES = 1 << 20
 _FIXED = struct.Struct("<4sHHIIQdQ32s32s32sI")
 _CHECK = struct.Struct("<Q")
+_SMALL_FILES_BYTES = 128 << 10
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Header:
-    """A stored block's identity, length, age and checksum. It is itself an `Identity`."""
+    """A stored block's identity, length, age and checksum. It is itself an `Identity`.
+
+    Never changed once made; not frozen, which cost a third of the scan at start."""
 
     namespace: bytes
     key: bytes
@@ -44,6 +47,10 @@ class Header:
     block_bytes: int
     checksum: int
     created_s: float
+
+    def packed(self) -> bytes:
+        """As it is stored."""
+        return pack_header(self, self.block_bytes, self.checksum, self.created_s)
 
     def names(self, identity: Identity) -> bool:
         """Is this the block that is asked for? The tokens decide, not the key alone."""
@@ -76,7 +83,8 @@ def pack_header(identity: Identity, block_bytes: int, checksum: int, created_s: 
 
 
 def unpack_header(packed: bytes) -> Header | None:
-    """The header, or None when these bytes are not one, whole and unchanged."""
+    """The header, or None when these bytes are not one, whole and unchanged. TierUnavailable when
+    they are whole and of another format: that is not ours to read, nor to remove."""
     if len(packed) < _FIXED.size + _CHECK.size:
         return None
     described = packed[: -_CHECK.size]
@@ -86,10 +94,24 @@ def unpack_header(packed: bytes) -> Header | None:
         _FIXED.unpack_from(described)
     )
     tokens = described[_FIXED.size :]
-    if (magic, version, length) != (MAGIC, FORMAT, len(tokens)):
+    if magic != MAGIC:
+        return None
+    if version != FORMAT:
+        raise TierUnavailable(f"a block is stored in format {version}; this hicache knows {FORMAT}")
+    if length != len(tokens):
         return None
     namespace, key, parent = names
     return Header(namespace, key, parent, tokens, depth, hits, block_bytes, checksum, created_s)
+
+
+def header_at(data: bytes, start: int) -> Header | None:
+    """The whole header that begins here, if one does."""
+    if len(data) < start + _FIXED.size:
+        return None
+    token_bytes = _FIXED.unpack_from(data, start)[-1]
+    if token_bytes > MAX_TOKEN_BYTES:
+        return None
+    return unpack_header(data[start : start + _FIXED.size + token_bytes + _CHECK.size])
 
 
 def derive_key(namespace: bytes, parent: bytes, tokens: bytes) -> bytes:
@@ -97,13 +119,37 @@ def derive_key(namespace: bytes, parent: bytes, tokens: bytes) -> bytes:
     return hashlib.blake2b(namespace + parent + tokens, digest_size=32).digest()
 
 
+def is_sound(header: Header, key: bytes, slot_bytes: int) -> bool:
+    """Is this what belongs under the key, in an environment of this class?"""
+    return (
+        header.key == key == derive_key(header.namespace, header.parent, header.tokens)
+        and header.block_bytes > 0
+        and slot_bytes_for(header.block_bytes) == slot_bytes
+    )
+
+
+def map_bytes(capacity_bytes: int) -> int:
+    """How long one class's file may become. The capacity also holds the small files beside it:
+    locks, the state, namespaces' descriptions."""
+    room = max(_SMALL_FILES_BYTES, capacity_bytes // 1000)
+    return max(PAGE_BYTES, (capacity_bytes - room) // PAGE_BYTES * PAGE_BYTES)
+
+
 def usable_bytes(capacity_bytes: int, batch_bytes: int) -> int:
-    """How many bytes of blocks a map of this capacity may hold: the rest lets LMDB breathe.
+    """How many bytes of blocks a device of this capacity may hold: the rest lets LMDB breathe.
 
     Pages freed by one commit serve only the one after the next, so up to three batches of room
     are in flight; below 5 % the B-trees and the free list would not fit. 0: too small to be used.
     """
-    return max(0, capacity_bytes - max(capacity_bytes // 20, 3 * batch_bytes))
+    room = map_bytes(capacity_bytes)
+    return max(0, room - max(room // 20, 3 * batch_bytes))
+
+
+def most_growth_bytes(num_blocks: int, num_bytes: int) -> int:
+    """How much longer a file can be after one commit of so many blocks, where not a single free
+    page could be used: each value with its page header and a remainder, a leaf and its branch in
+    both trees, and the free list."""
+    return num_bytes + PAGE_BYTES * (6 * num_blocks + 64)
 
 
 def record_pages(slot_bytes: int) -> int:
@@ -132,7 +178,8 @@ def boot_id() -> str:
 
 
 def read_state(file: Path) -> State | None:
-    """None when there is none, or nothing that can be understood. A newer format is refused."""
+    """None when there is none, or nothing that can be understood. Another format is refused, and a
+    device that fails to read it is an OSError: that says nothing of what lies beside it."""
     try:
         found = json.loads(file.read_text())
         state = State(
@@ -141,11 +188,12 @@ def read_state(file: Path) -> State | None:
             found["clean"] is True,
             str(found["boot_id"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    if state.format > FORMAT:
+    if state.format != FORMAT:
+        age = "a newer" if state.format > FORMAT else "another"
         raise TierUnavailable(
-            f"{file.parent} was written by a newer hicache (format {state.format}; this one knows "
+            f"{file.parent} was written by {age} hicache (format {state.format}; this one knows "
             f"{FORMAT}): upgrade hicache, or give the disk tier another path"
         )
     return state

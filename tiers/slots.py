@@ -11,7 +11,7 @@ A region that never empties by itself can be emptied for another class: `close` 
 it any more, and what becomes free there is kept for that class alone (`Clearing`).
 
 Owned by the daemon's loop through the cache engine; one thread, no I/O. A failed call changes
-nothing. A class can hold no slot larger than `max_slot_bytes`; `allocate` answers none then.
+nothing. Of a class whose slots cannot fit (`can_hold`), `allocate` hands out none.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ MAX_WASTE = 1 / 16
 """A region may leave this share of its pages unused before more slabs are joined to it."""
 
 MAX_CLASSES = 127
+"""Slot sizes in use at a time; while there are so many, another one finds no room."""
 FREE = 0  # in `_state`; a class marks its slots with two codes of its own, used and quarantined
 NO_SLOTS = np.empty(0, np.int32)
 
@@ -155,22 +156,20 @@ class SlotPool:
         self._state: npt.NDArray[np.uint8] = np.zeros(self.num_slabs * self.slab_pages, np.uint8)
         self._classes: dict[int, _Class] = {}
 
-    @property
-    def max_slot_bytes(self) -> int:
-        """The largest slot an empty tier could hold, where a slot takes its own pages only."""
-        return self.num_slabs * self.slab_pages * PAGE_BYTES
-
     def can_hold(self, slot_bytes: int) -> bool:
         """Whether a slot of the class would fit if the tier were empty."""
-        return bool(self._class(slot_bytes).spans)
+        return bool(self._spans(self._stride(slot_bytes)))
 
     def num_used(self, slot_bytes: int) -> int:
         """How many slots of the class are in use."""
-        return self._class(slot_bytes).num_used
+        cls = self._classes.get(slot_bytes)
+        return 0 if cls is None else cls.num_used
 
     def allocate(self, slot_bytes: int, count: int) -> Ids:
         """Up to `count` slots of the class, from regions in use first, the lowest pages first."""
         cls = self._class(slot_bytes)
+        if cls is None:
+            return NO_SLOTS.copy()
         parts: list[Ids] = []
         wanted = count
         while wanted > 0:
@@ -194,7 +193,7 @@ class SlotPool:
     def available(self, slot_bytes: int) -> int:
         """How many slots of the class `allocate` could hand out now."""
         cls = self._class(slot_bytes)
-        if not cls.spans:
+        if cls is None or not cls.spans:
             return 0
         best, least = cls.spans[0], cls.spans[-1]
         slabs, num_slabs = self._free_slabs, self._num_free_slabs
@@ -214,7 +213,7 @@ class SlotPool:
 
     def free(self, slot_bytes: int, slots: Ids) -> None:
         """Give slots back. Raises ValueError, and changes nothing, when one is not in use."""
-        cls = self._class(slot_bytes)
+        cls = self._class_in_use(slot_bytes)
         slots = self._checked(slots, cls.used, f"used slots of {slot_bytes} bytes")
         cls.num_used -= len(slots)
         self.used_bytes -= len(slots) * slot_bytes
@@ -222,7 +221,7 @@ class SlotPool:
 
     def quarantine(self, slot_bytes: int, slots: Ids) -> None:
         """Take used slots out of use without offering them again."""
-        cls = self._class(slot_bytes)
+        cls = self._class_in_use(slot_bytes)
         slots = self._checked(slots, cls.used, f"used slots of {slot_bytes} bytes")
         self._state[slots] = cls.quarantined
         cls.num_used -= len(slots)
@@ -232,7 +231,7 @@ class SlotPool:
 
     def end_quarantine(self, slot_bytes: int, slots: Ids) -> None:
         """The writer is known to be gone: the slots are free."""
-        cls = self._class(slot_bytes)
+        cls = self._class_in_use(slot_bytes)
         slots = self._checked(slots, cls.quarantined, f"quarantined slots of {slot_bytes} bytes")
         cls.num_quarantined -= len(slots)
         self.quarantined_bytes -= len(slots) * slot_bytes
@@ -244,7 +243,7 @@ class SlotPool:
         with quarantined slots are not among them. None while one is under way already."""
         cls = self._class(slot_bytes)
         others = any(other.num_slabs for other in self._classes.values() if other is not cls)
-        if not cls.spans or not others or self.clearing is not None:
+        if cls is None or not cls.spans or not others or self.clearing is not None:
             return []
         costs = np.array([self._clearing_cost(region, cls) for region in self._region_of])
         sums = np.lib.stride_tricks.sliding_window_view(costs, cls.spans[-1]).sum(axis=1)
@@ -376,24 +375,34 @@ class SlotPool:
         slabs = self._slabs_of(clearing)
         return range(0) if any(self._region_of[slabs.start : slabs.stop]) else slabs
 
-    def _class(self, slot_bytes: int) -> _Class:
+    def _stride(self, slot_bytes: int) -> int:
+        if slot_bytes <= 0 or slot_bytes % PAGE_BYTES:
+            raise ValueError(f"{slot_bytes} bytes are not a whole number of pages")
+        return self._pages_of(slot_bytes)
+
+    def _class(self, slot_bytes: int) -> _Class | None:
+        """The class of a slot size; None for a new one while too many others hold slots."""
         cls = self._classes.get(slot_bytes)
         if cls is None:
-            if slot_bytes <= 0 or slot_bytes % PAGE_BYTES:
-                raise ValueError(f"{slot_bytes} bytes are not a whole number of pages")
-            stride = self._pages_of(slot_bytes)
-            cls = _Class(slot_bytes, self._free_code(), stride, self._spans(stride))
-            self._classes[slot_bytes] = cls
+            stride, code = self._stride(slot_bytes), self._free_code()
+            if code is None:
+                return None
+            cls = self._classes[slot_bytes] = _Class(slot_bytes, code, stride, self._spans(stride))
         return cls
 
-    def _free_code(self) -> int:
+    def _class_in_use(self, slot_bytes: int) -> _Class:
+        cls = self._classes.get(slot_bytes)
+        if cls is None:
+            raise ValueError(f"no slots of {slot_bytes} bytes are in use")
+        return cls
+
+    def _free_code(self) -> int | None:
         """A code for a new class, one that holds nothing making room where there are too many."""
-        if len(self._classes) == MAX_CLASSES:
-            idle = [size for size, cls in self._classes.items() if not cls.num_slabs]
-            if not idle:
-                raise ValueError(f"more than {MAX_CLASSES} slot sizes in one tier")
-            return self._classes.pop(idle[0]).used
-        return 1 + 2 * len(self._classes)
+        if len(self._classes) < MAX_CLASSES:
+            return 1 + 2 * len(self._classes)
+        idle = (size for size, cls in self._classes.items() if not cls.num_slabs)
+        size = next(idle, None)
+        return None if size is None else self._classes.pop(size).used
 
     def _spans(self, stride: int) -> list[int]:
         """Numbers of slabs a region of this class may take, best first; none when nothing fits."""

@@ -1,96 +1,237 @@
 """Between the arena and GPU memory: the `hbm` tier's links where there is a GPU.
 
-One thread per direction, each with a non-blocking stream of its own. A block is reported ready only
-after the event recorded behind its copy has completed. A sticky CUDA error is `TierDamaged`: the
-context is gone until the process ends, so the worker ends.
+Two threads per direction (direction.py): one starts batches on a non-blocking stream of the link's
+own, the other waits for them in order. When a slot may be reused:
 
-Unverified so far: nothing here has run on a GPU yet; page kernels and pinning are a later issue's.
+    start   every piece of the batch is enqueued, and behind the last one an event recorded
+    wait    the event has completed: only now is any of the batch's outcomes told, good or bad,
+            and the daemon may give its slots to somebody else
+
+1. A move names a slot that is not there: it fails, and the others of its batch are copied.
+2. CUDA refuses a batch that it has taken in part. What it took is waited for; then every move of
+   the batch fails, its slots at rest.
+3. Waiting fails: the context is gone until this process ends, and with it all that was in GPU
+   memory. `TierDamaged`: the worker ends, and the kernel takes its copies under way from it before
+   anybody can see that it has ended.
+
+The process must be a fresh one (transfer/process.py), not a fork of one that has used CUDA.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 from hicache.engine.plan import Move, Outcome
 from hicache.tiers.arena import Arena
 from hicache.tiers.base import TierDamaged
 from hicache.tiers.hbm import CudaPool
+from hicache.transfer.cuda_copy import BatchCopy, CopyPath, CopyRefused, EachCopy, Piece
 from hicache.transfer.link import Forgetful, Link, Measured, failed
 from hicache.transfer.messages import WorkerConfig
+from hicache.transfer.pinning import CHUNK_BYTES, PinnedArena, Progress
 
-_TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
+_TRIAL_BLOCKS, _TRIAL_BLOCK_BYTES = 32, 256 << 10
+_TRIAL_ROUNDS: Final = 5
+
+
+class Started:
+    """A batch on its way. Its slots belong to it until `wait` has returned or raised."""
+
+    def __init__(
+        self, link: CudaLink, batch: Sequence[Move], refused: dict[int, Exception], event: Any
+    ) -> None:
+        self._link, self._batch, self._refused, self._event = link, batch, refused, event
+
+    def wait(self) -> list[Outcome]:
+        """An outcome for every move, in the batch's order. Raises TierDamaged."""
+        if self._event is not None:
+            self._link.settle(self._event)
+        return [
+            failed(move, self._refused[place])
+            if place in self._refused
+            else Outcome(move.id, ok=True)
+            for place, move in enumerate(self._batch)
+        ]
 
 
 class CudaLink:
-    """Copies between slots of the arena and slots of the pool, in one direction."""
+    """Copies between slots of the arena and slots of the pool, in one direction.
 
-    def __init__(self, src: str, dst: str, arena: Arena, pool: CudaPool, to_device: bool) -> None:
+    `start` may be called again before an earlier batch was waited for; batches of one link arrive
+    in the order in which they were started.
+    """
+
+    def __init__(
+        self,
+        src: str,
+        dst: str,
+        arena: PinnedArena,
+        pool: CudaPool,
+        copies: CopyPath,
+        *,
+        to_device: bool,
+    ) -> None:
         self.src, self.dst = src, dst
-        self._arena, self._pool, self._to_device = arena, pool, to_device
-        with pool.device:
-            self._stream = pool.cupy.cuda.Stream(non_blocking=True)
+        self._arena, self._pool, self._copies = arena, pool, copies
+        self._to_device = to_device
+        pool.use()
+        self._stream = pool.cupy.cuda.Stream(non_blocking=True)
 
     def copy(self, batch: Sequence[Move]) -> list[Outcome]:
-        runtime = self._pool.cupy.cuda.runtime
-        outcomes, events = [], []
-        try:
-            with self._pool.device:
-                for move in batch:
-                    try:
-                        copy = self._addresses(move)
-                    except ValueError as error:
-                        outcomes.append(failed(move, error))
-                        continue
-                    runtime.memcpyAsync(*copy, self._stream.ptr)
-                    events.append((move, self._stream.record()))
-                for move, event in events:
-                    event.synchronize()
-                    outcomes.append(Outcome(move.id, ok=True))
-        except runtime.CUDARuntimeError as error:
-            raise TierDamaged(f"GPU {self._pool.index}: {error}") from error
-        return outcomes
+        return self.start(batch).wait()
 
-    def _addresses(self, move: Move) -> tuple[int, int, int, int]:
-        """(destination, source, bytes, kind) of one copy."""
+    def start(self, batch: Sequence[Move]) -> Started:
+        """Enqueue the copies. Raises TierDamaged."""
+        pieces: list[Piece] = []
+        refused: dict[int, Exception] = {}
+        for place, move in enumerate(batch):
+            try:
+                pieces += self._pieces(move)
+            except ValueError as error:
+                refused[place] = error
+        if not pieces:
+            return Started(self, batch, refused, None)
+        with _or_damaged(self._pool):
+            self._pool.use()
+            # Made before anything is enqueued: were there no memory for it afterwards, a failed
+            # batch would be on its way. Blocking: the thread that waits sleeps, and leaves its core
+            # to the inference engine.
+            event = self._pool.cupy.cuda.Event(block=True, disable_timing=True)
+            try:
+                self._copies.enqueue(pieces, self._stream.ptr, to_device=self._to_device)
+            except Exception as error:  # whatever it is, part of the batch may be on its way
+                self.settle(self._stream)
+                return Started(self, batch, dict.fromkeys(range(len(batch)), error), None)
+            event.record(self._stream)
+        return Started(self, batch, refused, event)
+
+    def settle(self, awaited: Any) -> None:
+        """Until this event, or all of this stream, has completed. Raises TierDamaged."""
+        with _or_damaged(self._pool):
+            self._pool.use()
+            awaited.synchronize()
+
+    def close(self) -> None:
+        """Nothing is on its way any more."""
+        self.settle(self._stream)
+
+    def _pieces(self, move: Move) -> list[Piece]:
+        """One copy, cut where two chunks of pinned memory meet. ValueError: a slot is not there."""
+        num_bytes = move.block_bytes
         if self._to_device:
-            host = self._arena.view(move.src_slot, move.block_bytes).ctypes.data
-            gpu = self._pool.address(move.dst_slot, move.block_bytes)
-            return gpu, host, move.block_bytes, _TO_DEVICE
-        host = self._arena.view(move.dst_slot, move.block_bytes).ctypes.data
-        gpu = self._pool.address(move.src_slot, move.block_bytes)
-        return host, gpu, move.block_bytes, _TO_HOST
+            host = self._arena.address(move.src_slot, num_bytes)
+            gpu = self._pool.address(move.dst_slot, num_bytes)
+            return [(gpu + at, host + at, n) for at, n in self._arena.cut(host, num_bytes)]
+        host = self._arena.address(move.dst_slot, num_bytes)
+        gpu = self._pool.address(move.src_slot, num_bytes)
+        return [(host + at, gpu + at, n) for at, n in self._arena.cut(host, num_bytes)]
+
+
+@contextmanager
+def _or_damaged(pool: CudaPool) -> Iterator[None]:
+    """What fails in here has taken the context with it."""
+    try:
+        yield
+    except pool.cupy.cuda.runtime.CUDARuntimeError as error:
+        raise TierDamaged(f"GPU {pool.index}: {error}") from error
 
 
 class CudaMedium(Forgetful):
     """The pool in GPU memory; everything in it is gone when its worker ends."""
 
-    def __init__(self, config: WorkerConfig, near: Arena) -> None:
-        self._pool = pool = CudaPool(config.gpu, config.capacity_bytes)
-        self._names = (config.near, config.far)
+    def __init__(
+        self,
+        config: WorkerConfig,
+        near: Arena,
+        progress: Progress = lambda done, total: None,
+        cupy: Any = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._pool = pool = CudaPool(config.gpu, config.capacity_bytes, cupy)
+        self._names = near_name, far_name = config.near, config.far
+        with _or_damaged(pool):
+            self._pinned = PinnedArena(pool.cupy.cuda.runtime, near, progress, chunk_bytes)
+            self._copies, why = choose_path(pool, self._pinned)
+            more = (self._pinned, pool, self._copies)
+            self._up = CudaLink(far_name, near_name, *more, to_device=False)
+            self._down = CudaLink(near_name, far_name, *more, to_device=True)
         self.detail = f"memory of GPU {config.gpu}"
-        self.notes: list[str] = []
-        self.readers: Sequence[Link] = [CudaLink(config.far, config.near, near, pool, False)]
-        self.writers: Sequence[Link] = [CudaLink(config.near, config.far, near, pool, True)]
+        self.notes = [f"{self._pinned.told()}; {why}"]
+        self.readers: Sequence[Link] = [self._up]
+        self.writers: Sequence[Link] = [self._down]
 
     def probe(self, num_bytes: int, block_bytes: int) -> list[Measured]:
         """The pool is new and nobody's yet, so its first bytes may be written here."""
-        num_bytes = min(num_bytes, self._pool.capacity_bytes)
-        runtime, host = self._pool.cupy.cuda.runtime, np.ones(num_bytes, np.uint8)
-        gpu = self._pool.address(0, num_bytes)
         near, far = self._names
-        copies = [(near, far, gpu, host.ctypes.data), (far, near, host.ctypes.data, gpu)]
-        measured = []
-        with self._pool.device:
-            for src, dst, to, begin in copies:
-                kind = _TO_DEVICE if dst == far else _TO_HOST
-                start = time.perf_counter()
-                runtime.memcpy(to, begin, num_bytes, kind)
-                runtime.deviceSynchronize()
-                measured.append(Measured(src, dst, num_bytes, time.perf_counter() - start))
-        return measured
+        num_blocks = max(1, min(num_bytes, self._pool.capacity_bytes) // block_bytes)
+        with _or_damaged(self._pool), _trial(self._pool, num_blocks, block_bytes) as trial:
+            down, up = trial.seconds(self._copies)
+        copied = num_blocks * block_bytes
+        return [Measured(near, far, copied, down), Measured(far, near, copied, up)]
 
     def close(self) -> None:
+        for link in (self._up, self._down):
+            link.close()
+        self._pinned.close()
         self._pool.close()
+
+
+def choose_path(pool: CudaPool, pinned: PinnedArena) -> tuple[CopyPath, str]:
+    """The faster one here, and a sentence with the figures. Writes the pool's first bytes."""
+    each = EachCopy(pool.cupy.cuda.runtime)
+    if not pinned.is_whole:
+        return each, f"copied by {each.name}"
+    try:
+        batch = BatchCopy()
+        num_blocks = max(1, min(_TRIAL_BLOCKS, pool.capacity_bytes // _TRIAL_BLOCK_BYTES))
+        with _trial(pool, num_blocks, _TRIAL_BLOCK_BYTES) as trial:
+            times = {path: sum(trial.seconds(path)) for path in (each, batch)}
+    except CopyRefused as error:
+        return each, f"copied by {each.name} ({error})"
+    best = min(times, key=lambda path: times[path])
+    rates = [
+        f"{path.name} {2 * num_blocks * _TRIAL_BLOCK_BYTES / seconds / 1e9:.1f} GB/s"
+        for path, seconds in times.items()
+    ]
+    return best, f"copied by {best.name} ({', '.join(rates)})"
+
+
+class _Trial:
+    """Blocks of a pinned buffer of our own and of a pool that is nobody's yet."""
+
+    def __init__(self, pool: CudaPool, host: int, num_blocks: int, block_bytes: int) -> None:
+        self._pool = pool
+        self._stream = pool.cupy.cuda.Stream(non_blocking=True)
+        offsets = range(0, num_blocks * block_bytes, block_bytes)
+        gpu = pool.address(0, num_blocks * block_bytes)
+        self._down = [(gpu + at, host + at, block_bytes) for at in offsets]
+        self._up = [(host + at, gpu + at, block_bytes) for at in offsets]
+
+    def seconds(self, path: CopyPath) -> tuple[float, float]:
+        """The best of a few rounds to the device, and from it; the first ones only warm up."""
+        down, up = [], []
+        for _ in range(_TRIAL_ROUNDS):
+            down.append(self._time(path, self._down, True))
+            up.append(self._time(path, self._up, False))
+        return min(down), min(up)
+
+    def _time(self, path: CopyPath, pieces: Sequence[Piece], to_device: bool) -> float:
+        start = time.perf_counter()
+        path.enqueue(pieces, self._stream.ptr, to_device=to_device)
+        self._stream.synchronize()
+        return time.perf_counter() - start
+
+
+@contextmanager
+def _trial(pool: CudaPool, num_blocks: int, block_bytes: int) -> Iterator[_Trial]:
+    runtime = pool.cupy.cuda.runtime
+    pool.use()
+    host = runtime.hostAlloc(num_blocks * block_bytes, 0)
+    try:
+        yield _Trial(pool, host, num_blocks, block_bytes)
+    finally:
+        runtime.deviceSynchronize()
+        runtime.freeHost(host)

@@ -10,19 +10,21 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome, StoredBlock
 from hicache.tiers.arena import Arena
-from hicache.tiers.base import NoRoomForSize, TierDamaged, TierError
+from hicache.tiers.base import NoRoomForSize, TierBroken, TierDamaged, TierError
 from hicache.tiers.block import slot_bytes_for
 from hicache.tiers.disk import DiskTier
-from hicache.tiers.disk_format import derive_key
+from hicache.tiers.disk_format import Header, derive_key
 from hicache.transfer.link import Link, Measured, by_size, failed
 from hicache.transfer.messages import MAX_ROWS, WorkerConfig
+
+PROGRESS_ROWS = 20_000
 
 
 class DiskReader:
@@ -66,7 +68,7 @@ class DiskWriter:
         ]
         try:
             self._tier.put(slot_bytes, blocks)
-        except TierDamaged:
+        except TierBroken:
             raise
         except TierError as error:
             return _rejected(moves, error)
@@ -87,7 +89,7 @@ class DiskDeleter:
         for slot_bytes, moves in by_size(batch):
             try:
                 self._tier.delete(slot_bytes, [_identity(move).key for move in moves])
-            except TierDamaged:
+            except TierBroken:
                 raise
             except TierError as error:  # on a full volume, deleting needs a page as well
                 outcomes += _rejected(moves, error)
@@ -99,13 +101,19 @@ class DiskDeleter:
 class DiskMedium:
     """The disk tier as its worker opens it."""
 
-    def __init__(self, config: WorkerConfig, near: Arena) -> None:
+    def __init__(
+        self, config: WorkerConfig, near: Arena, progress: Callable[[int, int], None]
+    ) -> None:
         self._config = config
+        self._progress = progress
         self._tier = tier = DiskTier(
             config.far_path,
             config.capacity_bytes,
             durability=config.durability,
             read_ahead=config.read_ahead,
+            min_free_bytes=config.min_free_bytes,
+            usable_bytes=config.usable_bytes or None,
+            progress=progress,
             lock_wait_s=config.lock_wait_s,
             set_aside=config.set_aside,
         )
@@ -119,7 +127,10 @@ class DiskMedium:
 
     def probe(self, num_bytes: int, block_bytes: int) -> list[Measured]:
         """Through a small tier of its own beside the real one, removed afterwards. It is read after
-        its pages were dropped from the page cache: what a block that was not read lately costs."""
+        its pages were dropped from the page cache: what a block that was not read lately costs.
+        Nothing is measured where it would take the device over its capacity: use will tell."""
+        if self._tier.room_bytes() < 2 * num_bytes + (1 << 20):
+            return []
         path = self._tier.path / "probe"
         shutil.rmtree(path, ignore_errors=True)
         slot_bytes = slot_bytes_for(block_bytes)
@@ -153,12 +164,19 @@ class DiskMedium:
         return [Measured(near, far, copied, write_s), Measured(far, near, copied, read_s)]
 
     def stored(self) -> Iterator[tuple[bytes, list[StoredBlock]]]:
-        for headers in self._tier.scan(MAX_ROWS):
-            if headers:
-                rows = [
-                    StoredBlock(h.key, h.parent, h.tokens, h.block_bytes, h.hits) for h in headers
-                ]
-                yield headers[0].namespace, rows
+        for headers in self._watched(self._tier.scan(MAX_ROWS)):
+            rows = [StoredBlock(h.key, h.parent, h.tokens, h.block_bytes, h.hits) for h in headers]
+            yield headers[0].namespace, rows
+
+    def _watched(self, batches: Iterable[list[Header]]) -> Iterator[list[Header]]:
+        """The same, with a word to the daemon now and then."""
+        total, done, told = self._tier.num_blocks(), 0, 0
+        for batch in batches:
+            done += len(batch)
+            if done - told >= PROGRESS_ROWS:
+                told = done
+                self._progress(done, total)
+            yield batch
 
     def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:
         for slot_bytes, some in keys.items():

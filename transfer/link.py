@@ -1,8 +1,10 @@
 """A link copies blocks from one tier to one other. One per direction of a device, in its worker.
 
-Called from one thread of the worker process, a batch at a time. A link owns nothing but the slots
+Called from one thread of the worker process, a batch at a time; one whose copies go on by
+themselves (`StartingLink`) may be given the next batch while another thread waits for the last
+(direction.py). A link owns nothing but the slots
 that the moves of its batch name. It reports an outcome for every move and raises only when the
-medium itself is broken (`TierDamaged`): then the worker ends and the daemon recovers.
+medium cannot be used any more (`TierBroken`): then the worker ends and the daemon recovers.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hicache.engine.plan import Move, Outcome, StoredBlock
-from hicache.tiers.base import TierCorrupt, TierDamaged, TierMissing
+from hicache.tiers.base import TierBroken, TierCorrupt, TierMissing
 
 
 class Link(Protocol):
@@ -26,7 +28,32 @@ class Link(Protocol):
 
     def copy(self, batch: Sequence[Move]) -> list[Outcome]:
         """An outcome for every move. A failed one left nothing to be believed at its destination.
-        Raises TierDamaged only."""
+        Raises TierBroken only."""
+
+
+class Pending(Protocol):
+    """A batch on its way. Its slots belong to it until `wait` has returned or raised."""
+
+    def wait(self) -> list[Outcome]:
+        """Once, from any one thread: an outcome for every move, in order. Raises TierDamaged."""
+
+
+@runtime_checkable
+class StartingLink(Link, Protocol):
+    """A link whose copies go on by themselves, batches in the order in which they were started."""
+
+    def start(self, batch: Sequence[Move]) -> Pending:
+        """Raises TierDamaged only, or with nothing on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A batch that need not be waited for."""
+
+    outcomes: list[Outcome]
+
+    def wait(self) -> list[Outcome]:
+        return self.outcomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +69,8 @@ class Measured:
 class Medium(Protocol):
     """What a worker opens: one device, the links to and from it, and what it remembers.
 
-    `readers` are called from the reader thread; `writers`, `forget` and `describe` from the writer
-    thread; the rest before those two start or after they have ended.
+    `readers` are called from the reading direction's threads; `writers`, `forget` and `describe`
+    from the writing direction's; the rest before those start or after they have ended.
     """
 
     detail: str
@@ -55,7 +82,7 @@ class Medium(Protocol):
         """Copy a few blocks each way, for real and outside every slot, and say how long it took."""
 
     def stored(self) -> Iterator[tuple[bytes, list[StoredBlock]]]:
-        """What a durable medium holds: (namespace, rows), parents before children."""
+        """What a durable medium holds: (namespace, rows), in any order."""
 
     def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:
         """Remove records, given by slot size, that nobody knows of any more."""
@@ -87,14 +114,15 @@ def failed(move: Move, error: Exception) -> Outcome:
     return Outcome(move.id, ok=False, error=str(error) or repr(error), corrupt=is_corrupt)
 
 
-def copy_or_fail(link: Link, batch: Sequence[Move]) -> list[Outcome]:
-    """`link.copy`, with any fault but a broken medium turned into failed outcomes."""
+def start_or_fail(link: Link, batch: Sequence[Move]) -> Pending:
+    """`link.start`, or all of `link.copy` where it has none, with any fault but a broken medium
+    turned into failed outcomes."""
     try:
-        return link.copy(batch)
-    except TierDamaged:
+        return link.start(batch) if isinstance(link, StartingLink) else Finished(link.copy(batch))
+    except TierBroken:
         raise
-    except Exception as error:
-        return [failed(move, error) for move in batch]
+    except Exception as error:  # whatever a driver raises: these moves are misses, others go on
+        return Finished([failed(move, error) for move in batch])
 
 
 def by_size(batch: Sequence[Move]) -> Iterator[tuple[int, list[Move]]]:

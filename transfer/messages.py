@@ -4,7 +4,7 @@ A stream of msgpack maps over one socket pair, self-delimiting, no pickle. Both 
 and lengths before they act, although both are ours: a damaged worker may say anything.
 
     daemon → worker   config · batch · forget · describe · stop
-    worker → daemon   opened · measured* · rows* · ready · done* · broken
+    worker → daemon   opening* · measured* · rows* · ready · done* · broken
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class WorkerConfig:
     capacity_bytes: int = 0
     durability: Literal["fast", "batched", "sync"] = "batched"
     read_ahead: bool = True
+    min_free_bytes: int = 0
+    usable_bytes: int = 0
+    batch_bytes: int = 16 << 20
     lock_wait_s: float = 5.0
     gpu: int = 0
     probe_bytes: int = 8 << 20
@@ -97,7 +100,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Stored blocks of one namespace, parents before children."""
+    """Stored blocks of one namespace, in any order."""
 
     namespace: bytes
     rows: list[StoredBlock]

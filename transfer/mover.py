@@ -32,7 +32,7 @@ import numpy as np
 
 from hicache.engine.plan import Move, Outcome
 from hicache.tiers.arena import Arena
-from hicache.transfer.lane import Lane
+from hicache.transfer.lane import GPU_LIMITS, LIMITS, Lane
 from hicache.transfer.messages import (
     Batch,
     MalformedMessage,
@@ -44,10 +44,25 @@ from hicache.transfer.messages import (
     unpack_rows,
 )
 from hicache.transfer.meter import Meter
-from hicache.transfer.news import News, WorkerDown, WorkerMeasured, WorkerRows, WorkerUp
+from hicache.transfer.news import (
+    News,
+    WorkerDown,
+    WorkerMeasured,
+    WorkerOpening,
+    WorkerRows,
+    WorkerUp,
+)
 from hicache.transfer.process import WorkerProcess
 
-__all__ = ["Mover", "News", "WorkerDown", "WorkerMeasured", "WorkerRows", "WorkerUp"]
+__all__ = [
+    "Mover",
+    "News",
+    "WorkerDown",
+    "WorkerMeasured",
+    "WorkerOpening",
+    "WorkerRows",
+    "WorkerUp",
+]
 
 FIRST_DELAY_S, LAST_DELAY_S = 0.2, 10.0
 HEALTHY_S = 60.0
@@ -66,7 +81,10 @@ class _Device:
         self.config = config
         self.state: DeviceState = "down"
         self.process: WorkerProcess | None = None
-        self.read, self.write = Lane(max_queued), Lane(max_queued)
+        limits = GPU_LIMITS if config.kind == "cuda" else LIMITS
+        self.read, self.write = Lane(max_queued, limits), Lane(max_queued, limits)
+        if config.kind == "disk":  # a batch is a commit, whose syncs cost the same however large
+            self.write = Lane(max_queued, replace(LIMITS, num_bytes=config.batch_bytes))
         self.start_at_s = 0.0
         self.started_s = 0.0
         self.heard_s = 0.0
@@ -269,6 +287,10 @@ class Mover:
                 notes = [str(note) for note in message["notes"]]
                 detail = str(message["detail"])
                 self._news.append(WorkerUp(name, tier, device.process.pid, detail, notes))
+            elif kind == "opening":
+                done, total = int(message["done"]), int(message["total"])
+                opening = WorkerOpening(name, tier, str(message["unit"]), done, total)
+                self._news.append(opening)
             elif kind == "broken":
                 device.error = str(message["error"])
                 device.is_damaged = message["damaged"] is True

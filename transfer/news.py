@@ -19,6 +19,17 @@ class WorkerUp:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerOpening:
+    """It is on its way to WorkerUp: so much is done, of so much. `unit`: "blocks" or "bytes"."""
+
+    device: str
+    tier: str
+    unit: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerMeasured:
     """A probe or a batch: so many bytes went over a link in so many seconds."""
 
@@ -32,7 +43,7 @@ class WorkerMeasured:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRows:
-    """Stored blocks of one namespace, parents before children; all come before WorkerUp. After a
+    """Stored blocks of one namespace, in any order; all come before WorkerUp. After a
     restart of the worker they come again (`is_first` is false): the truth about the medium."""
 
     device: str
@@ -54,4 +65,4 @@ class WorkerDown:
     retry_s: float
 
 
-News = Outcome | WorkerUp | WorkerMeasured | WorkerRows | WorkerDown
+News = Outcome | WorkerUp | WorkerOpening | WorkerMeasured | WorkerRows | WorkerDown

@@ -2,15 +2,15 @@
 
     python -m hicache.transfer.worker <fd>        started by transfer/mover.py, never by hand
 
-The main thread reads the daemon's messages. The reader thread copies from the device, the writer
-thread to it, each in the order of its batches, so a demand read never waits behind a write. All
-three send; a lock keeps their messages whole, and nothing but a send happens under it.
+The main thread reads the daemon's messages. Each direction has threads of its own (direction.py):
+from the device, and to it, each in the order of its batches, so a demand read never waits behind a
+write. All of them send; a lock keeps their messages whole, and nothing but a send happens under it.
 
 How it ends, and what the daemon sees:
 1. `stop`: batches already here are finished, the device is left in order, exit 0.
 2. The daemon is gone (end of stream): batches not begun are dropped, the rest as in 1. The kernel
    kills us anyway if the daemon's death comes first (PDEATHSIG).
-3. The device is broken (TierDamaged) or cannot be opened: `broken`, exit 3, nothing marked clean.
+3. The device is broken (TierBroken) or cannot be opened: `broken`, exit 3, nothing marked clean.
 4. Any other fault in a batch: its moves fail with the error's text, and work goes on.
 5. Killed, or a SIGBUS from the device's mapping: the daemon sees the process end.
 """
@@ -23,24 +23,19 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import SimpleQueue
 
-from hicache.engine.plan import Outcome
 from hicache.tiers.arena import Arena, ArenaError
-from hicache.tiers.base import TierDamaged, TierError
-from hicache.transfer.link import Link, Medium, copy_or_fail, failed
+from hicache.tiers.base import TierBroken, TierDamaged, TierError
+from hicache.transfer.direction import Direction
+from hicache.transfer.link import Medium
 from hicache.transfer.messages import (
-    Batch,
-    Done,
     MalformedMessage,
     Message,
     Stream,
     WorkerConfig,
     pack,
-    pack_done,
     pack_rows,
     unpack_batch,
     unpack_keys,
@@ -50,22 +45,19 @@ EXIT_BROKEN = 3
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _RECEIVE_BYTES = 1 << 20
 
-Job = Callable[[], None]
-
 
 class Worker:
-    """The conversation with the daemon, and the two threads that do the work."""
+    """The conversation with the daemon, and the two directions that do the work."""
 
     def __init__(self, sock: socket.socket, medium: Medium) -> None:
         self._sock = sock
         self._medium = medium
         self._sending = threading.Lock()  # guards the socket's write side
-        self._is_cut_off = False
-        self._jobs: dict[str, SimpleQueue[Job | None]] = {}
-        self._threads: list[threading.Thread] = []
-        self._lane_of: dict[tuple[str, str | None], tuple[str, Link]] = {}
-        self._add_lane("read", medium.readers)
-        self._add_lane("write", medium.writers)
+        self._cut_off = threading.Event()
+        more = (self.send, self._fail, self._cut_off)
+        self._read = Direction("read", medium.readers, *more)
+        self._write = Direction("write", medium.writers, *more)
+        self._reads = {(link.src, link.dst) for link in medium.readers}
 
     def send(self, message: bytes) -> None:
         """A daemon that is gone is noticed by whoever reads."""
@@ -73,7 +65,7 @@ class Worker:
             with self._sending:
                 self._sock.sendall(message)
         except OSError:
-            self._is_cut_off = True
+            self._cut_off.set()
 
     def introduce(self, probe_bytes: int, block_bytes: int) -> None:
         """Say what was opened, how fast it is and what it holds, then that work may come."""
@@ -82,7 +74,7 @@ class Worker:
                 for m in self._medium.probe(probe_bytes, block_bytes):
                     fields = {"bytes": m.num_bytes, "seconds": m.seconds}
                     self.send(pack("measured", src=m.src, dst=m.dst, **fields))
-            except TierDamaged:
+            except TierBroken:
                 raise
             except (TierError, OSError) as error:
                 self._medium.notes.append(f"the probe failed: {error}")
@@ -91,89 +83,58 @@ class Worker:
         self.send(pack("ready", detail=self._medium.detail, notes=list(self._medium.notes)))
 
     def serve(self, stream: Stream, early: Sequence[Message]) -> None:
-        """Until `stop` or the end of the stream; then both threads have ended."""
-        for thread in self._threads:
-            thread.start()
+        """Until `stop` or the end of the stream; then nothing is on its way."""
+        self._read.start()
+        self._write.start()
         is_stopped = any(self._handle(message) for message in early)
         while not is_stopped:
             data = self._sock.recv(_RECEIVE_BYTES)
             if not data:
-                self._is_cut_off = True
+                self._cut_off.set()
                 break
             is_stopped = any(self._handle(message) for message in stream.feed(data))
-        for jobs in self._jobs.values():
-            jobs.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._read.finish()
+        self._write.finish()
 
     def _handle(self, message: Message) -> bool:
         """True when this was `stop`."""
         kind = message["t"]
         if kind == "batch":
             batch = unpack_batch(message)
-            lane, link = self._lane_of.get(_link_of(batch), ("write", None))
-            self._jobs[lane].put(partial(self._run, link, batch))
+            is_read = bool(batch.moves) and (batch.moves[0].src, batch.moves[0].dst) in self._reads
+            (self._read if is_read else self._write).put(batch)
         elif kind == "forget":
-            self._jobs["write"].put(partial(self._medium.forget, unpack_keys(message)))
+            self._write.put(partial(self._medium.forget, unpack_keys(message)))
         elif kind == "describe":
             namespace, about = message.get("namespace"), message.get("about")
             if type(namespace) is not bytes or not isinstance(about, dict):
                 raise MalformedMessage("describe: a namespace and a map")
-            self._jobs["write"].put(partial(self._medium.describe, namespace, about))
+            self._write.put(partial(self._medium.describe, namespace, about))
         elif kind != "stop":
             raise MalformedMessage(f"unknown message {kind!r}")
         return bool(kind == "stop")
 
-    def _run(self, link: Link | None, batch: Batch) -> None:
-        start = time.perf_counter()
-        if link is None or any(_link_of(batch) != (m.src, m.dst) for m in batch.moves):
-            error = TierError("no link of this device")
-            outcomes: list[Outcome] = [failed(move, error) for move in batch.moves]
-        else:
-            outcomes = copy_or_fail(link, batch.moves)
-        seconds = time.perf_counter() - start
-        copied = zip(batch.moves, outcomes, strict=True)
-        num_bytes = sum(m.block_bytes for m, o in copied if o.ok and m.dst is not None)
-        self.send(pack_done(Done(batch.number, outcomes, seconds, num_bytes)))
-
-    def _add_lane(self, name: str, links: Sequence[Link]) -> None:
-        self._jobs[name] = SimpleQueue()
-        for link in links:
-            self._lane_of[link.src, link.dst] = (name, link)
-        work = partial(self._work, self._jobs[name])
-        self._threads.append(threading.Thread(target=work, name=f"hicache-{name}"))
-
-    def _work(self, jobs: SimpleQueue[Job | None]) -> None:
-        """One thread's life."""
-        while (job := jobs.get()) is not None:
-            if self._is_cut_off:
-                continue
-            try:
-                job()
-            except Exception as error:
-                is_damaged = isinstance(error, TierDamaged)
-                if isinstance(error, TierError) and not is_damaged:  # only `forget` comes here
-                    print(f"hicache worker: {error}", file=sys.stderr, flush=True)
-                    continue
-                # A thread that ended alone would leave a worker that looks well and does nothing.
-                self.send(pack("broken", error=str(error) or repr(error), damaged=is_damaged))
-                os._exit(EXIT_BROKEN)
+    def _fail(self, error: Exception) -> None:
+        """What a direction's thread met: the end of this process, but for a record that could not
+        be removed (`forget` alone raises such an error here)."""
+        if isinstance(error, TierError) and not isinstance(error, TierBroken):
+            print(f"hicache worker: {error}", file=sys.stderr, flush=True)
+            return
+        is_damaged = isinstance(error, TierDamaged)
+        self.send(pack("broken", error=str(error) or repr(error), damaged=is_damaged))
+        os._exit(EXIT_BROKEN)
 
 
-def _link_of(batch: Batch) -> tuple[str, str | None]:
-    return (batch.moves[0].src, batch.moves[0].dst) if batch.moves else ("", None)
-
-
-def _open(config: WorkerConfig, near: Arena) -> Medium:
+def _open(config: WorkerConfig, near: Arena, progress: Callable[[int, int], None]) -> Medium:
     """Each kind's module is imported only where it is used: a GPU worker loads no lmdb."""
     if config.kind == "disk":
         from hicache.transfer.files import DiskMedium
 
-        return DiskMedium(config, near)
+        return DiskMedium(config, near, progress)
     if config.kind == "cuda":
         from hicache.transfer.cuda import CudaMedium
 
-        return CudaMedium(config, near)
+        return CudaMedium(config, near, progress)
     from hicache.transfer.memory import MemoryMedium
 
     return MemoryMedium(config, near)
@@ -188,6 +149,11 @@ def _receive_config(sock: socket.socket, stream: Stream) -> list[Message]:
                 raise MalformedMessage(f"config expected, not {messages[0]['t']!r}")
             return messages
     return []
+
+
+def _tell_progress(sock: socket.socket, unit: str, done: int, total: int) -> None:
+    """Opening takes long and goes on: the supervisor need not be anxious."""
+    sock.sendall(pack("opening", unit=unit, done=done, total=total))
 
 
 def _become(title: str) -> None:
@@ -215,7 +181,8 @@ def main(fd: int) -> int:
         worker = None
         try:
             near = Arena.attach(config.near_path)
-            medium = _open(config, near)
+            unit = "blocks" if config.kind == "disk" else "bytes"
+            medium = _open(config, near, partial(_tell_progress, sock, unit))
             worker = Worker(sock, medium)
             threading.Thread(target=near.populate, name="hicache-touch", daemon=True).start()
             worker.introduce(config.probe_bytes, config.probe_block_bytes)

@@ -2,7 +2,7 @@
 
 One policy object serves one tier. The cache engine tells it which nodes are candidates (leaves of
 the tier) and asks for the next victim; whether a victim can go (leases, moves) is not its business.
-Candidates are kept, never rebuilt: every call costs O(log n) at most.
+Candidates are kept, never rebuilt: a call costs O(log n) at most, on average.
 
 A policy that wants to know more of a node than when it was last used reads `node.uses` and
 `node.kind`, which the shared `History` keeps; LRU needs none.
@@ -13,10 +13,14 @@ from __future__ import annotations
 import math
 from typing import Final, Protocol
 
-from hicache.engine.index import Node
+from hicache.engine.node import Node
 
 ALWAYS: Final = math.inf
 """Worth more than anything held: room is made for it."""
+
+MIN_SWEEP: Final = 1024
+"""Candidates come and go unseen (merged, forgotten, used again): fewer entries than this are not
+looked through for those that stand for nothing any more; more are, whenever they have doubled."""
 
 
 class EvictionPolicy(Protocol):

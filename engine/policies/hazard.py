@@ -16,8 +16,8 @@ import heapq
 
 from hicache.engine.hazard import Model
 from hicache.engine.history import History
-from hicache.engine.index import Node
-from hicache.engine.policies.base import ALWAYS
+from hicache.engine.node import Node
+from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
 
 _Place = tuple[float, int, int]
 """When the node was last used, a serial number, its kind: as it joined its line."""
@@ -30,16 +30,21 @@ class Hazard:
 
     def __init__(self, history: History) -> None:
         self._history = history
+        history.wants_fits = True
         self._lines: dict[int, list[tuple[float, int, Node]]] = {}
         self._places: dict[Node, _Place] = {}
         self._heads: list[tuple[float, float, int, int]] = []  # rank, last use, serial, kind
         self._ranked_at: tuple[float, Model | None] = (-1.0, None)
         self._serial = 0
+        self._num_joined = 0  # entries in the lines, at most
+        self._sweep_at = MIN_SWEEP
 
     def add(self, node: Node) -> None:
         """See EvictionPolicy."""
         place = self._places.get(node)
         if place is None or place[0] != node.touched_s or place[2] != node.kind:
+            if self._num_joined >= self._sweep_at:
+                self._sweep()
             self._join(node)
 
     def pop(self, worth: float = ALWAYS) -> Node | None:
@@ -103,6 +108,7 @@ class Hazard:
     def _join(self, node: Node) -> None:
         """Put the node in its line; what stood for it elsewhere counts no more."""
         self._serial += 1
+        self._num_joined += 1
         kind, touched_s = node.kind, node.touched_s
         self._places[node] = (touched_s, self._serial, kind)
         line = self._lines.setdefault(kind, [])
@@ -110,3 +116,16 @@ class Hazard:
         if line[0][1] == self._serial:
             rank = self._rank(kind, touched_s)
             heapq.heappush(self._heads, (rank, touched_s, self._serial, kind))
+
+    def _sweep(self) -> None:
+        """Let go of nodes that are no more, and of entries whose nodes have moved on."""
+        places = {node: place for node, place in self._places.items() if node.parent is not None}
+        self._places = places
+        for line in self._lines.values():
+            line[:] = [
+                entry for entry in line if entry[2] in places and places[entry[2]][1] == entry[1]
+            ]
+            heapq.heapify(line)
+        self._num_joined = len(places)
+        self._sweep_at = max(MIN_SWEEP, 2 * len(places))
+        self._ranked_at = (-1.0, None)  # the heads may be others now

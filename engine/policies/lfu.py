@@ -10,7 +10,7 @@ above, so leaves go first by themselves.
 
 from __future__ import annotations
 
-from hicache.engine.index import Node
+from hicache.engine.node import Node
 from hicache.engine.policies.priority import PriorityPolicy
 
 

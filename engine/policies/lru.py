@@ -3,16 +3,18 @@
 Rank of a node = the time it was last matched or stored; the smallest goes first. A parent is never
 older than its child, so leaf-first and LRU agree (the order of Mattson et al., 1970, on a tree).
 
-A heap with lazy updates: touching a node costs nothing here; a popped entry whose node was touched
-since is pushed back at its new place.
+Touching a node costs nothing here: an entry whose node was touched since is put at its new place
+when it comes out. Nearly everything is added when it is the youngest, so a line does for it; a heap
+takes what comes in out of turn.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 
-from hicache.engine.index import Node
-from hicache.engine.policies.base import ALWAYS
+from hicache.engine.node import Node
+from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
 
 
 class Lru:
@@ -22,23 +24,31 @@ class Lru:
 
     def __init__(self, tier: int) -> None:
         self._bit = 1 << tier
+        self._line: deque[tuple[float, int, Node]] = deque()
         self._heap: list[tuple[float, int, Node]] = []
         self._serial = 0
+        self._sweep_at = MIN_SWEEP
 
     def add(self, node: Node) -> None:
         """See EvictionPolicy."""
         if not node.queued & self._bit:
             node.queued |= self._bit
-            self._push(node)
+            if len(self._line) + len(self._heap) >= self._sweep_at:
+                self._sweep()
+            self._put(node)
 
     def pop(self, worth: float = ALWAYS) -> Node | None:
         """See EvictionPolicy."""
-        while self._heap:
-            touched_s, _, node = heapq.heappop(self._heap)
+        line, heap = self._line, self._heap
+        while line or heap:
+            if heap and not (line and line[0] < heap[0]):
+                touched_s, _, node = heapq.heappop(heap)
+            else:
+                touched_s, _, node = line.popleft()
             if node.parent is None:  # merged away or removed
                 continue
             if node.touched_s > touched_s:
-                self._push(node)
+                self._put(node)
                 continue
             node.queued &= ~self._bit
             return node
@@ -48,6 +58,17 @@ class Lru:
         """See EvictionPolicy: whatever is new is let in."""
         return ALWAYS
 
-    def _push(self, node: Node) -> None:
+    def _put(self, node: Node) -> None:
         self._serial += 1
-        heapq.heappush(self._heap, (node.touched_s, self._serial, node))
+        entry = (node.touched_s, self._serial, node)
+        if not self._line or entry > self._line[-1]:
+            self._line.append(entry)
+        else:
+            heapq.heappush(self._heap, entry)
+
+    def _sweep(self) -> None:
+        """Let go of nodes that are no more, whenever there may be as many of them as others."""
+        self._line = deque(entry for entry in self._line if entry[2].parent is not None)
+        self._heap[:] = [entry for entry in self._heap if entry[2].parent is not None]
+        heapq.heapify(self._heap)
+        self._sweep_at = max(MIN_SWEEP, 2 * (len(self._line) + len(self._heap)))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 
-from hicache.engine.index import Node
-from hicache.engine.policies.base import ALWAYS
+from hicache.engine.node import Node
+from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
 
 
 class PriorityPolicy(ABC):
@@ -23,6 +23,7 @@ class PriorityPolicy(ABC):
         self._bit = 1 << tier
         self._heap: list[tuple[float, float, int, Node]] = []
         self._serial = 0
+        self._sweep_at = MIN_SWEEP
 
     @abstractmethod
     def priority(self, node: Node) -> float:
@@ -32,6 +33,8 @@ class PriorityPolicy(ABC):
         """See EvictionPolicy."""
         if not node.queued & self._bit:
             node.queued |= self._bit
+            if len(self._heap) >= self._sweep_at:
+                self._sweep()
             self._push(node)
 
     def pop(self, worth: float = ALWAYS) -> Node | None:
@@ -56,3 +59,9 @@ class PriorityPolicy(ABC):
         self._serial += 1
         entry = (self.priority(node), node.touched_s, self._serial, node)
         heapq.heappush(self._heap, entry)
+
+    def _sweep(self) -> None:
+        """Let go of nodes that are no more."""
+        self._heap[:] = [entry for entry in self._heap if entry[3].parent is not None]
+        heapq.heapify(self._heap)
+        self._sweep_at = max(MIN_SWEEP, 2 * len(self._heap))

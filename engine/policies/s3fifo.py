@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from hicache.engine.index import Node
-from hicache.engine.policies.base import ALWAYS
+from hicache.engine.node import Node
+from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
 
 SMALL_SHARE: Final = 0.1
 MAX_ROUNDS: Final = 3
@@ -30,12 +30,15 @@ class S3Fifo:
         self._small: deque[tuple[int, float, Node]] = deque()
         self._main: deque[tuple[int, float, int, Node]] = deque()
         self._small_blocks = self._main_blocks = 0
+        self._sweep_at = MIN_SWEEP
 
     def add(self, node: Node) -> None:
         """See EvictionPolicy."""
         if node.queued & self._bit:
             return
         node.queued |= self._bit
+        if len(self._small) + len(self._main) >= self._sweep_at:
+            self._sweep()
         if node.uses > 1:
             self._join_main(node, 0)
         else:
@@ -86,3 +89,11 @@ class S3Fifo:
     def _join_main(self, node: Node, rounds: int) -> None:
         self._main.append((len(node), node.touched_s, rounds, node))
         self._main_blocks += len(node)
+
+    def _sweep(self) -> None:
+        """Let go of nodes that are no more."""
+        self._small = deque(entry for entry in self._small if entry[2].parent is not None)
+        self._main = deque(entry for entry in self._main if entry[3].parent is not None)
+        self._small_blocks = sum(entry[0] for entry in self._small)
+        self._main_blocks = sum(entry[0] for entry in self._main)
+        self._sweep_at = max(MIN_SWEEP, 2 * (len(self._small) + len(self._main)))

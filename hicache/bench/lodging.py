@@ -10,30 +10,54 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from hicache.bench.report import BenchError
-from hicache.client import DaemonAbsent, DaemonError, admin_call
+from hicache.client import Client, DaemonAbsent, DaemonError, admin_call
+from hicache.connection import Transport
+from hicache.curve import CurveKeys
+from hicache.keys import NamespaceSpec
 
 START_S = 120.0
 STOP_S = 20.0
+PATIENCE_S: Final = 60.0
+"""Of the clients that measure: on a slow machine the figures are bad, but there are some."""
+
+
+class Running(NamedTuple):
+    """A daemon that answers, and this client's keys for it."""
+
+    endpoint: str
+    curve: CurveKeys | None = None
+
+    def client(self, spec: NamespaceSpec, name: str, transport: Transport = "auto") -> Client:
+        return Client(
+            spec,
+            self.endpoint,
+            transport=transport,
+            name=name,
+            curve=self.curve,
+            timeout_s=PATIENCE_S,
+            fetch_timeout_s=PATIENCE_S,
+            put_timeout_s=PATIENCE_S,
+        )
 
 
 @contextmanager
-def lodging(endpoint: str | None, config: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
-    """(the daemon's endpoint, a folder for more sockets). A daemon of our own runs `config`, has no
-    disk tier, and is gone afterwards. Raises BenchError with its last words if it will not start.
+def lodging(running: Running | None, config: Mapping[str, Any]) -> Iterator[tuple[Running, Path]]:
+    """(the daemon, a folder for more sockets). A daemon of our own runs `config`, has no disk tier,
+    and is gone afterwards. Raises BenchError with its last words if it will not start.
     """
     with tempfile.TemporaryDirectory(prefix="hicache-bench-") as name:
         folder = Path(name)
-        if endpoint is not None:
-            _ping(endpoint)
-            yield endpoint, folder
+        if running is not None:
+            _ping(running)
+            yield running, folder
             return
-        own = f"ipc://{folder}/hicache.sock"
+        own = Running(f"ipc://{folder}/hicache.sock")
         file = folder / "bench.yaml"
         file.write_text(
-            json.dumps({**config, "socket": {**config.get("socket", {}), "endpoint": own}})
+            json.dumps({**config, "socket": {**config.get("socket", {}), "endpoint": own.endpoint}})
         )
         log = folder / "daemon.log"
         with log.open("wb") as sink:
@@ -46,18 +70,18 @@ def lodging(endpoint: str | None, config: Mapping[str, Any]) -> Iterator[tuple[s
                 _stop(daemon)
 
 
-def _ping(endpoint: str) -> dict[str, Any]:
+def _ping(running: Running) -> dict[str, Any]:
     try:
-        return admin_call(endpoint, "ping", timeout_s=2.0)
+        return admin_call(running.endpoint, "ping", timeout_s=2.0, curve=running.curve)
     except (DaemonAbsent, DaemonError) as error:
         raise BenchError(str(error)) from None
 
 
-def _wait(daemon: subprocess.Popen[bytes], endpoint: str, log: Path) -> None:
+def _wait(daemon: subprocess.Popen[bytes], own: Running, log: Path) -> None:
     give_up_s = time.monotonic() + START_S
     while time.monotonic() < give_up_s and daemon.poll() is None:
         try:
-            if _ping(endpoint).get("ready"):
+            if _ping(own).get("ready"):
                 return
         except BenchError:
             pass

@@ -84,7 +84,20 @@ class IndexRow:
         return cls(op, page, query, p50_us, p99_us, len(seconds), indexed)
 
 
-Row = RpcRow | StoreRow | IndexRow
+@dataclass(frozen=True, slots=True)
+class DiskRow:
+    """Values in GB (10⁹ bytes) per second, best of several rounds, beside raw reads or writes."""
+
+    op: str
+    temperature: str
+    value_bytes: int
+    workers: int
+    gb_s: float
+    floor_gb_s: float
+    ratio: float
+
+
+Row = RpcRow | StoreRow | IndexRow | DiskRow
 
 
 class Step(Protocol):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.bench.floor import Echo
-from hicache.bench.lodging import lodging
+from hicache.bench.lodging import Running, lodging
 from hicache.bench.report import BenchError, RpcRow, Step
 from hicache.client import Client, LayerGroup, Match, NamespaceSpec
 from hicache.wire import pack
@@ -27,12 +27,12 @@ WARM_UP = 100
 Prompt = npt.NDArray[np.uint32]
 
 
-def run(endpoint: str | None, block_tokens: int, num_calls: int, step: Step) -> list[RpcRow]:
+def run(running: Running | None, block_tokens: int, num_calls: int, step: Step) -> list[RpcRow]:
     """The rows, at least `num_calls` calls each. Raises BenchError."""
     config = {"block_tokens": block_tokens, "tiers": {"dram": {"size": "128MiB"}}}
-    with lodging(endpoint, config) as (daemon, folder):
+    with lodging(running, config) as (daemon, folder):
         floor = f"ipc://{folder}/floor.sock"
-        with Client(_spec(block_tokens), daemon, name="bench rpc") as client, Echo(floor) as echo:
+        with daemon.client(_spec(block_tokens), "bench rpc") as client, Echo(floor) as echo:
             return _Rpc(client, echo, block_tokens, num_calls, step).rows()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.lodging import lodging
+from hicache.bench.lodging import Running, lodging
 from hicache.bench.report import BenchError, Step, StoreRow
 from hicache.client import Client, LayerGroup, NamespaceSpec
 
@@ -26,7 +26,7 @@ Prompt = npt.NDArray[np.uint32]
 Blocks = npt.NDArray[np.uint8]
 
 
-def run(endpoint: str | None, block_tokens: int, num_calls: int, step: Step) -> list[StoreRow]:
+def run(running: Running | None, block_tokens: int, num_calls: int, step: Step) -> list[StoreRow]:
     """The rows, at least `num_calls` calls each. Raises BenchError."""
     room_bytes = (ROUND + 1) * BLOCKS * max(VALUE_BYTES)
     config = {
@@ -35,10 +35,10 @@ def run(endpoint: str | None, block_tokens: int, num_calls: int, step: Step) -> 
         "planner": {"mode": "always_reload"},
     }
     rows: list[StoreRow] = []
-    with lodging(endpoint, config) as (daemon, _):
+    with lodging(running, config) as (daemon, _):
         for value_bytes in VALUE_BYTES:
             spec = _spec(block_tokens, value_bytes)
-            with Client(spec, daemon, transport="arena", name="bench store") as client:
+            with daemon.client(spec, "bench store", "arena") as client:
                 rows += _Store(client, spec, num_calls, step).rows()
                 client.clear()
     return rows

@@ -1,13 +1,20 @@
 """`hicache bench`: measure a daemon against this machine's floor."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
+from hicache.bench import disk as disk_bench
+from hicache.bench import engine as engine_bench
 from hicache.bench import index as index_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
+from hicache.bench.lodging import Running
 from hicache.bench.report import ProgressLine, tell
+from hicache.commands.curve import curve_option
+from hicache.curve import CurveKeys
+from hicache.tiers.disk import Durability
 
 _json_option = click.option(
     "--json",
@@ -20,6 +27,7 @@ _json_option = click.option(
 )
 _options = [
     click.option("--endpoint", help="A running daemon; by default one is started and stopped."),
+    curve_option,
     click.option(
         "--block-tokens", default=16, show_default=True, help="As the daemon's configuration says."
     ),
@@ -34,19 +42,31 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--calls", default=2000, show_default=True, help="Calls per row, at least.")
-def rpc(endpoint: str | None, block_tokens: int, json_target: str | None, calls: int) -> None:
+def rpc(
+    endpoint: str | None,
+    curve: CurveKeys | None,
+    block_tokens: int,
+    json_target: str | None,
+    calls: int,
+) -> None:
     """Round trips: ping and match, beside a bare ZeroMQ echo of the same payload."""
     with ProgressLine() as step:
-        rows = rpc_bench.run(endpoint, block_tokens, calls, step)
+        rows = rpc_bench.run(_daemon(endpoint, curve), block_tokens, calls, step)
     tell(rows, "round trips beside a bare echo", json_target)
 
 
 @bench.command()
 @click.option("--calls", default=100, show_default=True, help="Calls per row, at least.")
-def store(endpoint: str | None, block_tokens: int, json_target: str | None, calls: int) -> None:
+def store(
+    endpoint: str | None,
+    curve: CurveKeys | None,
+    block_tokens: int,
+    json_target: str | None,
+    calls: int,
+) -> None:
     """Blocks through shared memory: put and fetch, beside a bare copy."""
     with ProgressLine() as step:
-        rows = store_bench.run(endpoint, block_tokens, calls, step)
+        rows = store_bench.run(_daemon(endpoint, curve), block_tokens, calls, step)
     tell(rows, "blocks beside a bare copy", json_target)
 
 
@@ -59,9 +79,47 @@ def index(repeat: int, scale: bool, json_target: str | None) -> None:
     with ProgressLine() as step:
         rows, tree, everything = index_bench.run(step, repeat)
         more = {"bytes_per_token": tree, "bytes_per_token_with_state": everything}
-        grown = index_bench.scale(step, repeat) if scale else []
-    extra = {**more, **({"scale": [asdict(row) for row in grown]} if scale else {})}
-    tell([*rows, *grown] if json_target != "-" else rows, "the index by itself", json_target, extra)
+        grown, memory = index_bench.scale(step, repeat) if scale else ([], [])
+    extra: dict[str, object] = dict(more)
+    if scale:
+        extra |= {"scale": [asdict(row) for row in grown], "scale_memory": memory}
+    tell(rows, "the index by itself", json_target, extra)
+    if grown and json_target != "-":
+        tell(grown, "the index as it grows", None)
+
+
+@bench.command()
+@click.option("--repeat", default=300, show_default=True, help="Samples per row.")
+@_json_option
+def engine(repeat: int, json_target: str | None) -> None:
+    """The whole decision on a request, in thread-CPU time: match, plan, lease, policy."""
+    with ProgressLine() as step:
+        rows = engine_bench.run(step, repeat)
+    tell(rows, "the decision on a request", json_target)
+
+
+def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:
+    if endpoint is None and curve is not None:
+        raise click.UsageError("--curve is for a running daemon: give its --endpoint too")
+    return Running(endpoint, curve) if endpoint is not None else None
+
+
+@bench.command()
+@click.option("--path", type=click.Path(path_type=Path), help="A folder on the disk to measure.")
+@click.option("--rounds", default=3, show_default=True, help="Rounds per row; the best counts.")
+@click.option("--total", default=128, show_default=True, help="MiB of values per size.")
+@click.option(
+    "--durability", type=click.Choice(["fast", "batched"]), default="batched", show_default=True
+)
+@_json_option
+def disk(
+    path: Path | None, rounds: int, total: int, durability: Durability, json_target: str | None
+) -> None:
+    """The disk tier by itself: reads and writes beside raw pread and pwrite, and its ageing."""
+    plan = disk_bench.Plan(total << 20, rounds, durability=durability)
+    with ProgressLine() as step:
+        rows, churn = disk_bench.run(path, plan, step)
+    tell(rows, "values beside raw reads and writes", json_target, {"churn": churn})
 
 
 for _command in (rpc, store):

@@ -67,7 +67,8 @@ def serve(file: Path, endpoint: str | None) -> None:
     parts = None
     try:
         instance = Instance(config.socket.endpoint)
-        parts = assemble(config, _Progress())
+        device = None if config.tiers.hbm is None else probe.device(config.tiers.hbm)
+        parts = assemble(config, device, _Progress())
         daemon = Daemon(config, parts, instance, load)
     except (AlreadyServed, ArenaError, ConfigError, ValueError, OSError) as error:
         if parts is not None:

@@ -16,7 +16,6 @@ from hicache.config.machine import (
     Problem,
     Volume,
     check_against_machine,
-    gpu_of,
     probe_machine,
     resolve_sizes,
 )
@@ -59,7 +58,6 @@ __all__ = [
     "effective_values",
     "format_seconds",
     "format_size",
-    "gpu_of",
     "key_table",
     "key_table_markdown",
     "load_config",

@@ -8,7 +8,7 @@ is a SIGBUS, an out-of-memory kill, or a full disk under somebody else's program
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +16,8 @@ import psutil
 
 from hicache.config.models import Config, DiskConfig, DramConfig, HbmConfig, TierConfig
 from hicache.config.units import Share, format_size
+from hicache.tiers.hbm import CONTEXT_BYTES, Device, pick_device
+from hicache.tiers.hbm_probe import Gpu, Gpus, look
 
 _KEPT_FOR_OTHERS = 0.05  # of the host's memory: the kernel, the inference engine's own code
 _Tier = TypeVar("_Tier", bound=TierConfig)
@@ -37,12 +39,27 @@ class Volume:
 
 @dataclass(frozen=True, slots=True)
 class MachineProbe:
-    """What the machine has. `volumes` by configured path; `gpus` by device number, in bytes."""
+    """What the machine has. `volumes` by configured path."""
 
     memory_total_bytes: int
     memory_available_bytes: int
     volumes: Mapping[str, Volume] = field(default_factory=dict)
-    gpus: Mapping[int, int] = field(default_factory=dict)
+    gpus: Gpus = field(default_factory=Gpus)
+
+    def device(self, hbm: HbmConfig) -> Device:
+        """Where this tier is to live. ValueError when it asks for a GPU that is not there."""
+        return pick_device(hbm.device, [gpu.index for gpu in self.gpus.found], self.gpus.trouble)
+
+    def gpu(self, hbm: HbmConfig) -> Gpu | None:
+        """The GPU this tier is to use; None where it is emulated, or where there is no such GPU."""
+        try:
+            return self.gpus.get(self.device(hbm).index)
+        except ValueError:
+            return None
+
+    def is_emulated(self, hbm: HbmConfig) -> bool:
+        """In host memory."""
+        return hbm.device == "host" or (hbm.device == "auto" and self.gpu(hbm) is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,41 +76,37 @@ class Problem:
 def probe_machine(
     config: Config,
     *,
-    gpus: Mapping[int, int] | None = None,
+    gpus: Gpus | None = None,
     adopted_bytes: Mapping[str, int] | None = None,
 ) -> MachineProbe:
-    """Looks now. `adopted_bytes` names, by folder, what an earlier daemon's mappings hold there."""
+    """Looks now. `adopted_bytes` names, by folder, what an earlier daemon's mappings hold there.
+    GPUs are looked for only where the configuration may use one."""
     adopted = adopted_bytes or {}
-    tiers, gpus = config.tiers, gpus or {}
+    tiers = config.tiers
+    if gpus is None:
+        gpus = look() if tiers.hbm is not None and tiers.hbm.device != "host" else Gpus()
+    memory = psutil.virtual_memory()
+    probe = MachineProbe(int(memory.total), int(memory.available), gpus=gpus)
     volumes = {tiers.dram.path: _volume(tiers.dram.path, adopted.get(tiers.dram.path, 0))}
-    if tiers.hbm is not None and gpu_of(tiers.hbm, gpus) is None:
+    if tiers.hbm is not None and probe.is_emulated(tiers.hbm):
         volumes[tiers.hbm.path] = _volume(tiers.hbm.path, adopted.get(tiers.hbm.path, 0))
     if tiers.disk is not None:
         volumes[tiers.disk.path] = _volume(tiers.disk.path, _held_under(tiers.disk.path))
-    memory = psutil.virtual_memory()
-    return MachineProbe(int(memory.total), int(memory.available), volumes, gpus)
-
-
-def gpu_of(hbm: HbmConfig, gpus: Mapping[int, int]) -> int | None:
-    """The device number that the tier is to use; None means emulated in host memory."""
-    if hbm.device == "host":
-        return None
-    if hbm.device == "auto":
-        return min(gpus, default=None)
-    return int(hbm.device.removeprefix("cuda:"))
+    return replace(probe, volumes=volumes)
 
 
 def resolve_sizes(config: Config, probe: MachineProbe) -> Config:
     """The same configuration with every share as bytes: of host memory, GPU memory, or volume.
 
-    A share of a GPU that the probe does not know stays a share; `check_against_machine` says so.
+    A share of a GPU that is not there stays a share; `check_against_machine` says so.
     """
     tiers = config.tiers
     hbm = tiers.hbm
     if hbm is not None:
-        gpu = gpu_of(hbm, probe.gpus)
-        total = probe.memory_total_bytes if gpu is None else probe.gpus.get(gpu)
-        hbm = hbm if total is None else _sized(hbm, total)
+        if probe.is_emulated(hbm):
+            hbm = _sized(hbm, probe.memory_total_bytes)
+        elif (gpu := probe.gpu(hbm)) is not None:
+            hbm = _sized(hbm, gpu.total_bytes)
     disk = tiers.disk
     if disk is not None:
         disk = _sized(disk, probe.volumes[disk.path].total_bytes)
@@ -109,10 +122,10 @@ def check_against_machine(config: Config, probe: MachineProbe) -> list[Problem]:
     problems: list[Problem] = []
     in_memory: list[tuple[str, HbmConfig | DramConfig]] = [("tiers.dram", tiers.dram)]
     if tiers.hbm is not None:
-        if (gpu := gpu_of(tiers.hbm, probe.gpus)) is None:
+        if probe.is_emulated(tiers.hbm):
             in_memory.append(("tiers.hbm", tiers.hbm))
         else:
-            problems += _check_gpu(tiers.hbm, gpu, probe)
+            problems += _check_gpu(tiers.hbm, probe)
     problems += _check_shared_memory(in_memory, probe)
     problems += _check_memory(in_memory, probe)
     if tiers.disk is not None:
@@ -126,18 +139,23 @@ def _sized(tier: _Tier, total_bytes: int) -> _Tier:
     return tier.model_copy(update={"size": tier.size.of(total_bytes)})
 
 
-def _check_gpu(hbm: HbmConfig, gpu: int, probe: MachineProbe) -> list[Problem]:
-    total = probe.gpus.get(gpu)
-    if total is None and isinstance(hbm.size, Share):
-        said = f"{hbm.size} of cuda:{gpu} is not known in bytes; give size in bytes, as in 8GiB"
-        return [Problem("tiers.hbm.size", said)]
-    if total is not None and hbm.size_bytes > total:
-        said = (
-            f"{format_size(hbm.size_bytes)} is more than the {format_size(total)} of cuda:{gpu}; "
-            "give less, and leave room for the model"
-        )
-        return [Problem("tiers.hbm.size", said)]
-    return []
+def _check_gpu(hbm: HbmConfig, probe: MachineProbe) -> list[Problem]:
+    try:
+        index = probe.device(hbm).index
+    except ValueError as error:
+        return [Problem("tiers.hbm.device", f"{error}; give host to emulate it")]
+    gpu = probe.gpus.get(index)
+    assert gpu is not None
+    usable = max(0, gpu.free_bytes - CONTEXT_BYTES)
+    if hbm.size_bytes <= usable:
+        return []
+    said = (
+        f"{format_size(hbm.size_bytes)} is more than the {format_size(usable)} that cuda:{index} "
+        f"can give: of its {format_size(gpu.total_bytes)}, {format_size(gpu.free_bytes)} are free, "
+        f"and CUDA itself takes {format_size(CONTEXT_BYTES)} for the worker; give less, and leave "
+        "room for the model"
+    )
+    return [Problem("tiers.hbm.size", said)]
 
 
 def _check_shared_memory(

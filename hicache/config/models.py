@@ -229,6 +229,12 @@ class LimitsConfig(Section):
         ge=64 * 1024,
         description="Largest message; a larger one closes its connection.",
     )
+    max_unread_bytes: Bytes = Field(
+        default=64 * MIB,
+        validation_alias="max_unread",
+        ge=64 * 1024,
+        description="Frames on their way to a session; more follow as it reads.",
+    )
     max_prompt_tokens: int = Field(default=2_000_000, ge=1, description="Longest prompt.")
     max_sessions: int = Field(default=256, ge=1, description="Sessions at once.")
     max_leases: int = Field(default=65_536, ge=1, description="Leases at once.")
@@ -244,7 +250,9 @@ class LimitsConfig(Section):
         validation_alias="session_ttl",
         description="A silent session ends after this.",
     )
-    max_namespaces: int = Field(default=4096, ge=1, description="Namespaces (models) at once.")
+    max_namespaces: int = Field(
+        default=4096, ge=1, description="Namespaces (models) with clients or blocks at once."
+    )
 
 
 class Config(Section):

@@ -7,12 +7,15 @@ returned, none raised.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import yaml
 
 from hicache.config.errors import KeyPath, Mistake
 
 Value = object
+MAX_VALUES: Final = 10_000
+"""Keys included. A whole configuration has some hundred; a few lines of aliases make billions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ def read_yaml(text: str) -> Document:
         return _read(text)
     except RecursionError:
         return Document({}, {}, (Mistake((), "this is nested too deeply"),))
+    except _TooManyValues as error:
+        return Document({}, {}, (error.mistake,))
 
 
 def _read(text: str) -> Document:
@@ -52,6 +57,12 @@ def _read(text: str) -> Document:
     return Document(values, builder.lines, tuple(builder.mistakes))
 
 
+class _TooManyValues(Exception):
+    def __init__(self, path: KeyPath, node: yaml.Node) -> None:
+        found = f"with its aliases this text stands for more than {MAX_VALUES} values"
+        self.mistake = Mistake(path, found, "fewer aliases", line=_line_of(node))
+
+
 def _line_of(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
@@ -60,6 +71,7 @@ def _line_of(node: yaml.Node) -> int:
 class _Builder:
     lines: dict[KeyPath, int] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
+    _num_values: int = 0
     _open: list[yaml.Node] = field(default_factory=list)
     _scalars: yaml.constructor.SafeConstructor = field(
         default_factory=yaml.constructor.SafeConstructor
@@ -68,11 +80,14 @@ class _Builder:
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Value]:
         values: dict[str, Value] = {}
         for key_node, value_node in node.value:
-            key, line = str(key_node.value), _line_of(key_node)
-            here = (*path, key)
+            self._count(path, key_node)
+            line = _line_of(key_node)
             if not isinstance(key_node, yaml.ScalarNode):
                 self.mistakes.append(Mistake(path, "a key is not a plain word", line=line))
-            elif key in values:
+                continue
+            key = str(key_node.value)
+            here = (*path, key)
+            if key in values:
                 first = f"the same key stands on line {self.lines[here]}"
                 self.mistakes.append(Mistake(here, first, "one of them", line=line))
             else:
@@ -81,6 +96,7 @@ class _Builder:
         return values
 
     def _value(self, node: yaml.Node, path: KeyPath) -> Value:
+        self._count(path, node)
         if node in self._open:
             self.mistakes.append(Mistake(path, "this refers to itself", line=_line_of(node)))
             return None
@@ -93,6 +109,11 @@ class _Builder:
             return self._scalar(node, path)
         finally:
             self._open.pop()
+
+    def _count(self, path: KeyPath, node: yaml.Node) -> None:
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            raise _TooManyValues(path, node)
 
     def _scalar(self, node: yaml.Node, path: KeyPath) -> Value:
         try:

@@ -20,6 +20,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -220,7 +221,7 @@ class CachedModel:
             return loaded
         started_s = time.perf_counter()
         arrived: set[int] = set()
-        try:
+        with self._harmless("load"):
             loaded.match = self.client.match(prompt, explain=True)
             wanted = min(loaded.match.decision.reload_blocks, len(prompt) // self.spec.block_tokens)
             if wanted < 1:
@@ -233,8 +234,6 @@ class CachedModel:
                 loaded.hop_s += time.perf_counter() - hop_started_s
                 if is_good:
                     arrived.update(taken)
-        except Exception as error:  # a fault of the daemon or its client is no fault of the request
-            self._trouble("load", error)
         loaded.blocks = next(block for block in range(len(arrived) + 1) if block not in arrived)
         # The model needs at least one token to say what comes next.
         loaded.tokens = min(loaded.blocks * self.spec.block_tokens, len(prompt) - 1)
@@ -270,12 +269,10 @@ class CachedModel:
             start = (block - first) * bt
             view.view(self._word).reshape(shape)[...] = gathered[0][:, :, :, start : start + bt]
 
-        try:
+        put = PutResult(refused=last - first)
+        with self._harmless("store"):
             put = self.client.put(tokens[: last * bt], fill, first=first, last=last)
             self._reserve(last)
-        except Exception as error:
-            self._trouble("store", error)
-            return PutResult(refused=last - first)
         return put
 
     def _gather(self, cache: DynamicCache, start: int, stop: int) -> Words:
@@ -298,28 +295,29 @@ class CachedModel:
     def _release(self, loaded: Loaded) -> None:
         if self.client is None or loaded.match is None or not loaded.match.lease:
             return
-        try:
+        with self._harmless("release"):
             self.client.release(
                 loaded.match,
                 hop_bytes=loaded.hop_bytes,
                 hop_s=loaded.hop_s,
                 total_s=loaded.total_s,
             )
-        except Exception as error:
-            self._trouble("release", error)
 
     def _observe(self, new: int, context: int, seconds: float) -> None:
         if self.client is None:
             return
-        try:
+        with self._harmless("observe"):
             sum_nc = new * context + new * new / 2
             self.client.observe(sum_n=float(new), sum_nc=sum_nc, seconds=seconds)
-        except Exception as error:
-            self._trouble("observe", error)
 
-    def _trouble(self, what: str, error: Exception) -> None:
-        self.last_trouble = f"{what}: {error or type(error).__name__}"
-        log.warning("hicache is not used for this request: %s", self.last_trouble)
+    @contextmanager
+    def _harmless(self, what: str) -> Iterator[None]:
+        """A fault of the daemon or of its client, whatever it is, is no fault of the request."""
+        try:
+            yield
+        except Exception as error:
+            self.last_trouble = f"{what}: {error or type(error).__name__}"
+            log.warning("hicache is not used for this request: %s", self.last_trouble)
 
 
 def _by_tier(match: Match, tokens: int, block_tokens: int) -> dict[str, int]:

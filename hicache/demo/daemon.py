@@ -31,9 +31,16 @@ class DaemonFailed(Exception):
 
 
 class PrivateDaemon:
-    """A daemon from `config_file`, except for where it listens and keeps things; not started."""
+    """A daemon from `config_file`, except for where it listens and keeps things; not started.
 
-    def __init__(self, config_file: Path) -> None:
+    `hbm_device`: the demo's HBM is emulated wherever it runs. `own_group`: Ctrl-C does not reach
+    it, and whoever made it ends it in order.
+    """
+
+    def __init__(
+        self, config_file: Path, *, hbm_device: str = "host", own_group: bool = True
+    ) -> None:
+        self._own_group = own_group
         around = Surroundings.of(os.environ, os.getuid())
         self.config: Config = load_config(config_file, around).config
         tiers = self.config.tiers
@@ -50,7 +57,7 @@ class PrivateDaemon:
             values["planner"] = {**(values.get("planner") or {}), "exploration": 0.0}
             own = values["tiers"]
             hbm_folder = _temporary_folder(cleanup, tiers.hbm.path)
-            own["hbm"] |= {"device": "host", "path": str(hbm_folder)}
+            own["hbm"] |= {"device": hbm_device, "path": str(hbm_folder)}
             own["dram"] |= {"path": str(_temporary_folder(cleanup, tiers.dram.path))}
             own["disk"] |= {"path": str(self._folder / "disk")}
             self._file.write_text(yaml.safe_dump(values))
@@ -100,6 +107,10 @@ class PrivateDaemon:
         except (DaemonAbsent, DaemonError) as error:
             raise DaemonFailed(f"{error}{self._last_words()}") from error
 
+    def said(self) -> str:
+        """All it has logged."""
+        return self._log.read_text(errors="replace")
+
     def close(self) -> None:
         """Kill it if it still runs, and remove its folders."""
         if self._process is not None:
@@ -115,13 +126,12 @@ class PrivateDaemon:
         self.close()
 
     def _spawn(self, command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-        # In a group of its own: Ctrl-C reaches the demo, which then ends it in order.
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=self._own_group,
         )
 
     def _is_ready(self) -> bool:
@@ -131,7 +141,7 @@ class PrivateDaemon:
             return False
 
     def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        lines = self.said().splitlines()[-LOG_LINES:]
         if not lines:
             return " It wrote no log."
         return "\nIts log ends so:\n" + "\n".join(f"    {line}" for line in lines)

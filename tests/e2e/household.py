@@ -399,11 +399,11 @@ def free_port() -> int:
         return port
 
 
-def hicache(*arguments: str) -> subprocess.CompletedProcess[str]:
+def hicache(*arguments: str, patience_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
     """The command line as a process."""
     command = [sys.executable, "-m", "hicache", *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=ROOT
+        command, capture_output=True, text=True, timeout=patience_s, check=False, cwd=ROOT
     )
 
 

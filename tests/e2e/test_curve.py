@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +15,10 @@ import zmq
 from hicache.aio import AsyncClient
 from hicache.client import Client, CurveKeys, DaemonAbsent, admin_call
 from tests.e2e.household import (
-    PATIENCE_S,
-    ROOT,
     SPEC,
     Household,
     blocks_of,
+    hicache,
     prompt,
     read,
     store,
@@ -37,11 +34,6 @@ PLENTY_S = 10.0
 def free_port() -> int:
     with zmq.Context() as context, context.socket(zmq.REP) as socket:
         return socket.bind_to_random_port("tcp://127.0.0.1")
-
-
-def hicache(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hicache", *args]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
 
 
 def make_keys(folder: Path, name: str) -> None:
@@ -188,6 +180,18 @@ def test_the_command_line(castle: Castle) -> None:
     assert ran.returncode == 2
     assert "nowhere cannot be read" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.timeout(240)
+def test_a_benchmark_of_a_daemon_with_keys(castle: Castle) -> None:
+    curve = ("--curve", str(castle.keys / "friend.key_secret"), str(castle.keys / "server.key"))
+    measured = ("bench", "rpc", "--calls", "1", "--endpoint", castle.endpoint)
+    assert hicache(*measured, *curve, patience_s=200.0).returncode == 0
+    ran = hicache(*measured)
+    assert "CURVE keys" in ran.stderr
+    ran = hicache("bench", "store", *curve)
+    assert ran.returncode == 2
+    assert "--endpoint" in ran.stderr
 
 
 def test_a_daemon_that_cannot_start_says_why(castle: Castle, tmp_path: Path) -> None:

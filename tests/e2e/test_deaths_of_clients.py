@@ -1,14 +1,16 @@
-"""Clients that die or freeze at the worst moment: what they held comes back, nothing shows."""
+"""Clients that die, freeze or are dropped at the worst moment: what they held comes back, nothing
+shows."""
 
 from __future__ import annotations
 
 import signal
 
+import numpy as np
 import psutil
 import pytest
 
 from hicache.connection import Transport
-from tests.e2e.household import Household, Victim, blocks_of, prompt, read, store, wait_for
+from tests.e2e.household import SPEC, Household, Victim, blocks_of, prompt, read, store, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -103,6 +105,57 @@ def test_frozen_with_a_lease() -> None:
         wait_for(lambda: house.stats()["leases"] == 0, "the lease's end")
         assert client.fetch(match, blocks_of(tokens)).blocks == 0
         assert read(client, tokens) == 4
+
+
+@pytest.mark.timeout(180)
+def test_dropped_without_a_goodbye() -> None:
+    """A long-lived process makes client after client and says goodbye for none. Their sessions
+    stayed until it ended, and then everybody was refused. Now the silent ones make room; those that
+    speak, or hold something, stay; one that comes back says hello again by itself."""
+    limits = {"max_sessions": 6, "session_ttl": "3s"}
+    with Household(hbm=None, disk=None, limits=limits) as house:
+        busy, holder, silent = house.client(), house.client(), house.client()
+        tokens = prompt(106, 4)
+        assert store(busy, tokens) == 4
+        assert read(silent, tokens) == 4
+        held = holder.match(tokens)
+        assert held.lease
+        sessions = [c.greeting.session for c in (busy, holder, silent) if c.greeting]
+        peer = house.peer()
+        while (reply := peer.hello())["ok"]:
+            assert read(busy, tokens) == 4
+            assert house.stats()["sessions"] <= 6
+        assert "limits.max_sessions" in reply["message"]
+
+        def is_let_in() -> bool:
+            assert read(busy, tokens) == 4
+            return bool(peer.hello()["ok"])
+
+        wait_for(is_let_in, "room for another session")
+        out = np.zeros((4, SPEC.block_bytes), np.uint8)
+        assert holder.fetch(held, out).blocks == 4
+        silent.observe(sum_n=100, sum_nc=5000, seconds=0.1)
+        assert read(silent, tokens) == 4
+        now = [c.greeting.session for c in (busy, holder, silent) if c.greeting]
+        assert now[:2] == sessions[:2]
+        assert now[2] != sessions[2]
+
+
+@pytest.mark.timeout(180)
+def test_ended_while_it_may_still_write() -> None:
+    """A process that is stopped in the middle of a put loses its session to another one's need. Its
+    slots stay set aside all the same, until it is dead."""
+    limits = {"max_sessions": 1, "session_ttl": "500ms", "lease_ttl": "500ms"}
+    with Household(hbm=None, disk=None, limits=limits) as house:
+        tokens = prompt(107, 6)
+        with Victim(house, "put", tokens) as victim:
+            victim.wait_for("writing")
+            victim.freeze()
+            peer = house.peer()
+            wait_for(lambda: peer.hello()["ok"], "the end of the silent session")
+            assert house.tier("dram")["quarantined_bytes"] == 6 * (256 << 10)
+            victim.kill()
+            wait_for(lambda: not house.tier("dram")["quarantined_bytes"], "the slots back")
 
 
 @pytest.mark.timeout(180)

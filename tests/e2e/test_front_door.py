@@ -24,6 +24,7 @@ from hicache.client import DaemonError, admin_call
 from hicache.endpoint import ipc_path
 from hicache.wire import PROTOCOL, RESERVED_OPS, pack
 from tests.e2e.household import (
+    MIB,
     SPEC,
     Household,
     Peer,
@@ -212,6 +213,40 @@ def test_requests_that_come_too_late(house: Household, peer: Peer) -> None:
     assert put(peer, session)["ticket"]
 
 
+EXTREMES = (5e-324, 1e-300, 1e-9, 1e6)
+
+
+def test_no_number_spoils_the_planner(house: Household) -> None:
+    """All that the wire lets through, in every field that is learned from: `hop_bytes` of 5e-324
+    made every later reload of the namespace take for ever."""
+    client, spec = house.model("numbers", block_bytes=4096)
+    tokens = prompt(91, 3)
+    store(client, tokens, spec)
+    peer = house.peer()
+    session = peer.hello(spec, transport="frames")["session"]
+
+    def match(**more: Any) -> dict[str, Any]:
+        return peer.ask("match", s=session, tokens=tokens.tobytes(), **more)
+
+    for one in EXTREMES:
+        for other in EXTREMES:
+            lease = match(hop_bytes_per_s=one)["lease"]
+            said: dict[str, Any] = {"hop_bytes": one, "hop_s": other, "total_s": other}
+            assert peer.ask("release", s=session, lease=lease, **said)["released"]
+            step: dict[str, Any] = {
+                "num_requests": 1,
+                "sum_n": one,
+                "sum_nc": other,
+                "seconds": other,
+            }
+            assert peer.ask("observe", s=session, **step)["ok"]
+    decision = match()["decision"]
+    seconds = [decision[name] for name in ("reload_s", "prefill_s", "recompute_s")]
+    assert all(0.0 <= value < 3600.0 for value in seconds), decision
+    error = house.stats()["planner"]["mean_abs_error_s"]
+    assert error is None or error < 3600.0
+
+
 # --- other people's leases and tickets ----------------------------------------------------------
 
 
@@ -265,6 +300,32 @@ def test_a_group_outlives_one_of_its_sessions(house: Household) -> None:
     assert house.stats()["leases"] == before
 
 
+def test_a_client_that_never_reads_its_frames() -> None:
+    """Eight fetches of 50 MiB made the daemon grow by as much as they had asked for. Now a session
+    has little on its way; what reads is served whole, however large."""
+    limits = {"max_unread": "8MiB"}
+    with Household(hbm=None, disk=None, limits=limits, deadlines={"fetch": "2s"}) as house:
+        tokens = prompt(89, 200)
+        reader = house.client(transport="frames")
+        assert store(reader, tokens) == 200
+        assert read(reader, tokens) == 200
+        before = psutil.Process(house.pid).memory_info().rss
+        asker = house.peer()
+        session = asker.hello(transport="frames")["session"]
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        mute = context.socket(zmq.DEALER)
+        mute.rcvhwm = 1
+        mute.linger = 0
+        mute.connect(house.endpoint)
+        for number in range(8):
+            lease = asker.ask("match", s=session, tokens=tokens.tobytes())["lease"]
+            mute.send(pack({"op": "fetch", "id": number + 1, "s": session, "lease": lease}))
+        wait_for(lambda: house.stats()["errors"].get("unread") == 8, "the end of all fetches")
+        assert psutil.Process(house.pid).memory_info().rss < before + 40 * MIB
+        assert read(reader, tokens) == 200
+        context.destroy(linger=0)
+
+
 # --- hello's limits -----------------------------------------------------------------------------
 
 
@@ -304,6 +365,37 @@ def test_more_sessions_than_the_limit(house: Household, peer: Peer) -> None:
     tokens.append(b"")  # the one just opened ends with its process; say bye to the rest
     for token in filter(None, tokens):
         peer.ask("bye", s=token)
+
+
+def test_more_namespaces_than_the_limit() -> None:
+    """They were never forgotten: a host with many adapters or salts was full for ever. One that
+    has neither clients nor blocks makes room for another."""
+    with Household(hbm=None, disk=None, limits={"max_namespaces": 3}) as house:
+        specs = [
+            replace(SPEC, cache_salt=f"salt {number}", block_bytes=4096) for number in range(9)
+        ]
+        tokens = prompt(90, 3)
+        keeper = house.client(specs[0])
+        assert store(keeper, tokens, specs[0]) == 3
+        keeper.close()
+        for spec in specs[1:]:
+            client = house.client(spec)
+            assert client.match(tokens).is_answered, client.last_error
+            assert client.match(tokens).hit_blocks == 0
+            assert store(client, tokens, spec) == 3
+            assert read(client, tokens, spec) == 3
+            client.clear()
+            client.close()
+        assert len(house.stats()["namespaces"]) == 3
+        assert read(house.client(specs[0]), tokens, specs[0]) == 3
+
+        peer = house.peer()
+        assert peer.hello(specs[1])["ok"]
+        assert peer.hello(specs[2])["ok"]
+        reply = peer.hello(specs[3])
+        assert reply["error"] == "refused"
+        assert "limits.max_namespaces" in reply["message"]
+        assert peer.hello(specs[1])["ok"]
 
 
 # --- the command line ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -126,6 +127,39 @@ def test_refused_where_nothing_can_go() -> None:
         assert client.match(old).hit_blocks == 14
         for lease in [match, client.match(old)]:
             client.release(lease)
+
+
+@pytest.mark.parametrize(
+    ("small", "tier"),
+    [
+        ({"hbm": {"size": "1MiB"}, "dram": {"size": "32MiB"}}, "dram"),
+        ({"dram": {"size": "1MiB"}}, "hbm"),
+    ],
+)
+def test_a_tier_smaller_than_a_block(small: dict[str, Any], tier: str) -> None:
+    """It made every hello fail, with a sentence about the other tiers. It does without those
+    blocks, the log says so once, and smaller blocks use it."""
+    with Household(**small, disk=None) as house:
+        client, spec = house.model("a large one", block_bytes=2 << 20)
+        assert store(client, prompt(5, 4), spec) == 4
+        match = client.match(prompt(5, 4))
+        assert match.runs == ((tier, 4),)
+        client.release(match)
+        assert read(client, prompt(5, 4), spec) == 4
+        (other,) = {"hbm", "dram"} - {tier}
+        sentence = f"{other} (1MiB) is too small for a block of {2 << 20} bytes"
+        assert house.said().count(sentence) == 1
+        client, spec = house.model("a small one", block_bytes=4096)
+        assert store(client, prompt(6, 4), spec) == 4
+        assert read(client, prompt(6, 4), spec) == 4
+
+
+def test_a_block_too_large_for_every_tier() -> None:
+    """Only then hello is refused, and the sentence names the tiers."""
+    with Household(hbm={"size": "1MiB"}, dram={"size": "2MiB"}, disk=None) as house:
+        reply = house.peer().hello(replace(SPEC, block_bytes=4 << 20))
+        assert reply["error"] == "spec"
+        assert "does not fit in hbm (1MiB) and dram (2MiB)" in reply["message"]
 
 
 def hits(client: Client, seeds: range, num_blocks: int) -> list[int]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import itertools
 import resource
+import shutil
 
 import psutil
 import pytest
 
-from tests.e2e.household import Household, prompt, read, store, wait_for
+from tests.e2e.household import Household, blocks_of, prompt, read, store, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -52,3 +53,24 @@ def test_a_full_volume_costs_no_put() -> None:
         wait_for(is_taken, "a disk that takes blocks again", 90.0)
         assert read(client, prompt(0, 8)) == 8
         assert house.stats()["errors"] == {}
+
+
+def test_a_deleted_folder() -> None:
+    """Somebody deletes the disk tier's folder while it is open. The other tiers serve on, and the
+    disk begins anew by itself."""
+    with Household(hbm=None, dram={"size": "8MiB"}, disk={"size": "256MiB"}) as house:
+        client = house.client()
+        for seed in range(6):
+            assert store(client, prompt(seed, 8), durable=True) == 8
+        shutil.rmtree(house.disk)
+        seeds = itertools.count(100)
+
+        def is_durable() -> bool:
+            tokens = prompt(next(seeds), 8)
+            is_stored = client.put(tokens, blocks_of(tokens), durable=True).durable
+            assert read(client, tokens) == 8
+            return is_stored
+
+        wait_for(is_durable, "a disk that begins anew")
+        assert house.disk.exists()
+        assert house.ask("health")["healthy"]

@@ -107,10 +107,10 @@ def test_a_block_in_use_cannot_be_freed() -> None:
         blocks.free(ids)
     blocks.change(1, ids, D)
     blocks.change(1, ids, A)
-    blocks.leases[ids] += 1
+    blocks.pin(ids)
     with pytest.raises(AssertionError, match="a leased block was freed"):
         blocks.free(ids)
-    blocks.leases[ids] -= 1
+    blocks.unpin(ids)
     blocks.free(ids)
     assert len(blocks) == 0
     blocks.validate()

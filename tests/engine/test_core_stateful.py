@@ -222,6 +222,22 @@ class EngineMachine(RuleBasedStateMachine):
             self.world.recover(tier)
         self.down.clear()
 
+    @rule(tokens=prompts, namespace=namespaces, data=st.data())
+    def reshape(self, tokens: bytes, namespace: int, data: st.DataObject) -> None:
+        """A node is split, or merged with its parent, under leases and moves in flight."""
+        house = self.world.engine.residency
+        self.world.engine.matching.settle()
+        space = house.namespaces[namespace % self.num_namespaces]
+        path = house.index.match(space.root, tokens, space.step)
+        if not path.nodes:
+            return
+        node = data.draw(st.sampled_from(path.nodes))
+        if len(node) > 1 and data.draw(st.booleans()):
+            house.queue(house.index.split(node, data.draw(st.integers(1, len(node) - 1)), STEP))
+        else:
+            house.index.try_merge(node, space.step)
+        self.world.engine.validate()
+
     @rule()
     def clear(self) -> None:
         self.world.do(p.Clear(0, self.world.now_s))
@@ -352,12 +368,12 @@ def test_random_histories(machine: type[EngineMachine]) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_long_random_histories(machine: type[EngineMachine]) -> None:
-    """120,000 steps each."""
+    """13,000 steps each, more than 100,000 in all."""
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=2000,
-            stateful_step_count=60,
+            max_examples=300,
+            stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.engine.cost import LinkCost, PrefillCost, PrefillPrior
+from hicache.engine.cost import LinkCost, PrefillCost, PrefillPrior, learn_hop, plausible_hop
 
 FIXED_S, PER_TOKEN_S, PER_PAIR_S = 0.004, 3e-5, 1.1e-9
 """About an 8B model on one H100."""
@@ -99,10 +99,10 @@ def test_constant_chunks_do_not_wind_anything_up() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.integers(1, 64),
-            st.floats(1, 1e6),
-            st.floats(0, 1e12),
-            st.floats(1e-6, 1e3),
+            st.integers(1, 10**6),
+            st.floats(0, 1e15),
+            st.floats(0, 1e18),
+            st.floats(0, 1e6),
         ),
         max_size=20,
     ),
@@ -112,12 +112,38 @@ def test_constant_chunks_do_not_wind_anything_up() -> None:
 def test_whatever_is_observed_it_is_finite_non_negative_and_grows_with_tokens(
     steps: list[tuple[int, float, float, float]], n: float, c: float
 ) -> None:
+    """Whatever the wire lets through."""
     cost = PrefillCost(PrefillPrior())
     for requests, sum_n, sum_nc, seconds in steps:
         cost.observe(requests, sum_n, sum_nc, seconds)
     assert 0.0 <= cost.seconds(n, c) < float("inf")
     assert cost.seconds(n, c) <= cost.seconds(n + 1, c) + 1e-12
     assert cost.seconds(n, c) <= cost.seconds(n, c + 1) + 1e-12
+
+
+LIES = {
+    "a million tokens in no time": (1, 1e4, 5e7, 1e-5),
+    "in less than that": (1, 1e4, 5e7, 5e-324),
+    "half an hour for a token": (1, 1.0, 1.0, 1800.0),
+    "a part of a token": (1, 5e-324, 0.0, 1.0),
+    "on an endless context": (1, 1.0, 1e18, 1.0),
+    "more than anything": (10**6, 1e15, 1e18, 1e6),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("honest_steps", [0, 50])
+@pytest.mark.parametrize("prior", [PRIOR, PrefillPrior(0.0, 0.0, 0.0, is_guess=False)])
+def test_a_liar_is_forgotten(lie: str, honest_steps: int, prior: PrefillPrior) -> None:
+    """A first step that took no time at all was believed for ever: the prior, which never fades,
+    was scaled down by it and became certain. Others divided by zero."""
+    cost = PrefillCost(prior)
+    machine = Machine()
+    machine.run(cost, honest_steps)
+    for _ in range(20):
+        cost.observe(*LIES[lie])
+    machine.run(cost, 200)
+    assert max(errors(cost, machine)) < 0.15
 
 
 def test_a_slower_machine_is_followed() -> None:
@@ -143,6 +169,35 @@ def test_nothing_to_prefill_costs_nothing() -> None:
     cost = PrefillCost(PRIOR)
     assert cost.seconds(0, 1000) == 0.0
     assert cost.tokens_per_s() == pytest.approx(1024 / cost.seconds(1024, 0))
+
+
+# --- hops -------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(0, 2.0**63), st.floats(0, 1e6)), max_size=30))
+def test_whatever_is_said_of_a_hop_it_stays_a_speed(hops: list[tuple[float, float]]) -> None:
+    known = 1 / 2e9
+    for num_bytes, seconds in hops:
+        known = learn_hop(known, num_bytes, seconds)
+    assert 1e-16 < known < 1e-2
+
+
+@pytest.mark.parametrize("lie", [(5e-324, 1.0), (2.0**63, 5e-324), (1.0, 1e6), (2.0**63, 1e-6)])
+def test_a_liar_about_hops_is_forgotten(lie: tuple[float, float]) -> None:
+    """A hop of 5e-324 bytes took an endless time, and so did every reload after it."""
+    known = 1 / 2e9
+    for _ in range(3):
+        known = learn_hop(known, *lie)
+    for _ in range(40):
+        known = learn_hop(known, 64e6, 64e6 / 2e9)
+    assert known == pytest.approx(1 / 2e9, rel=0.05)
+
+
+def test_a_speed_that_a_client_claims_is_within_reason() -> None:
+    assert plausible_hop(0.0) == 0.0
+    assert plausible_hop(5e9) == 5e9
+    assert plausible_hop(5e-324) == 1e4
+    assert plausible_hop(1e15) == 1e14
 
 
 # --- links ------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hicache.engine.hazard import NUM_BINS, WIDTHS_S, Snapshot, bin_of, fit, gittins
+from hicache.engine.hazard import NUM_BINS, WIDTHS_S, Model, Snapshot, bin_of, fit, gittins
 from hicache.engine.history import MAX_KINDS, History
 
 
@@ -42,6 +42,12 @@ def test_the_fit_tells_classes_apart() -> None:
 
 def test_too_few_returns_say_nothing() -> None:
     assert fit(snapshot_of([0.05, 0.01], num_each=10)) is None
+
+
+def test_an_unknown_class_ranks_as_anybody() -> None:
+    model = Model([[0.9] * NUM_BINS], [0.1] * NUM_BINS)
+    assert [model.rank(kind, 0.0) for kind in (-1, 0, 1)] == [0.1, 0.9, 0.1]
+    assert Model([], [0.1] * NUM_BINS).rank(-1, 0.0) == 0.1
 
 
 def test_what_is_still_out_counts_against_its_class() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,7 +18,8 @@ from hypothesis.stateful import (
 
 from hicache.engine import index as index_module
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable, State
-from hicache.engine.index import Index, Node, Path
+from hicache.engine.index import Index, Path
+from hicache.engine.node import Node
 from hicache.tiers.block import Ids, TierSpec
 from hicache.tiers.slots import SlotPool
 
@@ -57,8 +58,8 @@ class Tree:
         path = self.match(*blocks)
         if path.num_blocks == len(blocks):
             return None
-        new = len(blocks) - path.num_blocks
-        node = self.index.extend(self.root, path, self.tokens(*blocks), self.step, new)
+        symbols = self.tokens(*blocks)[path.num_blocks * self.step :]
+        node = self.index.extend(self.root, path, symbols, self.step)
         self.tag(node.block_ids(), tag)
         self.index.retag(node, self.step)
         return node
@@ -174,7 +175,11 @@ def test_unequal_neighbours_do_not_merge(difference: str, monkeypatch: pytest.Mo
     elif difference == "fork":
         tree.add(1, 2, 9)
     elif difference == "length":
-        monkeypatch.setattr(index_module, "MAX_EDGE_BYTES", 3 * tree.step)
+        tree = Tree()
+        tree.add(1, 2)
+        node = tree.add(1, 2, 3, 4)
+        assert node is not None
+        monkeypatch.setattr(index_module, "MAX_STEM_BYTES", 3 * tree.step)
     before = tree.shape()
     assert tree.index.try_merge(node, tree.step) is None
     assert tree.shape() == before
@@ -255,6 +260,7 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.tree = Tree(self.block_tokens)
         self.model: dict[tuple[int, ...], tuple[int, int]] = {}
+        self.pins: dict[int, int] = {}
 
     def nodes(self) -> list[Node]:
         return [n for n in self.tree.index.subtree(self.tree.root) if not n.is_root]
@@ -282,6 +288,30 @@ class IndexMachine(RuleBasedStateMachine):
         nodes = self.nodes()
         self.tree.index.try_merge(nodes[data.draw(st.integers(0, len(nodes) - 1))], self.tree.step)
 
+    @rule(path=paths)
+    def join(self, path: tuple[int, ...]) -> None:
+        found = self.tree.match(*path)
+        self.tree.index.cut(found, self.tree.step)
+        self.tree.index.join(found.nodes)
+
+    @precondition(lambda self: self.model)
+    @rule(path=paths, first=st.integers(0, 7))
+    def pin(self, path: tuple[int, ...], first: int) -> None:
+        found = self.tree.match(*path)
+        first = min(first, found.num_blocks)
+        for span in found.spans(first, found.num_blocks):
+            self.tree.index.blocks.pin(span)
+        for block in found.ids()[first:].tolist():
+            self.pins[block] = self.pins.get(block, 0) + 1
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self) -> None:
+        for block, count in self.pins.items():
+            for _ in range(count):
+                self.tree.index.blocks.unpin(np.array([block], np.int32))
+        self.pins.clear()
+
     @precondition(lambda self: self.model)
     @rule(path=paths, first=st.integers(0, 7), tag=tags)
     def retag(self, path: tuple[int, ...], first: int, tag: int) -> None:
@@ -304,6 +334,8 @@ class IndexMachine(RuleBasedStateMachine):
         leaves = [node for node in self.nodes() if not node.children]
         node = leaves[data.draw(st.integers(0, len(leaves) - 1))]
         gone = set(node.block_ids().tolist())
+        if gone & self.pins.keys():
+            return
         self.tree.tag(node.block_ids(), 0)
         self.tree.index.retag(node, self.tree.step)
         self.tree.index.remove(node, self.tree.step)
@@ -329,6 +361,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.tree.index.num_nodes == len(self.nodes()) + 1
         for block, tag in self.model.values():
             assert int(blocks.tags[block]) == tag
+            assert int(blocks.leases[block]) == self.pins.get(block, 0)
 
 
 class ThreeTokenBlocks(IndexMachine):
@@ -339,8 +372,47 @@ class SixteenTokenBlocks(IndexMachine):
     block_tokens = 16
 
 
-@pytest.mark.parametrize("machine", [IndexMachine, ThreeTokenBlocks, SixteenTokenBlocks])
+MACHINES = [IndexMachine, ThreeTokenBlocks, SixteenTokenBlocks]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_random_operations(machine: type[IndexMachine]) -> None:
     run_state_machine_as_test(
         machine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_long_random_operations(machine: type[IndexMachine]) -> None:
+    """Some 17,000 steps each."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=400,
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_a_stem_holds_a_conversation_and_its_second_tries() -> None:
+    """Turn after turn, each asked for before the next: one stem, whatever branches off once."""
+    tree = Tree()
+    turns = [1, 2, 3, 4, 5, 6]
+    for size in range(1, len(turns) + 1):
+        tree.add(*turns[:size])
+        tree.index.join(tree.match(*turns[:size]).nodes)
+        tree.add(*turns[:size], 90 + size)
+    path = tree.match(*turns, 7)
+    assert (len(path.nodes), path.num_blocks) == (6, 6)
+    assert len({id(node.stem) for node in path.nodes}) == 1
+    assert tree.match(1, 2, 3, 93, 9).num_blocks == 4
+    tree.add(1, 2, 3, 50)  # a third way: the stem ends there
+    path = tree.match(*turns)
+    assert [len(node.stem.nodes) for node in path.nodes] == [3, 3, 3, 3, 3, 3]
+    tree.index.join(path.nodes)
+    assert [len(node.stem.nodes) for node in path.nodes] == [3, 3, 3, 3, 3, 3]
+    tree.validate()

@@ -165,3 +165,65 @@ def test_a_second_size_gets_room_where_slabs_hold_many_slots() -> None:
         placed += bool(w.store(tokens_of(turn), namespace=large).ticket)
         w.store(tokens_of(1000 + turn))
     assert placed >= 5
+
+
+# --- many namespaces, one after another -------------------------------------------------------
+
+
+def test_an_idle_namespace_gives_its_number_to_a_new_one() -> None:
+    """Nothing of the old one is left in the new: no block, no estimate. The old one may come back
+    under another number."""
+    w = world()
+    other = w.open(OTHER, 2 * BLOCK_BYTES)
+    w.store(tokens_of(1, 2), namespace=other)
+    w.do(p.Observe(other, 1, 100.0, 5000.0, 1.0))
+    w.finish_all()
+    w.do(p.Clear(other, w.now_s))
+    w.finish_all()
+    assert w.engine.idle_namespace({0}) == other
+    assert w.do(p.OpenNamespace(THIRD, 2, BLOCK_BYTES, instead_of=other)) == other
+    w.digests[other] = THIRD
+    assert not w.engine.knows(OTHER)
+    assert not w.engine.prefill[other].num_observed
+    assert w.match(tokens_of(1, 2) + END, namespace=other).hit_blocks == 0
+    w.store(tokens_of(1, 2), namespace=other)
+    matched = w.match(tokens_of(1, 2) + END, namespace=other)
+    assert w.read(0, w.fetch(matched.lease).ready, tokens_of(1, 2), other) == 2
+    again = w.open(OTHER, 2 * BLOCK_BYTES)
+    assert again not in (0, other)
+    assert w.match(tokens_of(1, 2) + END, namespace=again).hit_blocks == 0
+
+
+def test_a_namespace_is_not_idle_while_anything_of_it_is_held() -> None:
+    """A ticket, blocks, a lease, records being deleted: each keeps its number."""
+    w = world()
+    a = tokens_of(1, 2)
+    assert w.engine.idle_namespace({0}) is None
+    assert w.engine.idle_namespace(set()) == 0
+    placed = w.put(a)
+    assert w.engine.idle_namespace(set()) is None
+    w.write(a, placed)
+    w.commit(placed, durable=True)
+    assert w.engine.idle_namespace(set()) is None
+    lease = w.match(a + END).lease
+    w.finish_all()
+    assert w.do(p.Clear(0, w.now_s)) == 0
+    w.release(lease)
+    w.do(p.Clear(0, w.now_s))
+    assert w.moving("disk", None)
+    assert w.engine.idle_namespace(set()) is None
+    w.finish_all()
+    assert w.engine.idle_namespace(set()) == 0
+
+
+def test_ten_thousand_namespaces_take_no_more_room_than_one() -> None:
+    w = world()
+    nodes = w.engine.residency.index.num_nodes
+    for number in range(10_000):
+        idle = w.engine.idle_namespace(())
+        assert idle == 0
+        digest = number.to_bytes(32, "big")
+        assert w.engine.handle(p.OpenNamespace(digest, 2, BLOCK_BYTES, idle)).answer == 0
+    assert len(w.engine.residency.namespaces) == len(w.engine.prefill) == 1
+    assert w.engine.residency.index.num_nodes == nodes
+    w.engine.validate()

@@ -376,6 +376,20 @@ def test_aborted_by_a_dead_writer() -> None:
     assert w.match(tokens_of(1, 2) + END).hit_blocks == 0
 
 
+def test_what_a_dead_writer_leaves_is_room_at_once() -> None:
+    """1. B in dram is to leave for the disk, after A above it, which is only in hbm and finds no
+    room in dram: another writer has it. 2. That writer, who holds no lease, dies. 3. A comes.
+    """
+    w = world((("hbm", 2, True, False), ("dram", 4, True, False), ("disk", 9, False, True)))
+    w.store(tokens_of(1))
+    w.store(tokens_of(1, 2, 3))
+    assert w.tiers_of(tokens_of(1, 2, 3)) == ["hbm", "dram", "dram"]
+    assert w.put(tokens_of(4, 5), owner=2).tier == "dram"
+    assert not w.in_flight
+    w.do(p.WriterGone(2, w.now_s))
+    assert len(w.moving("hbm", "dram")) == 1
+
+
 def test_committed_after_it_expired() -> None:
     """1. A put takes too long, and is given up; its slots are quarantined. 2. The commit comes: it
     is refused, for the slots are not its own any more.
@@ -430,6 +444,36 @@ def test_a_block_that_is_there_is_not_stored_again() -> None:
     w.store(tokens_of(1))
     placed = w.put(tokens_of(1))
     assert (placed.ticket, placed.present, placed.refused) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_block_that_is_being_deleted_is_stored_anew(ok: bool, is_late: bool) -> None:
+    """1. A's records are being deleted, and it has no other copy. 2. A is put: it was called
+    present, and gone a moment later. Now it is written anew, whenever the deletion ends and even if
+    it fails.
+    """
+    w = world()
+    a = tokens_of(1, 2)
+    w.store(a, durable=True)
+    w.finish_all()
+    assert w.do(p.Clear(0, w.now_s)) == 2
+    deleted = w.moving("disk", None)
+    assert len(deleted) == 2
+    assert w.match(a + END).hit_blocks == 0
+    placed = w.put(a)
+    assert (placed.present, placed.busy, placed.indices.tolist()) == (0, 0, [0, 1])
+    if not is_late:
+        w.finish(*deleted, ok=ok)
+    assert w.put(a).busy == (0 if not ok and not is_late else 2)
+    w.write(a, placed)
+    assert w.commit(placed) == 2
+    if is_late:
+        w.finish(*deleted, ok=ok)
+    w.finish_all()
+    matched = w.match(a + END)
+    assert matched.hit_blocks == 2
+    assert w.read(0, w.fetch(matched.lease).ready, a) == 2
 
 
 def test_half_a_put_is_committed() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hicache.bench.grove import LONG, PROMPT, TURN, Grove
 from hicache.bench.report import RpcRow, StoreRow, tell
 
 
@@ -45,6 +46,26 @@ def test_rows_as_data_and_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
 
 
+def test_what_the_index_is_measured_on_is_a_sound_cache() -> None:
+    grove = Grove(16, 60 * PROMPT)
+    prompts = grove.plant(60, lambda *_: None, "")
+    branched = grove.plant_long(TURN, branched=True)
+    grove.ask(branched)
+    path, runs, spans = grove.hit(branched)
+    assert path.num_blocks == sum(run.num_blocks for run in runs) == LONG // 16
+    assert len(path.nodes) > LONG // TURN, "turns with a second try stay nodes of their own"
+    assert sum(span.stop - span.start if isinstance(span, slice) else len(span) for span in spans)
+    tree, everything = grove.weigh()
+    assert 4.0 < tree < everything < 8.0
+    used = grove.pool.num_used(4096)
+    grove.make_room(4 * PROMPT)
+    assert grove.pool.num_used(4096) == used - 4 * PROMPT // 16
+    assert grove.insert(grove.random(PROMPT)) == PROMPT // 16
+    grove.occupy(PROMPT // 16)
+    assert grove.hit(prompts[-1])[0].num_blocks == PROMPT // 16
+    grove.engine.validate()
+
+
 def bench(*arguments: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "hicache", "bench", *arguments, "--json"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -78,3 +99,13 @@ def test_bench_store() -> None:
         ("fetch", 256 << 10, 32),
     ]
     assert all(row["gb_s"] > 0 and row["floor_gb_s"] > 0 for row in rows)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("what", ["index", "engine"])
+def test_bench_of_the_index_and_of_the_decision(what: str) -> None:
+    rows = bench(what, "--repeat", "10")
+    expected = {"hit", "hit_turns_branched", "insert", "evict"} if what == "index" else {"decision"}
+    assert expected <= {row["op"] for row in rows}
+    assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)

@@ -1,6 +1,7 @@
 """What a right configuration becomes, and what every wrong one says."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,25 @@ deadlines: {match: never}
 def test_a_text_that_is_no_configuration_is_one_sentence(text: str) -> None:
     assert len(sentences(text)) == 1
     assert "\n" not in sentences(text)[0]
+
+
+@pytest.mark.parametrize("place", ["deadlines: {match: *a30}", "? *a30\n: 1"])
+def test_aliases_of_aliases_are_a_mistake(place: str) -> None:
+    """Thirty lines that stand for 2³⁰ values ended the daemon, as a value or as a key."""
+    levels = [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 31)]
+    (sentence,) = sentences("\n".join([LEAST + "a0: &a0 0", *levels, place]))
+    assert re.match(r"x\.yaml:\d+: a\d+[.\d]*: with its aliases .* more than 10000", sentence)
+
+
+def test_a_key_of_aliases_is_not_written_out() -> None:
+    levels = [f"- &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 31)]
+    key = "\n  ".join(["? - &a0 0", *levels])
+    assert "x.yaml:2: a key is not a plain word" in sentences(f"{LEAST}{key}\n: 1")[0]
+
+
+def test_a_few_aliases_are_welcome() -> None:
+    config = read(LEAST + "deadlines: {match: &long 3s, fetch: *long}")
+    assert config.deadlines.match_s == config.deadlines.fetch_s == 3.0
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from hicache.config import (
     Surroundings,
     Volume,
     check_against_machine,
-    gpu_of,
     parse_config,
     probe_machine,
     resolve_sizes,
 )
+from hicache.tiers.hbm_probe import Gpu, Gpus, look
 
 GIB = 1 << 30
 AROUND = Surroundings(home="/home/op", endpoint="ipc:///tmp/x.sock")
@@ -28,6 +28,7 @@ MACHINE = MachineProbe(
         "/d": Volume(100 * GIB, 50 * GIB, mount="/"),
     },
 )
+ONE_GPU = replace(MACHINE, gpus=Gpus((Gpu(0, 80 * GIB, 60 * GIB),), trouble=""))
 
 
 def tiers(text: str) -> Config:
@@ -42,7 +43,7 @@ def test_shares_become_bytes() -> None:
     assert on_host.hbm.size_bytes == int(6.4 * GIB)
     assert on_host.dram.size_bytes == 16 * GIB
     assert on_host.disk.size_bytes == 50 * GIB
-    on_gpu = resolve_sizes(config, replace(MACHINE, gpus={0: 80 * GIB})).tiers
+    on_gpu = resolve_sizes(config, ONE_GPU).tiers
     assert on_gpu.hbm is not None
     assert on_gpu.hbm.size_bytes == 8 * GIB
 
@@ -61,8 +62,8 @@ def test_shares_become_bytes() -> None:
         ("{dram: {size: 1GiB}, disk: {size: 50GiB, path: /d}}", "tiers.disk.size", "min_free"),
         (
             "{dram: {size: 1GiB}, hbm: {size: 50%, device: cuda:3}}",
-            "tiers.hbm.size",
-            "give size in bytes",
+            "tiers.hbm.device",
+            "cuda:3: nobody has looked; give host to emulate it",
         ),
     ],
 )
@@ -88,17 +89,34 @@ def test_what_an_earlier_run_holds_counts_as_room() -> None:
     assert check_against_machine(config, ours) == []
 
 
-def test_a_gpu_smaller_than_the_tier() -> None:
-    config = tiers("{dram: {size: 1GiB}, hbm: {size: 90GiB, device: cuda:0}}")
-    problems = check_against_machine(config, replace(MACHINE, gpus={0: 80 * GIB}))
-    assert "more than the 80GiB of cuda:0" in problems[0].sentence
+def test_a_gpu_without_so_much_free_memory() -> None:
+    """What another program holds of it cannot be had, nor what CUDA takes for the worker."""
+    fits = tiers("{dram: {size: 1GiB}, hbm: {size: 59GiB, device: cuda:0}}")
+    assert check_against_machine(fits, ONE_GPU) == []
+    for size in ("60GiB", "90GiB", "75%"):
+        config = tiers(f"{{dram: {{size: 1GiB}}, hbm: {{size: {size}}}}}")
+        (problem,) = check_against_machine(config, ONE_GPU)
+        assert problem.key == "tiers.hbm.size"
+        assert "that cuda:0 can give: of its 80GiB, 60GiB are free" in problem.sentence
 
 
 def test_auto_picks_a_gpu_where_there_is_one() -> None:
     hbm = tiers("{dram: {size: 1GiB}, hbm: {size: 1GiB}}").tiers.hbm
     assert hbm is not None
-    assert gpu_of(hbm, {}) is None
-    assert gpu_of(hbm, {1: 8 * GIB, 2: 8 * GIB}) == 1
+    assert MACHINE.is_emulated(hbm)
+    assert not ONE_GPU.is_emulated(hbm)
+    assert ONE_GPU.device(hbm).index == 0
+
+
+def test_hbm_on_a_gpu_takes_no_room_in_shared_memory() -> None:
+    config = tiers("{dram: {size: 20GiB}, hbm: {size: 50GiB}}")
+    assert check_against_machine(config, ONE_GPU) == []
+    assert "tiers.hbm.size" in check_against_machine(config, MACHINE)[0].key
+
+
+def test_a_machine_without_a_gpu_says_why() -> None:
+    gpus = look()
+    assert bool(gpus.found) != bool(gpus.trouble)
 
 
 def test_probe_looks_at_this_machine(tmp_path: Path) -> None:

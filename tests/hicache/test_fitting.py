@@ -12,6 +12,7 @@ from hicache.fitting import Fitter
 
 def busy_history() -> History:
     history = History()
+    history.wants_fits = True
     for number in range(REFIT_REQUESTS):
         blocks = np.arange(number // 4 * 10, number // 4 * 10 + 10, dtype=np.uint64)
         history.used(0, blocks.tobytes(), float(number))
@@ -28,6 +29,15 @@ def test_a_model_comes_back() -> None:
     multiprocessing.connection.wait([fitter._answer])
     fitter.tick()
     assert history.model is not None
+    fitter.close()
+
+
+def test_nothing_is_fitted_where_no_policy_ranks_by_a_model() -> None:
+    history = busy_history()
+    history.wants_fits = False
+    fitter = Fitter(history)
+    fitter.tick()
+    assert fitter._process is None
     fitter.close()
 
 

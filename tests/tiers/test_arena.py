@@ -201,9 +201,13 @@ def test_copies_check_their_shapes(tmp_path: Path) -> None:
 
 
 def test_the_device_is_picked_with_a_reason() -> None:
-    assert pick_device("host").kind == "host"
-    assert pick_device("auto").reason
+    assert pick_device("host", [0], "").kind == "host"
+    assert pick_device("auto", [2, 1], "").index == 1
+    assert pick_device("cuda:2", [1, 2], "").index == 2
+    assert pick_device("auto", [], "there is no GPU").reason.endswith("there is no GPU")
     with pytest.raises(ValueError, match="auto, host, or cuda:N"):
-        pick_device("gpu")
-    with pytest.raises(ValueError, match="no /dev/nvidia77"):
-        pick_device("cuda:77")
+        pick_device("gpu", [0], "")
+    with pytest.raises(ValueError, match="there is only cuda:0"):
+        pick_device("cuda:77", [0], "")
+    with pytest.raises(ValueError, match="no luck"):
+        pick_device("cuda:0", [], "no luck")

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from hicache.tiers import block
 from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.slots import SlotPool
+from hicache.tiers.slots import MAX_CLASSES, SlotPool
 
 MIB = 1 << 20
 PAGES = st.sampled_from([1, 2, 3, 5, 8, 13, 40])
@@ -173,7 +173,8 @@ def test_eight_mib_blocks_fit_in_a_256_mib_tier() -> None:
     assert pool.available(8 * MIB) == 32
     assert pool.available(48 * MIB) == 4
     assert len(pool.allocate(48 * MIB, 9)) == 4
-    assert pool.max_slot_bytes == 256 * MIB
+    assert pool.can_hold(256 * MIB)
+    assert not pool.can_hold(256 * MIB + PAGE_BYTES)
 
 
 def test_little_room_is_lost_on_odd_sizes() -> None:
@@ -268,6 +269,24 @@ def test_more_sizes_than_codes_come_and_go() -> None:
     pool = SlotPool(MIB)
     for pages in [*range(1, 200), *range(1, 200)]:
         pool.free(pages * PAGE_BYTES, pool.allocate(pages * PAGE_BYTES, 1))
+    pool.validate()
+
+
+def test_one_size_too_many_finds_no_room_until_another_has_gone() -> None:
+    """The 128th size made whatever it was asked raise, which a client saw as a fault of ours."""
+    pool = SlotPool(20_000 * PAGE_BYTES, PAGE_BYTES)
+    held = {n * PAGE_BYTES: pool.allocate(n * PAGE_BYTES, 1) for n in range(1, MAX_CLASSES + 1)}
+    assert all(len(slots) == 1 for slots in held.values())
+    another = (MAX_CLASSES + 1) * PAGE_BYTES
+    assert pool.can_hold(another)
+    assert (pool.num_used(another), pool.available(another)) == (0, 0)
+    assert len(pool.allocate(another, 1)) == 0
+    assert pool.clearings(another, 4) == []
+    with pytest.raises(ValueError, match="no slots of"):
+        pool.free(another, np.array([0], np.int32))
+    pool.validate()
+    pool.free(5 * PAGE_BYTES, held.pop(5 * PAGE_BYTES))
+    assert len(pool.allocate(another, 1)) == 1
     pool.validate()
 
 

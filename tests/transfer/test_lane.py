@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.engine.plan import Move, Priority
-from hicache.transfer.lane import MAX_BATCH_BYTES, MAX_BATCH_MOVES, Lane
+from hicache.transfer.lane import LIMITS, Lane, Limits
 from hicache.transfer.messages import Batch
 from hicache.transfer.meter import Meter
 
@@ -38,8 +39,8 @@ def test_a_batch_is_of_one_priority_and_bounded_in_moves() -> None:
     lane.push(move(91))
     assert take(lane) == [91]
     assert take(lane) == [90]
-    assert take(lane) == list(range(MAX_BATCH_MOVES))
-    assert take(lane) == list(range(MAX_BATCH_MOVES, 40))
+    assert take(lane) == list(range(LIMITS.moves))
+    assert take(lane) == list(range(LIMITS.moves, 40))
     assert take(lane) == []
 
 
@@ -48,7 +49,7 @@ def test_a_batch_is_bounded_in_bytes_but_takes_one_block_of_any_size() -> None:
     for number, num_bytes in enumerate([6 * MIB, 6 * MIB, 6 * MIB, 100 * MIB, 1]):
         lane.push(move(number, num_bytes=num_bytes))
     assert [take(lane) for _ in range(4)] == [[0, 1], [2], [3], [4]]
-    assert 12 * MIB <= MAX_BATCH_BYTES < 18 * MIB
+    assert 12 * MIB <= LIMITS.num_bytes < 18 * MIB
 
 
 def test_copies_and_deletions_never_share_a_batch() -> None:
@@ -58,17 +59,18 @@ def test_copies_and_deletions_never_share_a_batch() -> None:
     assert [take(lane) for _ in range(3)] == [[0, 1], [2, 3, 4], [5]]
 
 
-def test_two_batches_travel_at_most() -> None:
-    lane = Lane(100)
-    for number in range(2):
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_so_many_batches_travel_at_most(in_flight: int) -> None:
+    lane = Lane(100, Limits(in_flight=in_flight))
+    for number in range(in_flight):
         lane.push(move(number))
         lane.sent(Batch(number, lane.take(0.0)[0]), float(number))
-    lane.push(move(2))
+    lane.push(move(9))
     assert lane.oldest_s() == 0.0
     assert lane.take(0.0) == ([], [])
     assert lane.done(0) is not None
     assert lane.done(0) is None, "an answer counts once"
-    assert take(lane) == [2]
+    assert take(lane) == [9]
 
 
 def test_deadlines_pass_in_the_queue() -> None:

@@ -1,0 +1,80 @@
+"""What a request costs on the daemon's loop, in thread-CPU time, from decoded to answered.
+
+- `decision`: all of it: match, plan, lease, and noting that the path was used (`CacheEngine.handle`
+  of a match, then `catch_up`).
+- `answer`, `bookkeeping`: its two parts; the reply leaves between them.
+- `release`: the request is over.
+
+Prompts of 8,192 to 131,072 tokens in a full tree (`grove.py`), built in chunks of 8,192 tokens, in
+turns of 512, and in turns with a second try after each.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Final
+
+from hicache.bench.grove import CLOCK_S, LONG, OWNER, PROMPT, TTL_S, TURN, Grove, clock, quiet
+from hicache.bench.report import IndexRow, Step
+from hicache.engine import plan as p
+from hicache.engine.planner import PlannerSettings
+
+PAGES: Final = (16, 64)
+
+
+def run(step: Step, repeat: int = 300) -> list[IndexRow]:
+    """All rows."""
+    rows: list[IndexRow] = []
+    for page in PAGES:
+        what = f"page {page}"
+        grove = Grove(page, 2000 * PROMPT, PlannerSettings())
+        prompts = grove.plant(2000, step, f"{what}: planting")
+        chunks = grove.plant_long(PROMPT)
+        turns = grove.plant_long(TURN)
+        branched = grove.plant_long(TURN, branched=True)
+        grove.engine.handle(p.Observe(grove.namespace, 1, 8192, 8192**2 / 2, 1.0))
+        quiet()
+        step(f"{what}: measuring", 0, 1)
+        for suffix, query in (
+            ("", prompts[77]),
+            ("", chunks[: 32768 * 4]),
+            ("", chunks),
+            ("_turns", turns),
+            ("_turns_branched", branched),
+            ("_miss", grove.random(LONG)),
+        ):
+            rows += _decisions(grove, suffix, query, repeat)
+        gc.unfreeze()
+    return rows
+
+
+def _decisions(grove: Grove, suffix: str, tokens: bytes, repeat: int) -> list[IndexRow]:
+    """The new token that every prompt ends with makes the whole of what is known loadable."""
+    asked = tokens + grove.random(1)
+    engine = grove.engine
+    whole, answered, noted, released = [], [], [], []
+    for _ in range(repeat):
+        grove.now_s += 1e-3
+        event = p.Match(grove.namespace, asked, OWNER, grove.now_s, TTL_S)
+        start = clock()
+        lease = engine.handle(event).answer.lease
+        half = clock()
+        engine.catch_up()
+        end = clock()
+        whole.append(end - start - 2 * CLOCK_S)
+        answered.append(half - start - CLOCK_S)
+        noted.append(end - half - CLOCK_S)
+        if lease:
+            start = clock()
+            engine.handle(p.Release(lease, grove.now_s))
+            released.append(clock() - start - CLOCK_S)
+    return [
+        IndexRow.of(name + suffix, grove.page, len(tokens) // 4, seconds, grove.num_tokens)
+        for name, seconds in (
+            ("decision", whole),
+            ("answer", answered),
+            ("bookkeeping", noted),
+            ("release", released),
+        )
+        if seconds
+    ]

@@ -1,0 +1,218 @@
+"""A real daemon whose HBM is the GPU's: blocks down to the disk and back, bytes compared; its GPU
+worker killed in the middle of the traffic; stopped in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from hicache.bench.gpu.check import Check
+from hicache.client import Client, LayerGroup, NamespaceSpec
+from hicache.demo.daemon import PrivateDaemon
+
+BLOCKS = 8
+BLOCK_TOKENS = 16
+WAIT_S = 30.0
+_WORKER = "gpu:0"
+
+Prompt = npt.NDArray[np.uint32]
+T = TypeVar("T")
+
+
+@contextmanager
+def daemon(check: Check, **mib: int) -> Iterator[PrivateDaemon]:
+    """Running, with tiers of so many MiB, and with every counter recomputed at each tick. Whatever
+    it logs is kept in the check's folder."""
+    file = check.folder / f"{check.name}.yaml"
+    tiers: dict[str, dict[str, Any]] = {name: {"size": f"{size}MiB"} for name, size in mib.items()}
+    tiers["hbm"] |= {"device": "host"}
+    tiers["disk"] |= {"path": "disk", "min_free": 0, "durability": "fast", "batch": "16MiB"}
+    config = {
+        "tiers": tiers,
+        "block_tokens": BLOCK_TOKENS,
+        "debug": True,
+        "planner": {"mode": "always_reload"},
+        "deadlines": {"fetch": "10s", "put": "10s"},
+    }
+    file.write_text(yaml.safe_dump(config))
+    device = "host" if check.is_dry else "auto"
+    house = PrivateDaemon(file, hbm_device=device, own_group=False)
+    try:
+        house.start()
+        wait_for(lambda: _pid(house), "the GPU worker")
+        wait_for(lambda: all(t["state"] == "up" for t in house.stats()["tiers"]), "all tiers")
+        if not check.is_dry:
+            (hbm,) = (tier for tier in house.stats()["tiers"] if tier["name"] == "hbm")
+            assert hbm["medium"] == "GPU 0", f"auto chose {hbm}"
+        yield house
+    finally:
+        (check.folder / f"{check.name}-daemon.log").write_text(house.said())
+        house.close()
+
+
+def run(check: Check) -> None:
+    size, block_bytes = (64, 256 << 10) if check.is_dry else (512, 2 << 20)
+    with check.step("a daemon with the GPU's memory") as step:
+        started_s = time.monotonic()
+        with daemon(check, hbm=size, dram=size // 2, disk=4 * size) as house:
+            notes = [f"{t['name']}: {t.get('note') or t['medium']}" for t in house.stats()["tiers"]]
+            check.tell("ready after", f"{time.monotonic() - started_s:.1f} s; {'; '.join(notes)}")
+            traffic = Traffic(house, block_bytes)
+            with check.step("stored, promoted, read back") as part:
+                part.value = _promoted(house, traffic)
+            with check.step("squeezed through all tiers and back") as part:
+                part.value = _squeezed(house, traffic, size + size // 2)
+            with check.step("its GPU worker killed in the middle of the traffic") as part:
+                part.value = _killed(house, traffic)
+            with check.step("stopped by SIGTERM") as part:
+                traffic.client.close()
+                seconds = house.stop()
+                bad = [line for line in house.said().splitlines() if _is_bad(line)]
+                assert not bad, bad[0]
+                part.value = f"in {seconds:.1f} s, nothing bad in its log"
+        step.value = "ran to its end"
+
+
+class Traffic:
+    """Prompts by number; what is stored under them follows from the number. `by_tier`: the blocks
+    found by `read`, by where their fastest copy was."""
+
+    def __init__(self, house: PrivateDaemon, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.num_prompts = 0
+        shape = (BLOCKS, block_bytes)
+        self._noise = np.random.default_rng(1).integers(0, 256, shape, np.uint8)
+        self.by_tier: Counter[str] = Counter()
+        spec = NamespaceSpec(
+            model_digest="gpu-check",
+            weights_digest="none",
+            dtype="uint8",
+            groups=(LayerGroup(1, 1, block_bytes // BLOCK_TOKENS, "bench"),),
+            block_tokens=BLOCK_TOKENS,
+            block_bytes=block_bytes,
+        )
+        self.client = Client(
+            spec, house.endpoint, timeout_s=5.0, fetch_timeout_s=12.0, put_timeout_s=12.0
+        )
+
+    def store(self) -> int:
+        """A new prompt; how many of its blocks are held."""
+        number, self.num_prompts = self.num_prompts, self.num_prompts + 1
+        result = self.client.put(self._prompt(number), self._bytes(number))
+        return result.stored + result.present
+
+    def read(self, number: int) -> int:
+        """How many of its blocks came; AssertionError on a wrong byte."""
+        match = self.client.match(self._prompt(number))
+        out = np.zeros((match.decision.reload_blocks, self.block_bytes), np.uint8)
+        fetched = self.client.fetch(match, out)
+        self.client.release(match)
+        for tier, blocks in match.runs:
+            self.by_tier[tier] += blocks
+        right = self._bytes(number)[: fetched.blocks]
+        assert np.array_equal(out[: fetched.blocks], right), f"WRONG BYTES of prompt {number}"
+        return fetched.blocks
+
+    def _prompt(self, number: int) -> Prompt:
+        rng = np.random.default_rng(number)
+        return rng.integers(0, 50_000, BLOCKS * BLOCK_TOKENS + 1).astype(np.uint32)
+
+    def _bytes(self, number: int) -> npt.NDArray[np.uint8]:
+        """Every block begins with its prompt and place, so a swap would be seen."""
+        rows = np.roll(self._noise, number, axis=1)
+        rows[:, :8] = np.frombuffer(np.uint64(number).tobytes(), np.uint8)
+        rows[:, 8] = np.arange(BLOCKS)
+        return rows
+
+
+def _promoted(house: PrivateDaemon, traffic: Traffic) -> str:
+    for number in range(4):
+        assert traffic.store() == BLOCKS
+        assert traffic.read(number) == BLOCKS
+    wait_for(lambda: _used(house)["hbm"] >= 4 * BLOCKS * traffic.block_bytes, "promotions")
+    assert all(traffic.read(number) == BLOCKS for number in range(4))
+    return f"used MiB: {_mib(_used(house))}"
+
+
+def _squeezed(house: PrivateDaemon, traffic: Traffic, both_mib: int) -> str:
+    """Store half again as much as both memory tiers hold, reading as it goes, then all of it."""
+    want = both_mib * 3 // 2 * (1 << 20) // (BLOCKS * traffic.block_bytes)
+    held = 0
+    while traffic.num_prompts < want:
+        held += traffic.store()
+        traffic.read(max(0, traffic.num_prompts - 3))
+    traffic.by_tier.clear()
+    came = [traffic.read(number) for number in range(traffic.num_prompts)]
+    came += [traffic.read(number) for number in reversed(range(traffic.num_prompts))]
+    found = dict(traffic.by_tier)
+    assert found.get("disk"), f"nothing came back from disk: {found}"
+    assert found.get("hbm"), f"nothing came back from HBM: {found}"
+    return (
+        f"{sum(came)} of {len(came) * BLOCKS} blocks came, found in {found}; used MiB: "
+        f"{_mib(_used(house))}; batches {_moved(house)}"
+    )
+
+
+def _killed(house: PrivateDaemon, traffic: Traffic) -> str:
+    """Its blocks are misses, never wrong; the next worker serves."""
+    pids = []
+    for _ in range(2):
+        pid = wait_for(lambda: _pid(house), "the GPU worker")
+        for step in range(12):
+            traffic.store()
+            traffic.read(traffic.num_prompts - 1 - step % 5)
+            if step == 6:
+                os.kill(pid, signal.SIGKILL)
+        pids.append(pid)
+        wait_for(lambda old=pid: _pid(house) not in (0, old), "another GPU worker")  # type: ignore[misc]
+        wait_for(lambda: all(t["state"] == "up" for t in house.stats()["tiers"]), "all tiers")
+    came = sum(traffic.read(number) for number in range(traffic.num_prompts))
+    first = traffic.num_prompts
+    for number in range(first, first + 4):
+        assert traffic.store() == BLOCKS
+        assert traffic.read(number) == BLOCKS
+    wait_for(lambda: _used(house)["hbm"] > 0, "promotions into the new pool")
+    return (
+        f"twice (pids {pids}); {came} of {first * BLOCKS} blocks were still there; used MiB: "
+        f"{_mib(_used(house))}"
+    )
+
+
+def wait_for(ask: Callable[[], T], what: str) -> T:
+    """The first true answer."""
+    give_up_s = time.monotonic() + WAIT_S
+    while not (answer := ask()):
+        assert time.monotonic() < give_up_s, f"waited {WAIT_S:.0f} s in vain for {what}"
+        time.sleep(0.02)
+    return answer
+
+
+def _pid(house: PrivateDaemon) -> int:
+    return int(house.stats()["workers"].get(_WORKER, 0))
+
+
+def _used(house: PrivateDaemon) -> dict[str, int]:
+    return {tier["name"]: tier["used_bytes"] for tier in house.stats()["tiers"]}
+
+
+def _mib(used: dict[str, int]) -> str:
+    return ", ".join(f"{name} {num_bytes >> 20}" for name, num_bytes in used.items())
+
+
+def _moved(house: PrivateDaemon) -> str:
+    """How many batches each link has carried."""
+    links = house.stats()["links"]
+    return ", ".join(f"{link['src']}-{link['dst']} {link['measurements']}" for link in links)
+
+
+def _is_bad(line: str) -> bool:
+    return "Traceback" in line or " ERROR " in line

@@ -1,0 +1,77 @@
+"""A real GPU worker, fed by the daemon's own mover: what moves cost as the daemon has them made."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hicache.bench.gpu.check import Check
+from hicache.bench.gpu.machine import arena_of
+from hicache.engine.plan import Move, Outcome
+from hicache.tiers.arena import Arena
+from hicache.transfer.messages import WorkerConfig
+from hicache.transfer.mover import Mover
+from hicache.transfer.news import WorkerDown, WorkerUp
+
+WAIT_S = 30.0
+
+
+class Fed:
+    """The mover, turned by hand. In a dry run its worker copies host memory."""
+
+    def __init__(self, check: Check, near: Arena, far: Arena) -> None:
+        config = WorkerConfig(
+            device="gpu:0",
+            title="hicache-gpu-0",
+            kind="memory" if check.is_dry else "cuda",
+            near="dram",
+            near_path=str(near.path),
+            far="hbm",
+            far_path=str(far.path),
+            capacity_bytes=near.data_bytes,
+            probe_bytes=0,
+        )
+        self._mover = Mover([config], {"dram": near}, lambda moves: None)
+        self._poller = select.poll()
+        self._poller.register(self._mover.fileno(), select.POLLIN)
+        self._num_moves = 0
+        self._mover.start(time.monotonic())
+        self._turn(1, WorkerUp)
+
+    def seconds(self, moves: Sequence[Move]) -> float:
+        """From handing them all over to the last outcome."""
+        for move in moves:  # a mover takes an id once
+            self._num_moves += 1
+            move.id = self._num_moves
+        start = time.perf_counter()
+        refused = self._mover.submit(moves, time.monotonic())
+        assert not refused, "the mover's queue is full"
+        self._turn(len(moves), Outcome)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._mover.close(10.0)
+
+    def _turn(self, count: int, kind: type[Outcome] | type[WorkerUp]) -> None:
+        """The loop, until so many news of this kind were heard."""
+        give_up_s = time.monotonic() + WAIT_S
+        while count > 0:
+            assert time.monotonic() < give_up_s, "the worker does not answer"
+            self._poller.poll(1000)
+            for news in self._mover.on_readable(time.monotonic()):
+                assert not isinstance(news, WorkerDown), news.error
+                assert not isinstance(news, Outcome) or news.ok, news
+                count -= isinstance(news, kind)
+
+
+@contextmanager
+def fed(check: Check, num_bytes: int) -> Iterator[Fed]:
+    far_bytes = num_bytes if check.is_dry else 1 << 20
+    with arena_of(num_bytes) as near, arena_of(far_bytes) as far:
+        worker = Fed(check, near, far)
+        try:
+            yield worker
+        finally:
+            worker.close()

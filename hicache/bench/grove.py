@@ -1,0 +1,208 @@
+"""Trees to measure: the product's own cache engine over slots that hold nothing.
+
+    2,000 prompts of 8,192 tokens in 50 groups that share their first 2,048
+
+They are stored the way an inference engine does it: ask for the prompt, release, put, commit.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from hicache.bench.report import Step
+from hicache.engine import plan as p
+from hicache.engine.blocks import State
+from hicache.engine.core import CacheEngine
+from hicache.engine.ids import Span
+from hicache.engine.index import Path
+from hicache.engine.planner import PlannerSettings
+from hicache.engine.settings import EngineSettings
+from hicache.tiers.block import TierSpec
+from hicache.tiers.slots import SlotPool
+
+PROMPT: Final = 8192
+SHARED: Final = 2048
+GROUPS: Final = 50
+LONG: Final = 131072
+TURN: Final = 512
+BLOCK_BYTES: Final = 4096
+OWNER: Final = 1
+TTL_S: Final = 60.0
+
+clock = time.thread_time
+
+
+def _clock_s() -> float:
+    start = clock()
+    for _ in range(1000):
+        clock()
+    return (clock() - start) / 1001
+
+
+CLOCK_S: Final = _clock_s()
+"""What reading the clock takes, about a microsecond: to be taken off again."""
+
+
+class Timed:
+    """Calls something, and knows how long that took: it can stand beside, and not within."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.seconds = 0.0
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        start = clock()
+        try:
+            return self._call(*arguments)
+        finally:
+            self.seconds += clock() - start + CLOCK_S
+
+
+class Grove:
+    """A cache engine with one tier in memory and random prompts.
+
+    `forgetting` is its `BlockTable.forget`, timed: states, ids and slots of what is evicted.
+    """
+
+    def __init__(
+        self,
+        page: int,
+        num_tokens: int,
+        planner: PlannerSettings | None = None,
+        seed: int = 1,
+    ) -> None:
+        self.page = page
+        self.step = page * 4
+        self.rng = np.random.default_rng(seed)
+        room = (num_tokens + 64 * LONG) // page
+        tier = TierSpec("dram", room * BLOCK_BYTES, mapped=True, high_watermark=1.0)
+        self.pool = SlotPool(tier.capacity_bytes)
+        settings = EngineSettings(planner=planner or PlannerSettings(mode="always_reload"))
+        self.engine = CacheEngine([tier], [self.pool], [], settings, lambda: 0.5)
+        self.now_s = 1.0
+        self.engine.handle(p.TierUp("dram", self.now_s))
+        self.house = self.engine.residency
+        self.forgetting = Timed(self.house.blocks.forget)
+        vars(self.house.blocks)["forget"] = self.forgetting
+        self.open(0)
+        self.num_tokens = 0
+
+    def open(self, number: int) -> None:
+        """Go on in the namespace of this number."""
+        digest = number.to_bytes(32, "big")
+        event = p.OpenNamespace(digest, self.page, BLOCK_BYTES)
+        self.namespace = self.engine.handle(event).answer
+        self.root = self.house.namespaces[self.namespace].root
+
+    def random(self, num_tokens: int) -> bytes:
+        """A prompt, as little-endian u32."""
+        return self.rng.integers(0, 1 << 17, num_tokens, dtype=np.uint32).tobytes()
+
+    def ask(self, tokens: bytes) -> p.Matched:
+        """The whole decision on a prompt, and its bookkeeping."""
+        self.now_s += 1e-3
+        event = p.Match(self.namespace, tokens, OWNER, self.now_s, TTL_S)
+        matched = self.engine.handle(event).answer
+        self.engine.catch_up()
+        return matched
+
+    def store(self, tokens: bytes) -> None:
+        """Ask for a prompt, and hand over what is new."""
+        handle = self.engine.handle
+        handle(p.Release(self.ask(tokens).lease, self.now_s))
+        num_blocks = len(tokens) // self.step
+        put = p.Put(self.namespace, tokens, 0, num_blocks, OWNER, self.now_s, TTL_S)
+        placed = handle(put).answer
+        if placed.ticket:
+            handle(p.Commit(placed.ticket, placed.indices, self.now_s))
+            self.num_tokens += len(placed.indices) * self.page
+
+    def hit(self, tokens: bytes) -> tuple[Path, list[p.TierRun], list[Span]]:
+        """Path, residency runs and block ids (as indices into the arrays) of a prompt."""
+        path = self.house.index.match(self.root, tokens, self.step)
+        runs, _ = self.engine.matching.runs(path)
+        return path, runs, path.spans(0, path.num_blocks)
+
+    def make_room(self, num_tokens: int) -> float:
+        """Give up so many tokens, the coldest. Returns the seconds that took, without giving back
+        states, ids and slots."""
+        wanted = self.pool.available(BLOCK_BYTES) + num_tokens // self.page
+        self.num_tokens -= num_tokens
+        before = self.forgetting.seconds
+        start = clock()
+        self.engine.evictor.make_room(0, BLOCK_BYTES, wanted)
+        return clock() - start - CLOCK_S - (self.forgetting.seconds - before)
+
+    def insert(self, tokens: bytes) -> int:
+        """The index's part of storing: match and hang in. Returns the number of new blocks."""
+        path = self.house.index.match(self.root, tokens, self.step)
+        count = len(tokens) // self.step - path.num_blocks
+        if count:
+            symbols = tokens[path.num_blocks * self.step :]
+            node = self.house.index.extend(self.root, path, symbols, self.step)
+            node.touched_s = self.now_s
+            self._last = node
+            self.num_tokens += count * self.page
+        return count
+
+    def occupy(self, count: int) -> None:
+        """Slots and states of the blocks inserted last."""
+        blocks, span = self.house.blocks, self._last.span
+        blocks.fill(0, span, self.pool.allocate(BLOCK_BYTES, count))
+        blocks.change(0, span, State.READY)
+        self.house.settle(self._last.block_ids())
+
+    def plant(self, num_prompts: int, step: Step, what: str) -> list[bytes]:
+        """The tree of the docstring. Returns some hundreds of the prompts."""
+        heads = [self.random(SHARED) for _ in range(GROUPS)]
+        prompts: list[bytes] = []
+        for number in range(num_prompts):
+            if number % 100 == 0:
+                step(what, number, num_prompts)
+            tokens = heads[number % GROUPS] + self.random(PROMPT - SHARED)
+            self.store(tokens)
+            if len(prompts) < 2 * GROUPS or number % GROUPS == number // GROUPS % GROUPS:
+                prompts.append(tokens)
+        return prompts
+
+    def plant_long(self, chunk: int, branched: bool = False) -> bytes:
+        """131,072 tokens built in chunks, with another try at every chunk if asked: all but its
+        last block is the same."""
+        tokens = self.random(LONG)
+        for end in range(chunk * 4, len(tokens) + 1, chunk * 4):
+            self.store(tokens[:end])
+            if branched:
+                self.store(tokens[: end - self.step] + self.random(self.page))
+        return tokens
+
+    def weigh(self) -> tuple[float, float]:
+        """Bytes per token: tokens and tree with its candidates; the same with all per-block
+        state."""
+        house = self.house
+        size = sys.getsizeof
+        tree = size(house.index.nodes)
+        for namespace in house.namespaces:
+            for node in house.index.subtree(namespace.root):
+                tree += size(node) + size(node.children) + size(node.holding) + size(node.span)
+                tree += CANDIDATE_BYTES
+                stem = node.stem
+                if stem.nodes[0] is node:
+                    tree += size(stem) + size(stem.nodes) + size(stem.symbols)
+        total = tree + house.blocks.num_bytes()
+        return round(tree / self.num_tokens, 2), round(total / self.num_tokens, 2)
+
+
+CANDIDATE_BYTES: Final = sys.getsizeof((0.0, 1, None)) + 2 * sys.getsizeof(0.0) + 8
+"""What a policy keeps of a leaf: an entry with a time and a number."""
+
+
+def quiet() -> None:
+    """The collector would walk millions of objects in the middle of a measurement."""
+    gc.collect()
+    gc.freeze()

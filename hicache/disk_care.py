@@ -1,0 +1,147 @@
+"""Looking after a disk tier's folder while no daemon has it open: verify and repair.
+
+Each class is scrubbed in a process of its own: LMDB on a damaged file can end whoever reads
+it. What repair cannot vouch for is set aside by the daemon at its next start, or kept beside what
+was rebuilt; nothing is deleted but records that fail their checksum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hicache.tiers.base import TierUnavailable
+from hicache.tiers.disk_device import classes_at, lock_device, set_asides_at
+from hicache.tiers.disk_environment import open_environment
+from hicache.tiers.disk_format import FORMAT, State, boot_id, read_state, write_state
+from hicache.tiers.disk_repair import rebuild
+
+Progress = Callable[[int, int, int], None]
+"""(slot bytes, blocks done, blocks in all)."""
+LOCK_WAIT_S = 3.0  # a worker whose daemon was killed is still leaving
+_ROOT = Path(__file__).absolute().parents[1]
+
+
+@dataclass(slots=True)
+class ClassReport:
+    """One slot-size class. `damage`: why its trees cannot be read at all."""
+
+    slot_bytes: int
+    blocks: int = 0
+    bytes: int = 0
+    bad: list[dict[str, Any]] = field(default_factory=list)
+    damage: str = ""
+    done: str = ""
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.bad and not self.damage
+
+
+def verify(path: Path, progress: Progress) -> list[ClassReport]:
+    """Read every block of a folder that no daemon has open. Changes nothing. TierUnavailable."""
+    with _held(path):
+        return [_verify(slot, folder, progress) for slot, folder in classes_at(path).items()]
+
+
+def repair(path: Path, progress: Progress) -> list[ClassReport]:
+    """Remove records that are not what they should be, and rebuild what cannot be read any more
+    from the blocks that are whole. `done` says in words what became of each class."""
+    with _held(path):
+        sources = set_asides_at(path) | classes_at(path)
+        reports = []
+        for slot_bytes, folder in sources.items():
+            is_aside = slot_bytes not in classes_at(path)
+            report = _verify(slot_bytes, folder, progress)
+            if report.damage or is_aside:
+                _rebuild(path, slot_bytes, folder, report)
+            elif report.bad:
+                _remove(folder, slot_bytes, report)
+            else:
+                report.done = "nothing to do"
+            reports.append(report)
+        state = read_state(path / "state.json")
+        durability = state.durability if state is not None else "batched"
+        write_state(path / "state.json", State(FORMAT, durability, True, boot_id()))
+        return reports
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    if not path.is_dir():
+        raise TierUnavailable(f"{path} is not a folder")
+    read_state(path / "state.json")  # another format is not ours to judge
+    try:
+        lock = lock_device(path, LOCK_WAIT_S)
+    except OSError as error:
+        raise TierUnavailable(f"{path}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _verify(slot_bytes: int, folder: Path, progress: Progress) -> ClassReport:
+    report = ClassReport(slot_bytes)
+    command = [sys.executable, "-m", "hicache.tiers.disk_verify", str(folder), str(slot_bytes)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            said = json.loads(line)
+            if "damage" in said:
+                report.damage = said["damage"]
+                continue
+            report.blocks, report.bytes = said["num_blocks"], said["num_bytes"]
+            report.bad = [{"key": key, "problem": problem} for _, key, problem in said["bad"]]
+            progress(slot_bytes, report.blocks, said["total_blocks"])
+    status = child.returncode
+    if status < 0:
+        report.damage = f"reading it ended with {signal.Signals(-status).name}"
+    elif status and not report.damage:
+        report.damage = f"reading it ended with status {status}"
+    if any("out of order" in row["problem"] for row in report.bad):
+        report.damage = "the keys of its tree are out of order"
+    return report
+
+
+def _remove(folder: Path, slot_bytes: int, report: ClassReport) -> None:
+    size = (folder / "data.mdb").stat().st_size
+    opened = open_environment(folder, size + (64 << 20))
+    try:
+        with opened.env.begin(write=True) as txn:
+            for row in report.bad:
+                for db in (opened.meta, opened.blocks):
+                    if row["key"]:
+                        txn.delete(bytes.fromhex(row["key"]), db=db)
+            orphans = []
+            for key in txn.cursor(db=opened.blocks).iternext(values=False):
+                if txn.get(key, db=opened.meta) is None:
+                    orphans.append(key)
+            for key in orphans:
+                txn.delete(key, db=opened.blocks)
+    finally:
+        opened.env.close()
+    report.done = f"{len(report.bad)} bad records removed"
+
+
+def _rebuild(path: Path, slot_bytes: int, folder: Path, report: ClassReport) -> None:
+    """Beside the old one, which stays as an environment that was set aside."""
+    new = path / f"rebuilt-{slot_bytes}"
+    size = (folder / "data.mdb").stat().st_size
+    rebuilt = rebuild(folder, new, slot_bytes, 2 * size + (64 << 20))
+    place = path / f"class-{slot_bytes}"
+    if folder == place:
+        old = path / f"aside-repaired-class-{slot_bytes}"
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    new.rename(place)
+    report.done = f"rebuilt: {rebuilt.num_blocks} blocks of {rebuilt.num_headers} known are whole"

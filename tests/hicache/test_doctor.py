@@ -1,0 +1,50 @@
+"""`hicache doctor`, on this machine, and with a stand-in for CuPy on its path."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hicache.tiers.hbm_probe import look
+
+STAND_IN = Path(__file__).parents[1] / "e2e" / "stand_in"
+BROKEN = "raise ImportError('libcuda.so.1: cannot open shared object file')"
+
+
+def doctor(*more: str, path: Path | None = None) -> str:
+    paths = [str(path)] if path else []
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    around = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "hicache", "doctor", *more]
+    ran = subprocess.run(command, capture_output=True, text=True, env=around, check=True)
+    return ran.stdout
+
+
+def test_it_says_clearly_that_there_is_no_gpu() -> None:
+    said = doctor("--no-measure")
+    assert "/dev/shm" in said
+    if not look().found:
+        assert "GPU            none: " in said
+        assert "emulated in host memory" in said
+
+
+def test_a_gpu_with_its_measured_link() -> None:
+    data = json.loads(doctor("--json", path=STAND_IN))
+    (gpu,) = data["gpu"]["found"]
+    assert gpu["name"] == "stand-in"
+    assert gpu["free_bytes"] == gpu["total_bytes"] == 80 << 30
+    assert gpu["to_device_bytes_per_s"] > 0
+    assert data["gpu"]["trouble"] == ""
+    assert data["host"]["memory_bytes"] > 0
+    said = doctor(path=STAND_IN)
+    assert "cuda:0         stand-in, 80GiB of 80GiB free" in said
+    assert "CUDA 13.0" in said
+
+
+def test_a_cupy_that_cannot_be_imported_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "cupy.py").write_text(BROKEN)
+    said = doctor(path=tmp_path)
+    assert "CUDA cannot be asked: ImportError: libcuda.so.1" in said

@@ -1,0 +1,179 @@
+"""What the daemon keeps for its clients stays small: requests in, replies out, no socket."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hicache.config import DeadlinesConfig, LimitsConfig
+from hicache.delivery import Part
+from hicache.engine import plan as p
+from hicache.engine.planner import PlannerSettings
+from hicache.engine.settings import EngineSettings
+from hicache.keys import LayerGroup, NamespaceSpec
+from hicache.service import Asked, Service
+from hicache.session import MAX_REMEMBERED_MATCHES, Session, Sessions
+from hicache.tiers.arena import Arena
+from hicache.waiting import Peer
+from hicache.wire import MatchReply, decode_reply, decode_request, pack
+from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, ONE_TIER, World
+
+SPEC = NamespaceSpec(
+    model_digest="m",
+    weights_digest="w",
+    dtype="float16",
+    groups=(LayerGroup(1, 1, 1, "layer"),),
+    block_tokens=BLOCK_TOKENS,
+    block_bytes=BLOCK_BYTES,
+)
+PROMPT = np.arange(6 * BLOCK_TOKENS + 1, dtype="<u4").tobytes()
+
+
+@dataclass
+class Sent:
+    """One message, and whether ZeroMQ has let go of it."""
+
+    message: dict[str, Any]
+    parts: list[bytes]
+    done: bool = False
+
+
+class Desk:
+    """A Service over a scripted engine with one tier in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
+        self.world = World(ONE_TIER, settings)
+        self.arena = Arena.create(folder / "arena", 8 * BLOCK_BYTES)
+        self.sent: list[Sent] = []
+        self.service = Service(
+            self.world.engine,
+            Sessions(8, 30.0),
+            {"dram": self.arena},
+            "epoch",
+            1,
+            DeadlinesConfig(),
+            LimitsConfig(),
+            self._send,
+            lambda plan: None,
+            lambda spec: None,
+        )
+        self._ids = itertools.count(1)
+
+    def _send(
+        self, peer: Peer, message: Mapping[str, Any] | MatchReply, parts: Sequence[Part] = ()
+    ) -> Sent:
+        self.sent.append(Sent(decode_reply(pack(message)), [bytes(part) for part in parts]))
+        return self.sent[-1]
+
+    def ask(self, op: str, parts: Sequence[Part] = (), **fields: Any) -> dict[str, Any]:
+        """The last reply to one request."""
+        self.send(op, parts, **fields)
+        return self.sent[-1].message
+
+    def send(self, op: str, parts: Sequence[Part] = (), **fields: Any) -> None:
+        request = decode_request(pack({"op": op, "id": next(self._ids), **fields}))
+        self.service.handle(Asked(Peer(b"peer", request.id), request, parts, 0, self.world.now_s))
+        self.world.engine.catch_up()
+
+    def hello(self, transport: str = "frames") -> Session:
+        spec = SPEC.to_wire()
+        reply = self.ask("hello", protocol=1, client="", spec=spec, transport=transport)
+        return self.service.sessions.by_token[reply["session"]]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def store(desk: Desk, session: Session, tokens: bytes, num_blocks: int) -> None:
+    placed = desk.ask("put", s=session.token, tokens=tokens, last=num_blocks)
+    blocks = [bytes([number]) * BLOCK_BYTES for number in range(num_blocks)]
+    commit = {"ticket": placed["ticket"], "indices": placed["indices"]}
+    assert desk.ask("commit", blocks, s=session.token, **commit)["committed"] == num_blocks
+
+
+def test_a_match_remembered_takes_little_room(desk: Desk) -> None:
+    """Each request id kept its whole prompt, half a megabyte, and 4,096 of them."""
+    session = desk.hello()
+    tokens = np.arange(32_768, dtype="<u4")
+    store(desk, session, tokens.tobytes(), 4)
+    for number in range(MAX_REMEMBERED_MATCHES + 8):
+        tokens[-1] = number
+        asked: dict[str, Any] = {
+            "s": session.token,
+            "tokens": tokens.tobytes(),
+            "request": f"request {number}",
+        }
+        lease = desk.ask("match", **asked)["lease"]
+        assert lease
+        assert desk.ask("match", **asked)["lease"] == lease
+        asked["tokens"] = asked["tokens"][:-4]
+        assert desk.ask("match", **asked)["lease"] != lease
+        desk.sent.clear()
+    assert len(session.matches) == MAX_REMEMBERED_MATCHES
+    assert len(pickle.dumps(session.matches)) < 1000 * MAX_REMEMBERED_MATCHES
+
+
+def fetching(desk: Desk, session: Session) -> tuple[int, list[Sent]]:
+    """A fetch of six blocks by a session that may have four unread. Its lease, and what is sent."""
+    desk.service.delivery.max_unread_bytes = 4 * BLOCK_BYTES
+    store(desk, session, PROMPT, 6)
+    lease = desk.ask("match", s=session.token, tokens=PROMPT)["lease"]
+    desk.sent.clear()
+    desk.ask("fetch", s=session.token, lease=lease)
+    return lease, desk.sent
+
+
+def first_bytes(sent: list[Sent]) -> list[int]:
+    return [part[0] for item in sent for part in item.parts]
+
+
+def test_a_fetch_goes_on_as_its_client_reads(desk: Desk) -> None:
+    """All of it was copied at once, and again with every fetch, whether anybody read it or not."""
+    session = desk.hello()
+    _, sent = fetching(desk, session)
+    assert first_bytes(sent) == [0, 1, 2, 3]
+    desk.service.send_more()
+    assert len(sent) == 2
+    sent[0].done = True
+    desk.service.send_more()
+    assert first_bytes(sent) == [0, 1, 2, 3, 4, 5]
+    assert [item.message.get("more", False) for item in sent] == [True, True, False]
+    assert sent[-1].message["blocks"] == 6
+    assert not desk.service.waiting.fetches
+
+
+def test_a_client_that_never_reads_gets_no_more(desk: Desk) -> None:
+    """Its fetch ends by its deadline with what was sent; the next one sends nothing at all."""
+    session = desk.hello()
+    lease, sent = fetching(desk, session)
+    desk.service.tick(desk.world.now_s + 6)
+    assert sent[-1].message["blocks"] == 4
+    assert desk.service.errors["unread"] == 1
+    desk.ask("release", s=session.token, lease=lease)
+    lease = desk.ask("match", s=session.token, tokens=PROMPT)["lease"]
+    sent.clear()
+    desk.send("fetch", s=session.token, lease=lease)
+    assert sent == []
+    assert desk.ask("release", s=session.token, lease=lease)["released"]
+    assert sent[0].message["blocks"] == 0
+
+
+def test_nothing_is_sent_of_a_lease_that_has_ended(desk: Desk) -> None:
+    """Its slots may hold other blocks by now."""
+    session = desk.hello()
+    _, sent = fetching(desk, session)
+    desk.world.do(p.WriterGone(session.group.number, desk.world.now_s))
+    sent[0].done = sent[1].done = True
+    desk.service.send_more()
+    assert first_bytes(sent) == [0, 1, 2, 3]
+    assert sent[-1].message["blocks"] == 4

@@ -1,0 +1,95 @@
+"""The call into the driver, against a driver of our own: both signatures of cuMemcpyBatchAsync."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hicache.transfer.cuda_copy import BatchCopy, CopyRefused
+
+# The types and the order are those of cuda.h, CUDA 12.8 and 13.0.
+DRIVER = r"""
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+typedef struct { int type; int id; } Location;
+typedef struct { int order; Location src, dst; unsigned int flags; } Attributes;
+
+static int copy(uintptr_t *dsts, uintptr_t *srcs, size_t *sizes, size_t count, Attributes *a,
+                size_t *first, size_t num, void *stream) {
+    if (num != 1 || *first != 0 || a->order != 1 || a->flags != 1 || a->src.type || a->dst.type)
+        return 1;
+    if (stream != (void *)0x1234567890) return 2;
+    for (size_t i = 0; i < count; i++) {
+        if (sizes[i] == 13) return 700;
+        memcpy((void *)dsts[i], (void *)srcs[i], sizes[i]);
+    }
+    return 0;
+}
+#if VERSION >= 13000
+#define batch copy
+#else
+static int batch(uintptr_t *d, uintptr_t *s, size_t *n, size_t count, Attributes *a, size_t *first,
+                 size_t num, size_t *fail, void *stream) {
+    *fail = 0;
+    return copy(d, s, n, count, a, first, num, stream);
+}
+#endif
+int cuGetProcAddress_v2(const char *symbol, void **found, int version, uint64_t flags,
+                        int *status) {
+    *found = NULL;
+    *status = version > VERSION ? 2 : 0;
+    if (strcmp(symbol, "cuMemcpyBatchAsync") || version > VERSION || VERSION < 12080) return 500;
+    *found = (void *)batch;
+    return 0;
+}
+int cuGetErrorName(int status, const char **name) {
+    *name = status == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : NULL;
+    return 0;
+}
+"""
+STREAM = 0x1234567890
+
+
+def driver(folder: Path, version: int) -> str:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    source, library = folder / "driver.c", folder / "libcuda.so"
+    source.write_text(DRIVER)
+    command = [compiler, "-shared", "-fPIC", f"-DVERSION={version}", str(source), "-o"]
+    subprocess.run([*command, str(library)], check=True)
+    return str(library)
+
+
+@pytest.mark.parametrize("version", [12080, 13000])
+def test_a_batch_is_one_call_of_either_signature(tmp_path: Path, version: int) -> None:
+    copies = BatchCopy(driver(tmp_path, version))
+    source = np.arange(1000, dtype=np.uint8)
+    target = np.zeros(1000, np.uint8)
+    places = [(0, 500, 100), (200, 0, 1), (300, 7, 400)]
+    to, start = target.ctypes.data, source.ctypes.data
+    copies.enqueue([(to + t, start + s, n) for t, s, n in places], STREAM, to_device=True)
+    right = np.zeros(1000, np.uint8)
+    for t, s, n in places:
+        right[t : t + n] = source[s : s + n]
+    assert np.array_equal(target, right)
+    copies.enqueue([], STREAM, to_device=True)
+    with pytest.raises(CopyRefused, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        copies.enqueue([(to, start, 13)], STREAM, to_device=True)
+    with pytest.raises(CopyRefused, match="error 2"):
+        copies.enqueue([(to, start, 1)], 0, to_device=True)
+
+
+def test_a_driver_without_the_call(tmp_path: Path) -> None:
+    with pytest.raises(CopyRefused, match="has no cuMemcpyBatchAsync"):
+        BatchCopy(driver(tmp_path, 12000))
+
+
+def test_no_driver_at_all(tmp_path: Path) -> None:
+    with pytest.raises(CopyRefused, match="cannot open"):
+        BatchCopy(str(tmp_path / "none.so"))

@@ -1,0 +1,231 @@
+"""A worker with a GPU's medium, spoken to over its socket: batches overlap, outcomes do not.
+
+The device is the stand-in, whose copies are done late; threads are real.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hicache.bench.gpu.stand_in import StandIn
+from hicache.engine.plan import Move, Priority
+from hicache.tiers.arena import Arena
+from hicache.tiers.block import PAGE_BYTES
+from hicache.transfer.cuda import CudaMedium
+from hicache.transfer.messages import (
+    Batch,
+    Done,
+    Stream,
+    WorkerConfig,
+    pack,
+    pack_batch,
+    unpack_done,
+)
+from hicache.transfer.worker import Worker
+
+NUM_SLOTS = 12
+TIER_BYTES = NUM_SLOTS * PAGE_BYTES
+WAIT_S = 30.0
+
+
+class Daemon:
+    """The other end of the worker's socket: what both sides hold, whose slots are whose."""
+
+    def __init__(self, arena: Arena, device: StandIn) -> None:
+        config = WorkerConfig(
+            "gpu:0", "gpu", "cuda", "dram", "/x", "hbm", capacity_bytes=TIER_BYTES
+        )
+        self.medium = CudaMedium(config, arena, cupy=device)
+        self.sock, theirs = socket.socketpair()
+        self.sock.settimeout(WAIT_S)
+        self._theirs = theirs
+        self._thread = threading.Thread(
+            target=Worker(theirs, self.medium).serve, args=(Stream(), ())
+        )
+        self._stream, self._heard = Stream(), deque[Done]()
+        self.real = {
+            "dram": arena.data,
+            "hbm": np.frombuffer(self.medium._pool.memory.buffer, np.uint8),
+        }
+        self.free = {tier: list(range(NUM_SLOTS)) for tier in self.real}
+        self.sent: dict[str, deque[tuple[Batch, list[npt.NDArray[np.uint8]]]]] = {
+            tier: deque() for tier in self.real
+        }
+        self._num = 0
+
+    def __enter__(self) -> Daemon:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.sendall(pack("stop"))
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        self.medium.close()
+        self.sock.close()
+        self._theirs.close()
+
+    def send(
+        self, src: str, num_moves: int, rng: np.random.Generator, is_bad: bool = False
+    ) -> None:
+        """A batch of moves between free slots, with fresh bytes to read. A bad one says that its
+        blocks are longer than both sides."""
+        dst = "hbm" if src == "dram" else "dram"
+        num_bytes = 2 * TIER_BYTES if is_bad else PAGE_BYTES
+        moves: list[Move] = []
+        expected: list[npt.NDArray[np.uint8]] = []
+        for _ in range(min(num_moves, len(self.free[src]), len(self.free[dst]))):
+            a, b = self.free[src].pop(0), self.free[dst].pop()
+            self._num += 1
+            moves.append(Move(self._num, 0, src, a, dst, b, num_bytes, num_bytes, Priority.DEMAND))
+            expected.append(rng.integers(0, 256, PAGE_BYTES, np.uint8))
+            self.real[src][a * PAGE_BYTES :][:PAGE_BYTES] = expected[-1]
+        if not moves:
+            return
+        self._num += 1
+        batch = Batch(self._num, moves)
+        self.sent[src].append((batch, expected))
+        self.sock.sendall(pack_batch(batch))
+
+    def hear(self) -> None:
+        """One answer: it is of the oldest batch of its direction, and what it says is true. Its
+        slots are somebody else's at once."""
+        while not self._heard:
+            for message in self._stream.feed(self.sock.recv(1 << 16)):
+                assert message["t"] == "done", message
+                self._heard.append(unpack_done(message))
+        done = self._heard.popleft()
+        (way,) = (q for q in self.sent.values() if q and q[0][0].number == done.batch)
+        batch, expected = way.popleft()
+        assert [o.move for o in done.outcomes] == [move.id for move in batch.moves]
+        assert done.seconds >= 0.0
+        for move, outcome, right in zip(batch.moves, done.outcomes, expected, strict=True):
+            assert move.dst is not None
+            there = self.real[move.dst][move.dst_slot * PAGE_BYTES :][:PAGE_BYTES]
+            if outcome.ok:
+                assert np.array_equal(there, right), "told as copied, and it is not"
+            there[:] = 0
+            self.free[move.src].append(move.src_slot)
+            self.free[move.dst].append(move.dst_slot)
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Arena]:
+    with tempfile.TemporaryDirectory() as folder:
+        arena = Arena.create(Path(folder) / "arena", TIER_BYTES)
+        yield arena
+        arena.close()
+
+
+class Held(StandIn):
+    """Nothing is waited for successfully before `gate` opens; `enqueued` counts copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.enqueued = threading.Event(), threading.Semaphore(0)
+        make, enqueue = self.cuda.Event, self.cuda.runtime.memcpyAsync
+
+        def held_event(**more: bool) -> object:
+            event = make(**more)
+            synchronize: Callable[[], None] = event.synchronize
+
+            def wait() -> None:
+                assert self.gate.wait(WAIT_S)
+                synchronize()
+
+            event.synchronize = wait
+            return event
+
+        def counted(*arguments: int) -> None:
+            enqueue(*arguments)
+            self.enqueued.release()
+
+        self.cuda.Event, self.cuda.runtime.memcpyAsync = held_event, counted
+
+
+def test_the_next_batch_is_begun_before_the_last_has_arrived(arena: Arena) -> None:
+    """Race 1, and 2: a batch that fails at once is told after the one that is on its way."""
+    device, rng = Held(), np.random.default_rng(0)
+    with Daemon(arena, device) as daemon:
+        while device.enqueued.acquire(blocking=False):
+            pass  # the worker's own trial of the device
+        daemon.send("hbm", 2, rng)
+        daemon.send("hbm", 1, rng, is_bad=True)
+        daemon.send("hbm", 1, rng)
+        for _ in range(3):
+            assert device.enqueued.acquire(timeout=WAIT_S)
+        assert select.select([daemon.sock], [], [], 0)[0] == []
+        device.gate.set()
+        for _ in range(3):
+            daemon.hear()
+
+
+def test_stop_waits_for_what_has_begun(arena: Arena) -> None:
+    """Race 4: the arena is unmapped after `serve` has returned, and not under a copy."""
+    device, rng = Held(), np.random.default_rng(0)
+    with Daemon(arena, device) as daemon:
+        while device.enqueued.acquire(blocking=False):
+            pass
+        daemon.send("dram", 2, rng)
+        daemon.send("dram", 2, rng)
+        for _ in range(4):
+            assert device.enqueued.acquire(timeout=WAIT_S)
+        daemon.sock.sendall(pack("stop"))
+        assert len(device.waiting) == 4
+        device.gate.set()
+        daemon._thread.join(WAIT_S)
+        assert device.waiting == []
+        daemon.hear()
+        daemon.hear()
+
+
+def test_a_move_that_no_link_carries_fails_in_its_turn(arena: Arena) -> None:
+    with Daemon(arena, StandIn()) as daemon:
+        stray = Move(1, 0, "dram", 0, "disk", 0, 100, PAGE_BYTES, Priority.DEMAND)
+        daemon.sock.sendall(pack_batch(Batch(7, [stray])))
+        (message,) = Stream().feed(daemon.sock.recv(1 << 16))
+        (outcome,) = unpack_done(message).outcomes
+        assert not outcome.ok
+        assert "no link" in outcome.error
+
+
+_step = st.one_of(
+    st.tuples(st.sampled_from(["dram", "hbm"]), st.integers(1, 5)), st.just(("hear", 0))
+)
+
+
+@given(
+    steps=st.lists(_step, max_size=30),
+    seed=st.integers(0, 1 << 32),
+    refuse=st.sets(st.integers(10, 60), max_size=3),
+)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_outcomes_come_in_order_and_are_true(
+    arena: Arena, steps: Sequence[tuple[str, int]], seed: int, refuse: set[int]
+) -> None:
+    """Any number of batches both ways, heard of whenever the daemon gets round to it; copies come
+    late, and some calls are refused in the middle of a batch."""
+    pace = Random(seed)  # not hypothesis' own: threads draw from it
+    device = StandIn(lambda waiting: pace.randint(0, waiting), sorted(refuse))
+    rng = np.random.default_rng(0)
+    with Daemon(arena, device) as daemon:
+        for what, num_moves in steps:
+            if what != "hear":
+                daemon.send(what, num_moves, rng)
+            elif any(daemon.sent.values()):
+                daemon.hear()
+        while any(daemon.sent.values()):
+            daemon.hear()

@@ -1,0 +1,207 @@
+"""The page kernels' own source, compiled for this machine's CPU, against NumPy's indexing."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hicache.bench.gpu.cpu_kernels import CpuRunner, NoCompiler, library
+from hicache.bench.gpu.layouts import ITEM_BYTES, KINDS, Kind, Shape, gathered, scattered
+from hicache.bench.gpu.stand_in import StandIn
+from hicache.transfer.pages import SOURCE, CupyRunner, PageCopier, PageLayout, Plane, whole_pages
+
+
+@pytest.fixture(scope="module")
+def runner() -> CpuRunner:
+    try:
+        return CpuRunner()
+    except NoCompiler as why:
+        pytest.skip(str(why))
+
+
+_shapes = st.builds(
+    Shape,
+    layers=st.integers(1, 3),
+    num_pages=st.integers(8, 20),
+    page_tokens=st.sampled_from([1, 3, 16]),
+    heads=st.integers(1, 3),
+    dim=st.sampled_from([1, 5, 16, 64, 576]),
+    item_bytes=st.sampled_from(sorted(set(ITEM_BYTES.values()))),
+    pages_per_block=st.integers(1, 4),
+)
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    shape=_shapes,
+    grid=st.integers(1, 3),
+    skew=st.sampled_from([0, 0, 4, 1]),
+    seed=st.integers(0, 1 << 16),
+)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_blocks_hold_their_pages_and_nothing_else_is_written(
+    runner: CpuRunner, kind: Kind, shape: Shape, grid: int, skew: int, seed: int
+) -> None:
+    """Out of random pages into blocks that lie anywhere, and from there into other tensors' pages.
+    A skew takes the blocks off their 16-byte boundaries."""
+    rng = np.random.default_rng(seed)
+    tensors = [rng.integers(0, 256, dims, np.uint8) for dims in kind.shapes(shape)]
+    layout = kind.layout(shape, [tensor.ctypes.data for tensor in tensors])
+    order = rng.permutation(shape.num_pages).astype(np.int32)
+    num_blocks = shape.num_pages // shape.pages_per_block
+    pages = order[: num_blocks * shape.pages_per_block].reshape(num_blocks, -1)
+
+    room = layout.block_bytes + 32 + skew
+    memory = rng.integers(0, 256, num_blocks * room + 16, np.uint8)
+    right = memory.copy()
+    start = -memory.ctypes.data % 16 + skew
+    places = start + rng.permutation(num_blocks) * (room // 16 * 16)
+    blocks = (memory.ctypes.data + places).astype(np.uint64)
+    PageCopier(layout, runner).start(blocks, pages, to_blocks=True, grid=grid)
+    for place, row in zip(places, pages, strict=True):
+        right[place : place + layout.block_bytes] = gathered(kind, shape, tensors, row.tolist())
+    assert np.array_equal(memory, right)
+
+    others = [rng.integers(0, 256, dims, np.uint8) for dims in kind.shapes(shape)]
+    expected = [tensor.copy() for tensor in others]
+    there = kind.layout(shape, [tensor.ctypes.data for tensor in others])
+    shuffled = rng.permutation(pages.reshape(-1)).reshape(pages.shape).astype(np.int32)
+    PageCopier(there, runner).start(blocks, shuffled, to_blocks=False, grid=grid)
+    for place, row in zip(places, shuffled, strict=True):
+        scattered(kind, shape, expected, row.tolist(), memory[place : place + layout.block_bytes])
+    assert all(np.array_equal(a, b) for a, b in zip(others, expected, strict=True))
+    assert np.array_equal(memory, right)
+
+
+@pytest.mark.parametrize(("skew", "kernel"), [(0, "16"), (16, "16"), (4, "4"), (2, "1"), (1, "1")])
+def test_the_widest_accesses_that_all_addresses_allow(
+    runner: CpuRunner, skew: int, kernel: str
+) -> None:
+    pages, memory = np.zeros((4, 64), np.uint8), np.zeros(128, np.uint8)
+    copier = PageCopier(PageLayout((Plane(_up(pages), 64, 2),), 64, 1), runner)
+    block = np.array([_up(memory) + skew], np.uint64)
+    copier.start(block, np.zeros((1, 1), np.int32), to_blocks=True, grid=1)
+    assert runner.launches[-1] == f"copy_pages_{kernel}"
+
+
+def _up(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> int:
+    return int(array.ctypes.data) + -int(array.ctypes.data) % 16
+
+
+def test_what_cannot_be_right_is_refused_before_anything_is_copied(runner: CpuRunner) -> None:
+    memory = np.zeros(4096, np.uint8)
+    copier = PageCopier(whole_pages([memory.ctypes.data], 4, 64, 2), runner)
+    blocks = np.array([memory.ctypes.data + 1024, memory.ctypes.data + 2048], np.uint64)
+
+    def start(pages: list[list[int]], to_blocks: bool) -> None:
+        copier.start(blocks, np.array(pages, np.int32), to_blocks=to_blocks, grid=1)
+
+    before = len(runner.launches)
+    for pages, to_blocks, why in (
+        ([[0, 1], [2, 4]], True, "none of the 4"),
+        ([[0, 1], [2, -1]], True, "none of the 4"),
+        ([[0, 1], [2, 1]], False, "written twice"),
+        ([[0], [1]], True, "pages for 2 blocks"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            start(pages, to_blocks)
+    with pytest.raises(ValueError, match="overlap"):
+        PageLayout((Plane(0, 8, 4),), 16, 1)
+    with pytest.raises(ValueError, match="at least one byte"):
+        PageLayout((), 16, 1)
+    assert len(runner.launches) == before
+    start([[0, 1], [2, 1]], True)  # a page that two blocks share may be read
+    copier.start(blocks[:0], np.zeros((0, 2), np.int32), to_blocks=True, grid=1)
+    assert len(runner.launches) == before + 1
+
+
+class Fake(StandIn):
+    """CuPy's compiled kernels: run by the CPU once everything ahead on the stream is done. Events
+    are done only when somebody says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: Any = None
+        self.events: list[SimpleNamespace] = []
+        self.num_rooms = 0
+        make = self.cuda.Memory
+
+        def memory(num_bytes: int) -> Any:
+            self.num_rooms += 1
+            room = make(num_bytes)
+            room.size = num_bytes
+            return room
+
+        def event(disable_timing: bool) -> SimpleNamespace:
+            self.events.append(SimpleNamespace(done=False, record=lambda stream: None))
+            return self.events[-1]
+
+        self.cuda.Memory, self.cuda.Event = memory, event
+        self.cuda.alloc_pinned_memory = lambda n: _Pinned(n)
+        self.RawModule = lambda code, options: SimpleNamespace(get_function=self._function)
+
+    def _function(self, name: str) -> Callable[..., None]:
+        def call(grid: tuple[int], threads: tuple[int], arguments: Sequence[Any]) -> None:
+            self.synchronize()
+            places = [ctypes.c_void_p(int(each)) for each in arguments[:4]]
+            assert all(isinstance(each, np.uint64) for each in arguments[:4])
+            counts = [ctypes.c_uint(int(each)) for each in arguments[4:8]]
+            assert all(isinstance(each, np.uint32) for each in arguments[4:8])
+            assert isinstance(arguments[8], np.int32)
+            start = (name.encode(), ctypes.c_uint(*grid), ctypes.c_uint(*threads))
+            library()(*start, *places, *counts, ctypes.c_int(int(arguments[8])))
+
+        return call
+
+
+class _Pinned(bytearray):
+    """cupy.cuda.PinnedMemoryPointer: a buffer with an address."""
+
+    @property
+    def ptr(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
+
+
+class _Stream(nullcontext[None]):
+    ptr = 0
+
+
+def test_a_launch_by_cupy_finds_its_tables(runner: CpuRunner) -> None:
+    """Their room is used again only when the launch that reads it is done."""
+    rng = np.random.default_rng(0)
+    device = Fake()
+    device.cuda.Stream(non_blocking=True)
+    tensors = [rng.integers(0, 256, (8, 48), np.uint8) for _ in range(2)]
+    memory = np.zeros(4 * 192, np.uint8)
+    layout = whole_pages([tensor.ctypes.data for tensor in tensors], 8, 48, 2)
+    copier = PageCopier(layout, CupyRunner(device))
+    for number in range(4):
+        memory[:] = 0
+        pages = rng.permutation(8).astype(np.int32).reshape(4, 2)
+        blocks = (memory.ctypes.data + 192 * np.arange(4)).astype(np.uint64)
+        copier.start(blocks, pages, to_blocks=True, grid=2, stream=_Stream())
+        right = [tensor[page] for row in pages for tensor in tensors for page in row]
+        assert np.array_equal(memory, np.concatenate(right))
+        assert device.num_rooms == min(number + 1, 3)
+        if number == 2:
+            device.events[1].done = True
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_the_kernels_compile_for_gpus(tmp_path: Path, architecture: str) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not here: gpu-check compiles the kernels on a GPU")
+    command = [nvcc, f"-arch={architecture}", "-std=c++14", "-Werror=all-warnings", "-cubin"]
+    subprocess.run([*command, str(SOURCE), "-o", str(tmp_path / "cubin")], check=True)

@@ -1,0 +1,122 @@
+"""Making a device fit a smaller capacity: the coldest blocks go, then files are written anew.
+
+LMDB never shrinks a file. What stays is copied, one environment at a time, to a new file, which
+takes the old one's place by one rename: killed at any moment, the device holds the old or the new.
+While it lasts it may hold the old capacity and the new one together. Before any thread starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import lmdb
+
+from hicache.tiers.base import TierUnavailable
+from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.disk_environment import DATA_FILE, Environment, typed, volume_free_bytes
+from hicache.tiers.disk_format import record_pages, unpack_header
+
+Progress = Callable[[int, int], None]
+COPIES = "compact-"
+_BATCH_KEYS = 1000
+_LOOK_S = 1.0
+
+
+def evict_coldest(environments: Mapping[int, Environment], room_bytes: int) -> int:
+    """Remove blocks until the records of those left take at most `room_bytes`. How many went.
+
+    The coldest are those with the fewest hits, the oldest of them first; one that leads to a warmer
+    block is as warm as that, so whole prefixes stay.
+    """
+    rows: dict[bytes, tuple[int, int]] = {}  # key → (slot bytes, depth)
+    parents: dict[bytes, bytes] = {}
+    warmth: dict[bytes, tuple[int, float]] = {}
+    for slot_bytes, opened in environments.items():
+        with opened.env.begin() as txn:
+            for key, packed in txn.cursor(db=opened.meta):
+                header = unpack_header(packed)
+                if header is None:
+                    continue  # the scan removes it
+                rows[key] = slot_bytes, header.depth
+                parents[key] = header.parent
+                warmth[key] = header.hits, header.created_s
+    for key in sorted(rows, key=lambda k: -rows[k][1]):
+        above = parents[key]
+        if above in warmth:
+            warmth[above] = max(warmth[above], warmth[key])
+    used = sum(record_pages(slot_bytes) * PAGE_BYTES for slot_bytes, _ in rows.values())
+    gone: dict[int, list[bytes]] = {}
+    for key in sorted(rows, key=lambda k: (warmth[k], -rows[k][1])):
+        if used <= room_bytes:
+            break
+        slot_bytes = rows[key][0]
+        gone.setdefault(slot_bytes, []).append(key)
+        used -= record_pages(slot_bytes) * PAGE_BYTES
+    for slot_bytes, keys in gone.items():
+        _remove(environments[slot_bytes], keys)
+    return sum(map(len, gone.values()))
+
+
+def compact(opened: Environment, path: Path, min_free_bytes: int, progress: Progress) -> None:
+    """Write the environment's live pages to a new file in the place of the old one, and close it.
+    TierUnavailable, and nothing changed, where the volume of `path` lacks the room."""
+    directory = Path(opened.env.path())
+    needs, free = opened.live_bytes(), volume_free_bytes(str(path)) - min_free_bytes
+    if needs > free:
+        raise TierUnavailable(
+            f"{path}: a smaller size needs {needs >> 20} MiB more for a while, and the volume has "
+            f"{max(0, free) >> 20}: give it room, or the old size"
+        )
+    target = path / (COPIES + directory.name)
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(mode=0o700)
+    with typed("shrink", str(path)):
+        _copy(opened, target, needs, progress)
+        file = target / DATA_FILE
+        for name, flags in ((file, os.O_RDWR), (target, os.O_RDONLY)):
+            fd = os.open(name, flags)
+            os.fsync(fd)
+            os.close(fd)
+        opened.env.close()
+        file.replace(directory / DATA_FILE)
+    shutil.rmtree(target, ignore_errors=True)
+
+
+def _copy(opened: Environment, target: Path, total_bytes: int, progress: Progress) -> None:
+    """In a thread of its own, so that whoever waits can be told how far it is."""
+    failed: list[Exception] = []
+
+    def copy() -> None:
+        try:
+            opened.env.copy(str(target), compact=True)
+        except (lmdb.Error, OSError) as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=copy, name="hicache-compact")
+    thread.start()
+    file, done = target / DATA_FILE, 0
+    while thread.is_alive():
+        thread.join(_LOOK_S)
+        now = file.stat().st_size if file.exists() else 0
+        if now != done:  # a copy that hangs is not reported: the supervisor ends it
+            done = now
+            progress(min(done, total_bytes), total_bytes)
+    if failed:
+        raise failed[0]
+
+
+def _remove(opened: Environment, keys: list[bytes]) -> None:
+    opened.resize(opened.file_bytes() + (64 << 20))  # a deletion writes before it gives up
+    for start in range(0, len(keys), _BATCH_KEYS):
+        part = keys[start : start + _BATCH_KEYS]
+
+        def remove(txn: lmdb.Transaction, part: list[bytes] = part) -> None:
+            for key in part:
+                txn.delete(key, db=opened.meta)
+                txn.delete(key, db=opened.blocks)
+
+        opened.commit(remove)

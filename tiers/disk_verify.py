@@ -1,0 +1,132 @@
+"""Scrubbing: every stored block read and compared with its checksum, a few at a time.
+
+`Scrub` goes through the environments of an open device in key order. Each `step` is one short read
+transaction, so that a running worker's writer gets its freed pages back. Nothing is changed.
+
+    python -m hicache.tiers.disk_verify DIRECTORY SLOT_BYTES      by hicache/disk_care.py
+
+scrubs one class of a device that nobody has open, in a process of its own, since a damaged file may
+end it; it says a JSON map a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from hicache.tiers.base import TierError
+from hicache.tiers.disk_environment import DATA_FILE, Environment, open_environment, typed
+from hicache.tiers.disk_format import is_sound, unpack_header
+from hicache.tiers.disk_reading import is_readable
+
+STEP_BYTES = 8 << 20
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a scrub has found so far. `bad`: (slot bytes, key, what is wrong with it)."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    total_blocks: int = 0
+    bad: list[tuple[int, bytes, str]] = field(default_factory=list)
+
+
+class Scrub:
+    """One pass over `environments`, by slot size. Classes and blocks added meanwhile may be left
+    out; what was given up meanwhile is no fault."""
+
+    def __init__(self, environments: Mapping[int, Environment]) -> None:
+        self._left = sorted(environments.items())
+        self._after = b""
+        self.verdict = Verdict(total_blocks=sum(e.num_blocks() for e in environments.values()))
+
+    def step(self, max_bytes: int = STEP_BYTES) -> bool:
+        """Check some more. False when there is nothing left. Raises TierDamaged when the trees
+        themselves are broken."""
+        if not self._left:
+            return False
+        slot_bytes, opened = self._left[0]
+        verdict, seen_bytes = self.verdict, 0
+        with (
+            typed("verify", opened.env.path()),
+            opened.mapping,
+            opened.env.begin(buffers=True) as txn,
+            txn.cursor(db=opened.meta) as cursor,
+        ):
+            is_there = cursor.set_range(self._after + b"\0") if self._after else cursor.first()
+            while is_there and seen_bytes < max_bytes:
+                key = bytes(cursor.key())
+                if key <= self._after:
+                    verdict.bad.append((slot_bytes, key, "the keys of its tree are out of order"))
+                    is_there = False
+                    break
+                content = txn.get(key, db=opened.blocks)
+                problem = _problem(key, slot_bytes, bytes(cursor.value()), content)
+                if problem:
+                    verdict.bad.append((slot_bytes, key, problem))
+                verdict.num_blocks += 1
+                seen_bytes += slot_bytes
+                self._after = key
+                del content
+                is_there = cursor.next()
+            if not is_there:
+                num_blocks = txn.stat(opened.meta)["entries"]
+                num_values = txn.stat(opened.blocks)["entries"]
+                if num_values != num_blocks:
+                    told = f"{num_blocks} headers and {num_values} values"
+                    verdict.bad.append((slot_bytes, b"", told))
+        verdict.num_bytes += seen_bytes
+        if not is_there:
+            self._left.pop(0)
+            self._after = b""
+        return bool(self._left)
+
+
+def _problem(key: bytes, slot_bytes: int, packed: bytes, content: memoryview | None) -> str:
+    """What is wrong with a record, "" for nothing."""
+    header = unpack_header(packed)
+    if header is None:
+        return "the header is damaged"
+    if not is_sound(header, key, slot_bytes):
+        return "the record is another block's"
+    if content is None:
+        return "half of the record is missing"
+    if len(content) != header.block_bytes:
+        return f"{len(content)} bytes are stored where {header.block_bytes} belong"
+    value = np.frombuffer(content, np.uint8)
+    if not is_readable(value):
+        return "the bytes cannot be read from the device"
+    if xxhash.xxh3_64_intdigest(value.data) != header.checksum:
+        return "the bytes do not match their checksum"
+    return ""
+
+
+def main(directory: Path, slot_bytes: int) -> int:
+    """Scrub one class that nobody has open; the process's exit status."""
+    size = (directory / DATA_FILE).stat().st_size
+    try:
+        opened = open_environment(directory, max(1 << 20, size), is_read_only=True)
+        scrub = Scrub({slot_bytes: opened})
+        while scrub.step():
+            _say(scrub.verdict)
+    except TierError as error:
+        print(json.dumps({"damage": str(error)}), flush=True)
+        return 1
+    _say(scrub.verdict)
+    return 0
+
+
+def _say(verdict: Verdict) -> None:
+    bad = [[slot_bytes, key.hex(), problem] for slot_bytes, key, problem in verdict.bad]
+    print(json.dumps(asdict(verdict) | {"bad": bad}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,158 @@
+"""What GPUs there are, found by a short-lived process of its own.
+
+    python -m hicache.tiers.hbm_probe [--measure]     prints one map as JSON
+
+The daemon never touches CUDA, and must still know how many GPUs a worker will see, by which number,
+and how much of each is free. So a child asks by the very library that the worker uses: its numbers
+are the worker's, whatever CUDA_VISIBLE_DEVICES says, and a driver too old for it says so here and
+not when the first block moves. It takes a second or two, and nothing where CuPy is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from hicache.tiers.hbm import CONTEXT_BYTES
+
+TIMEOUT_S: Final = 60.0
+_ROOT = Path(__file__).absolute().parents[2]  # not resolved: hicache/tiers may be a link
+_COPY_BYTES: Final = 256 << 20
+_ROUNDS: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU, by CUDA's number. `free_bytes` without what a CUDA context of our own takes;
+    `numa_node` -1 where the system does not say; bytes per second only where they were measured."""
+
+    index: int
+    total_bytes: int
+    free_bytes: int
+    name: str = ""
+    bus_id: str = ""
+    numa_node: int = -1
+    to_device_bytes_per_s: float = 0.0
+    from_device_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """What was found. `trouble` says, as a sentence's end, why it is not more; CUDA's versions are
+    numbers like 13000, 0 where not known."""
+
+    found: tuple[Gpu, ...] = ()
+    trouble: str = "nobody has looked"
+    cupy: str = ""
+    cuda_driver: int = 0
+    cuda_runtime: int = 0
+    driver: str = field(default="")
+
+    def get(self, index: int) -> Gpu | None:
+        return next((gpu for gpu in self.found if gpu.index == index), None)
+
+
+def look(*, measure: bool = False) -> Gpus:
+    """Looks now. Never raises: what went wrong is `trouble`."""
+    driver = _driver_version()
+    if find_spec("cupy") is None:
+        if not any(Path("/dev").glob("nvidia[0-9]*")):
+            return Gpus(trouble="there is no GPU on this machine: no /dev/nvidia*", driver=driver)
+        said = "cupy is not installed (pip install 'hicache[cuda]')"
+        return Gpus(trouble=said, driver=driver)
+    command = [sys.executable, "-m", "hicache.tiers.hbm_probe", *(["--measure"] if measure else [])]
+    try:
+        ran = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        data = json.loads(ran.stdout)
+    except subprocess.TimeoutExpired:
+        said = f"CUDA did not answer within {TIMEOUT_S:.0f} s"
+        return Gpus(trouble=said, driver=driver)
+    except (OSError, ValueError):
+        last = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
+        return Gpus(trouble=f"CUDA cannot be asked: {last}", driver=driver)
+    found = tuple(Gpu(**row) for row in data.pop("found"))
+    return Gpus(found=found, driver=driver, **data)
+
+
+def ask(cupy: Any, measure: bool) -> dict[str, Any]:
+    """In the child: `Gpus`' fields, by CuPy or what stands in for it."""
+    runtime = cupy.cuda.runtime
+    data: dict[str, Any] = {"cupy": cupy.__version__, "found": [], "trouble": ""}
+    try:
+        data["cuda_runtime"] = int(runtime.runtimeGetVersion())
+        data["cuda_driver"] = int(runtime.driverGetVersion())
+        for index in range(runtime.getDeviceCount()):
+            data["found"].append(_ask_one(runtime, index))
+            if measure:
+                data["found"][-1] |= _measure(cupy)
+    except runtime.CUDARuntimeError as error:
+        data["trouble"] = str(error)
+    if not data["found"] and not data["trouble"]:
+        data["trouble"] = "CUDA sees no GPU"
+    return data
+
+
+def _ask_one(runtime: Any, index: int) -> dict[str, Any]:
+    runtime.setDevice(index)
+    properties = runtime.getDeviceProperties(index)
+    free, total = runtime.memGetInfo()
+    bus = str(runtime.deviceGetPCIBusId(index)).lower()
+    file = Path("/sys/bus/pci/devices") / bus / "numa_node"
+    return {
+        "index": index,
+        "name": properties["name"].decode(),
+        "total_bytes": int(total),
+        # This process' own context is gone again when a worker makes one of about that size.
+        "free_bytes": min(int(total), int(free) + CONTEXT_BYTES),
+        "bus_id": bus,
+        "numa_node": int(file.read_text()) if file.exists() else -1,
+    }
+
+
+def _measure(cupy: Any) -> dict[str, float]:
+    """The best of a few copies of one pinned buffer, on the current GPU."""
+    runtime = cupy.cuda.runtime
+    host, memory = runtime.hostAlloc(_COPY_BYTES, 0), cupy.cuda.Memory(_COPY_BYTES)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    rates = {}
+    ways = {
+        "to_device_bytes_per_s": (int(memory.ptr), host, 1),
+        "from_device_bytes_per_s": (host, int(memory.ptr), 2),
+    }
+    for name, (to, source, kind) in ways.items():
+        seconds = []
+        for _ in range(_ROUNDS):
+            start = time.perf_counter()
+            runtime.memcpyAsync(to, source, _COPY_BYTES, kind, stream.ptr)
+            stream.synchronize()
+            seconds.append(time.perf_counter() - start)
+        rates[name] = _COPY_BYTES / min(seconds)
+    runtime.freeHost(host)
+    return rates
+
+
+def _driver_version() -> str:
+    """The kernel module's, as it says itself; empty where there is none."""
+    file = Path("/proc/driver/nvidia/version")
+    words = file.read_text().split("\n")[0].split() if file.exists() else []
+    return next((word for word in words if word[:1].isdigit() and "." in word), "")
+
+
+if __name__ == "__main__":
+    import cupy
+
+    print(json.dumps(ask(cupy, "--measure" in sys.argv)))

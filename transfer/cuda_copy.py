@@ -1,0 +1,121 @@
+"""Two ways of handing a batch to the copy engines: a call for each piece, or one for all.
+
+    EachCopy    cudaMemcpyAsync, piece by piece: everywhere, and for memory that is not pinned
+    BatchCopy   cuMemcpyBatchAsync (CUDA 12.8), one call of the driver for the whole batch
+
+Both only enqueue: when the bytes have arrived is for an event to say (transfer/cuda.py). Neither
+runs a kernel, so they take nothing from an inference engine's kernels in another process. Which one
+is the default is measured when a worker starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Piece = tuple[int, int, int]
+"""(destination address, source address, bytes)."""
+
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind. Said, not left to the driver: one that
+# takes an address for host memory because it is no other would write there.
+_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_SIGNATURES: Final = (13000, 12080)  # CUDA versions whose cuMemcpyBatchAsync differ; newest first
+
+
+class CopyRefused(Exception):
+    """The driver did not take a batch; how much of it was enqueued is not known."""
+
+
+class CopyPath(Protocol):
+    """`enqueue` takes pieces of one direction and returns before the bytes have arrived. Whatever
+    it raises, pieces may be on their way."""
+
+    name: str
+
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None: ...
+
+
+class EachCopy:
+    """A call for each piece."""
+
+    name = "cudaMemcpyAsync"
+
+    def __init__(self, runtime: Any) -> None:
+        self._copy = runtime.memcpyAsync
+
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None:
+        kind = _HOST_TO_DEVICE if to_device else _DEVICE_TO_HOST
+        for destination, source, num_bytes in pieces:
+            self._copy(destination, source, num_bytes, kind, stream)
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes. The two location hints concern managed memory only, and stay zero."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("destination_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class BatchCopy:
+    """One call for the whole batch. CopyRefused where the driver knows no such call."""
+
+    name = "cuMemcpyBatchAsync"
+
+    def __init__(self, library: str = "libcuda.so.1") -> None:
+        try:
+            self._driver = ctypes.CDLL(library)
+        except OSError as error:
+            raise CopyRefused(str(error)) from error
+        self._has_fail_index, self._call = self._entry_point()
+        self._attributes = _Attributes(source_order=_STREAM_ORDER, flags=_OVERLAP)
+        self._first = ctypes.c_size_t(0)
+
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None:
+        if not pieces:
+            return
+        # Copied by the driver before it returns: the arrays need not outlive the call.
+        columns: npt.NDArray[np.uint64] = np.array(pieces, np.uint64).T.copy()
+        destinations, sources, sizes = (column.ctypes.data for column in columns)
+        attributes, first = ctypes.byref(self._attributes), ctypes.byref(self._first)
+        arguments: list[Any] = [
+            *map(ctypes.c_void_p, (destinations, sources, sizes)),
+            ctypes.c_size_t(len(pieces)),
+            attributes,
+            first,
+            ctypes.c_size_t(1),
+        ]
+        if self._has_fail_index:  # CUDA 12.8 and 12.9
+            arguments.append(ctypes.byref(ctypes.c_size_t(0)))
+        status = self._call(*arguments, ctypes.c_void_p(stream))
+        if status:
+            raise CopyRefused(f"{self.name}: {self._name_of(status)}")
+
+    def _entry_point(self) -> tuple[bool, Any]:
+        """(whether it has CUDA 12's `failIdx`, the function), by the driver's own table: a symbol's
+        bare name would be the oldest signature."""
+        for version in _SIGNATURES:
+            found, status = ctypes.c_void_p(), ctypes.c_int()
+            refused = self._driver.cuGetProcAddress_v2(
+                b"cuMemcpyBatchAsync",
+                ctypes.byref(found),
+                ctypes.c_int(version),
+                ctypes.c_uint64(0),
+                ctypes.byref(status),
+            )
+            if not refused and not status.value and found.value:
+                return version < 13000, ctypes.CFUNCTYPE(ctypes.c_int)(found.value)
+        raise CopyRefused("this driver has no cuMemcpyBatchAsync (CUDA 12.8)")
+
+    def _name_of(self, status: int) -> str:
+        name = ctypes.c_char_p()
+        self._driver.cuGetErrorName(ctypes.c_int(status), ctypes.byref(name))
+        return name.value.decode() if name.value else f"error {status}"

@@ -1,0 +1,83 @@
+"""GPU memory of one process, mapped into another by CUDA IPC.
+
+The owner (a connector, in the inference engine's process) calls `share` for each tensor; the ranges
+travel as plain bytes; the other process on the same GPU maps them in `Mappings`. A handle names a
+whole allocation, and allocators hand out parts of large ones, so a range is an allocation and an
+offset, and several ranges are one mapping.
+
+Whoever maps says when it lets go: the owner must not free a range before, so `close` waits for
+nothing and takes no lock of ours, and belongs behind the last copy that names the mapping.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+
+class NotShareable(Exception):
+    """This memory cannot be mapped by another process, in one sentence; copy it yourself."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRange:
+    """Bytes in an allocation of another process, by the allocation's handle (64 bytes)."""
+
+    handle: bytes
+    offset: int
+    num_bytes: int
+
+
+def share(cupy: Any, address: int, num_bytes: int, library: str = "libcuda.so.1") -> SharedRange:
+    """A range of the current GPU's memory, for another process. Raises NotShareable: memory that is
+    not of cudaMalloc (expandable segments, managed memory), or a driver without IPC."""
+    base, size = _allocation(address, library)
+    if address + num_bytes > base + size:
+        raise NotShareable(f"{num_bytes} bytes reach beyond their allocation of {size}")
+    runtime = cupy.cuda.runtime
+    try:
+        handle = bytes(runtime.ipcGetMemHandle(base))
+    except runtime.CUDARuntimeError as error:
+        raise NotShareable(f"CUDA does not share this memory: {error}") from error
+    return SharedRange(handle, address - base, num_bytes)
+
+
+class Mappings:
+    """Another process' allocations as this one sees them. Used from one thread."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._runtime = cupy.cuda.runtime
+        self._bases: dict[bytes, int] = {}
+
+    def address(self, shared: SharedRange) -> int:
+        """Where the range is here. Raises NotShareable where the handle cannot be mapped: another
+        user, another IPC namespace, an owner that has ended."""
+        base = self._bases.get(shared.handle)
+        if base is None:
+            try:
+                base = int(self._runtime.ipcOpenMemHandle(shared.handle))
+            except self._runtime.CUDARuntimeError as error:
+                raise NotShareable(f"CUDA does not map this memory: {error}") from error
+            self._bases[shared.handle] = base
+        return base + shared.offset
+
+    def close(self) -> None:
+        """Unmap everything; nothing that names it may be on its way."""
+        while self._bases:
+            _, base = self._bases.popitem()
+            self._runtime.ipcCloseMemHandle(base)
+
+
+def _allocation(address: int, library: str) -> tuple[int, int]:
+    """(base, bytes) of the allocation around an address."""
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError as error:
+        raise NotShareable(str(error)) from error
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    place = (ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    status = driver.cuMemGetAddressRange_v2(*place)
+    if status:
+        raise NotShareable(f"CUDA knows no allocation at this address (error {status})")
+    return int(base.value), int(size.value)

@@ -1,0 +1,209 @@
+"""Between an inference engine's pages in GPU memory and blocks, by a kernel (kernels.cu).
+
+For connectors, in the inference engine's own process, and for the GPU worker where it may run
+kernels. CuPy is imported by the caller, once there is a GPU; any one thread may use a `PageCopier`.
+
+A layout is a list of planes: one per layer where a page holds K and V together, two where it does
+not. Every layout of the engines we know is pages that lie in one piece each:
+
+    [pages, tokens, heads, 2·dim]       vLLM, K and V side by side      one plane a layer
+    [pages, 2, tokens, heads, dim]      vLLM, K and V in one page       one plane a layer
+    [2, pages, tokens, heads, dim]      vLLM, split                     two planes a layer
+    [tokens, heads, dim] for K and V    SGLang, a page of 1 … n tokens  two planes a layer
+    [pages, tokens, latent]             MLA                             one plane a layer
+
+A block is its planes in order, each the block's pages in order, so a layer is one run of its bytes.
+Host addresses work as well as the GPU's where host memory is pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+SOURCE: Final = Path(__file__).with_name("kernels.cu")
+THREADS: Final = 512
+UNITS: Final = (16, 4, 1)
+_TILE_UNITS: Final = 32 * 8  # LANES · DEPTH of kernels.cu
+_MAX_TILES: Final = 1 << 31
+
+Addresses = npt.NDArray[np.uint64]
+PageNumbers = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Pages of one kind in one layer: the address of page 0, and the bytes between pages."""
+
+    base: int
+    stride_bytes: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """An engine's pages. ValueError on pages that would overlap or have no bytes."""
+
+    planes: tuple[Plane, ...]
+    page_bytes: int
+    pages_per_block: int
+
+    def __post_init__(self) -> None:
+        if not self.planes or self.page_bytes <= 0 or self.pages_per_block <= 0:
+            raise ValueError("a layout needs planes, and pages of at least one byte")
+        if any(plane.stride_bytes < self.page_bytes for plane in self.planes):
+            raise ValueError("pages overlap: their stride is less than their bytes")
+
+    @property
+    def block_bytes(self) -> int:
+        return len(self.planes) * self.pages_per_block * self.page_bytes
+
+
+def whole_pages(
+    tensors: Iterable[int], num_pages: int, page_bytes: int, pages_per_block: int
+) -> PageLayout:
+    """One plane a tensor, page after page: vLLM's `[pages, …]`, and MLA."""
+    planes = tuple(Plane(base, page_bytes, num_pages) for base in tensors)
+    return PageLayout(planes, page_bytes, pages_per_block)
+
+
+def split_pages(
+    tensors: Iterable[int], num_pages: int, page_bytes: int, pages_per_block: int
+) -> PageLayout:
+    """Two planes a tensor, all pages of K before all of V: vLLM's `[2, pages, …]`. `page_bytes` are
+    those of one of them."""
+    half = num_pages * page_bytes
+    bases = [base + at for base in tensors for at in (0, half)]
+    return whole_pages(bases, num_pages, page_bytes, pages_per_block)
+
+
+def token_pages(
+    keys: Sequence[int],
+    values: Sequence[int],
+    num_pages: int,
+    page_bytes: int,
+    pages_per_block: int,
+) -> PageLayout:
+    """A tensor of K and one of V for each layer, `[tokens, heads, dim]`: SGLang. A page is a run of
+    tokens, of one token at least."""
+    bases = [base for both in zip(keys, values, strict=True) for base in both]
+    return whole_pages(bases, num_pages, page_bytes, pages_per_block)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of the kernel, as whoever runs it needs it."""
+
+    kernel: str
+    plane_bases: Addresses
+    plane_strides: Addresses
+    block_bases: Addresses
+    pages: PageNumbers
+    numbers: tuple[int, int, int, int, int]
+    """Planes, pages per block, blocks, bytes per page, 1 for pages → blocks or 0."""
+
+
+class Runner(Protocol):
+    """Enqueues a launch. Arrays it gets may change when it returns."""
+
+    def run(self, launch: Launch, grid: int, stream: Any) -> None: ...
+
+
+class PageCopier:
+    """Copies whole blocks from and to the pages of one layout.
+
+    `start` enqueues on a stream and returns. The caller records an event behind it, and reuses
+    pages or blocks when that has completed.
+    """
+
+    def __init__(self, layout: PageLayout, runner: Runner) -> None:
+        self.layout = layout
+        self._runner = runner
+        self._bases = np.array([plane.base for plane in layout.planes], np.uint64)
+        self._strides = np.array([plane.stride_bytes for plane in layout.planes], np.uint64)
+        self._num_pages = min(plane.num_pages for plane in layout.planes)
+        self._bits = int(np.bitwise_or.reduce(self._bases | self._strides)) | layout.page_bytes
+
+    def start(
+        self,
+        blocks: Addresses,
+        pages: PageNumbers,
+        *,
+        to_blocks: bool,
+        grid: int,
+        stream: Any = None,
+    ) -> None:
+        """Block n, at address blocks[n], from or to pages[n, :] of every plane, on `grid` thread
+        blocks. ValueError, with nothing enqueued, on a page that is not there."""
+        layout = self.layout
+        if pages.shape != (len(blocks), layout.pages_per_block):
+            raise ValueError(f"{pages.shape} pages for {len(blocks)} blocks of this layout")
+        if len(blocks) == 0:
+            return
+        if pages.min() < 0 or pages.max() >= self._num_pages:
+            raise ValueError(f"a page is none of the {self._num_pages} there are")
+        if not to_blocks and np.bincount(pages.reshape(-1)).max() > 1:
+            raise ValueError("a page would be written twice")
+        bits = self._bits | int(np.bitwise_or.reduce(blocks))
+        unit = next(unit for unit in UNITS if bits % unit == 0)
+        tiles = -(-layout.page_bytes // (unit * _TILE_UNITS)) * pages.size * len(layout.planes)
+        if tiles >= _MAX_TILES:
+            raise ValueError("too many blocks for one launch")
+        numbers = (
+            len(layout.planes),
+            layout.pages_per_block,
+            len(blocks),
+            layout.page_bytes,
+            int(to_blocks),
+        )
+        table = (np.ascontiguousarray(blocks, np.uint64), np.ascontiguousarray(pages, np.int32))
+        launch = Launch(f"copy_pages_{unit}", self._bases, self._strides, *table, numbers)
+        self._runner.run(launch, grid, stream)
+
+
+class CupyRunner:
+    """On the current GPU, compiled by NVRTC for it when first used (a second or so; CuPy keeps it).
+
+    The tables of a launch go to the GPU on its stream, from pinned memory that is used again when
+    the stream has passed it.
+    """
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        module = cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++14",))
+        self._kernels = {f"copy_pages_{n}": module.get_function(f"copy_pages_{n}") for n in UNITS}
+        self._used: list[tuple[Any, Any, Any]] = []  # (event, pinned, on the GPU)
+
+    def run(self, launch: Launch, grid: int, stream: Any) -> None:
+        cupy, runtime = self._cupy, self._cupy.cuda.runtime
+        tables = (launch.plane_bases, launch.plane_strides, launch.block_bases, launch.pages)
+        arrays = [table.reshape(-1).view(np.uint8) for table in tables]
+        offsets = [0, *np.cumsum([array.nbytes for array in arrays]).tolist()]
+        pinned, table = self._room(offsets[-1])
+        flat = np.frombuffer(pinned, np.uint8, offsets[-1])
+        for (start, end), array in zip(pairwise(offsets), arrays, strict=True):
+            flat[start:end] = array
+        runtime.memcpyAsync(int(table.ptr), int(pinned.ptr), offsets[-1], 1, stream.ptr)
+        places = [np.uint64(int(table.ptr) + at) for at in offsets[:-1]]
+        counts = [np.uint32(number) for number in launch.numbers[:-1]]
+        arguments = (*places, *counts, np.int32(launch.numbers[-1]))
+        with stream:
+            self._kernels[launch.kernel]((grid,), (THREADS,), arguments)
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        self._used.append((event, pinned, table))
+
+    def _room(self, num_bytes: int) -> tuple[Any, Any]:
+        """(pinned, on the GPU) that no launch under way reads."""
+        for place, (event, pinned, table) in enumerate(self._used):
+            if table.size >= num_bytes and event.done:
+                del self._used[place]
+                return pinned, table
+        size = max(1 << 16, 1 << (num_bytes - 1).bit_length())
+        return self._cupy.cuda.alloc_pinned_memory(size), self._cupy.cuda.Memory(size)

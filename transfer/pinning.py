@@ -1,0 +1,97 @@
+"""The arena's memory made known to CUDA, so that the copy engines read and write it directly.
+
+Owned by the GPU worker, which registers its own mapping when it starts and gives it back when it
+ends. In chunks, since pinning takes a while (the supervisor hears of each one) and a refusal in the
+middle should leave what came before it pinned:
+
+    arena   |── chunk ──|── chunk ──|── chunk ──|·· not pinned ··|
+    copy             |──a──|──b──|                 cut where two chunks meet
+
+Memory that is not pinned is copied all the same, through buffers of the driver's, several times
+more slowly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from hicache.tiers.arena import Arena
+from hicache.tiers.block import PAGE_BYTES
+
+CHUNK_BYTES: Final = 1 << 30
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+class PinnedArena:
+    """What of an arena is registered with CUDA. `trouble` says why it is not all of it."""
+
+    def __init__(
+        self,
+        runtime: Any,
+        arena: Arena,
+        progress: Progress = lambda done, total: None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        assert chunk_bytes % PAGE_BYTES == 0
+        self._runtime = runtime
+        self._arena = arena
+        self._start = arena.address(0, 0)
+        self._chunk_bytes = chunk_bytes
+        self._chunks: list[int] = []
+        self.total_bytes = arena.data_bytes
+        self.pinned_bytes = 0
+        self.trouble = ""
+        started_s = time.perf_counter()
+        while self.pinned_bytes < self.total_bytes and not self.trouble:
+            self._register(min(chunk_bytes, self.total_bytes - self.pinned_bytes))
+            progress(self.pinned_bytes, self.total_bytes)
+        self.seconds = time.perf_counter() - started_s
+
+    @property
+    def is_whole(self) -> bool:
+        return self.pinned_bytes == self.total_bytes
+
+    def address(self, slot: int, num_bytes: int) -> int:
+        """Of a slot. ValueError when it would leave the arena."""
+        return self._arena.address(slot, num_bytes)
+
+    def cut(self, address: int, num_bytes: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of the parts of a run of this arena that lie in one chunk each."""
+        parts = []
+        offset = 0
+        while offset < num_bytes:
+            within = (address + offset - self._start) % self._chunk_bytes
+            length = min(num_bytes - offset, self._chunk_bytes - within)
+            parts.append((offset, length))
+            offset += length
+        return parts
+
+    def told(self) -> str:
+        """For the operator."""
+        gib = self.total_bytes / 2**30
+        if self.is_whole:
+            return f"{gib:.2f} GiB of host memory pinned in {self.seconds:.1f} s"
+        return (
+            f"only {self.pinned_bytes / 2**30:.2f} of {gib:.2f} GiB of host memory could be pinned "
+            f"({self.trouble}): copies of the rest are several times slower"
+        )
+
+    def close(self) -> None:
+        """Before the arena is unmapped, and after the last copy has ended."""
+        while self._chunks:
+            self._runtime.hostUnregister(self._chunks.pop())
+        self.pinned_bytes = 0
+
+    def _register(self, num_bytes: int) -> None:
+        address = self._start + self.pinned_bytes
+        try:
+            self._runtime.hostRegister(address, num_bytes, 0)
+        except self._runtime.CUDARuntimeError as error:
+            self.trouble = str(error)
+        else:
+            self._chunks.append(address)
+            self.pinned_bytes += num_bytes
