@@ -4,7 +4,7 @@ Prefill of n new tokens on context c takes, for r requests in one step,
 
     seconds = t0·r + a·Σn + b·Σ(n·c + n²/2)
 
-(attention is the quadratic term; see docs/planner.md for the source). The three coefficients are
+(attention is the quadratic term; docs/planner.md derives it). The three coefficients are
 fitted per namespace by regularised least squares in scaled units: shrunk towards a prior that never
 fades (so constant chunk sizes, which leave t0 and a unidentifiable, cannot wind anything up),
 forgetting old steps, non-negative, and robust to stragglers (Huber weights on the relative error).

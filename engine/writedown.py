@@ -1,4 +1,4 @@
-"""Writing paths down to the durable tier: ancestors before their children, always.
+"""Writing paths down to the durable tier: ancestors before their children, wherever that can be.
 
 The durable tier holds whole prefixes, so that what it gives back after a restart is reachable.
 A node that is wanted there waits here until every block of its path is written or on its way;
@@ -8,8 +8,8 @@ blocks held only in a tier without a link to the durable one are first copied to
     dram        [ B ][ C ]           2. A, B, C go to disk in this order
     disk
 
-A path larger than the memory it has to pass through would wait for itself: its front for room in
-dram, its end in dram for its front to be written. Then the end is forgotten, leaves first.
+A path may wait for itself: its front in hbm for room in dram, its end in dram for its front to be
+written. Then the end is written out of turn; where even that cannot be, it is forgotten.
 
 Moves of one link and priority keep their order, so an ancestor handed over first is written first.
 Owned by the daemon's one loop.
@@ -109,7 +109,9 @@ class WriteDown:
                 self._give_up_on(node)
             return
         self._advance_all()
-        while self.pending and self._is_stuck():
+        while self.pending and not self.residency.moves:
+            if self._write_out_of_turn() or not self._is_stuck():
+                return
             self._sacrifice(next(reversed(self.pending)))
             self._advance_all()
 
@@ -125,9 +127,22 @@ class WriteDown:
             elif self._is_saturated():
                 return
 
+    def _write_out_of_turn(self) -> bool:
+        """Nothing moves: the front of a path waits for room that its own end has. So the end is
+        written first. Not while somebody waits to hear that blocks are durable: until its front
+        is written too, nobody could find the end after a crash."""
+        house = self.residency
+        if any(lease.decision.reason == "durable" for lease in house.leases.leases.values()):
+            return False
+        for node in list(reversed(self.pending)):
+            if node.parent is not None:
+                self._advance(node, out_of_turn=True)
+            if house.moves:
+                return True
+        return False
+
     def _is_stuck(self) -> bool:
-        """Nothing moves and nobody holds anything, so no news will ever come: the front of a path
-        waits for room that its own end has, and its end may not be written before the front."""
+        """Nothing moves and nobody holds anything, so no news will ever come."""
         house = self.residency
         return not (house.moves or house.leases.leases or house.leases.tickets)
 
@@ -145,7 +160,7 @@ class WriteDown:
         if not leaf.parent and leaf is node:
             self.pending.pop(node, None)
 
-    def _advance(self, node: Node) -> _Progress:
+    def _advance(self, node: Node, out_of_turn: bool = False) -> _Progress:
         tier = self.tier
         assert tier is not None
         if node.parent is None:  # merged away: its blocks are in a node below, or gone
@@ -160,6 +175,8 @@ class WriteDown:
             absent = house.where(piece.block_ids(), tier, State.ABSENT)
             src = self._source(piece, tier)
             if src is None:
+                if out_of_turn:
+                    continue
                 progress = self._bring_closer(path, piece, tier)
                 if progress is not _Progress.DONE:
                     return progress
@@ -192,11 +209,13 @@ class WriteDown:
         house = self.residency
         namespace = house.namespace_of(piece)
         src = house.fastest(piece.tiers)
+        # Copies of what is written already may go to make room for what is not.
+        unwritten = path[house.blocks.state[tier][path] != State.READY]
         for middle in range(len(house.tiers)):
             if not ((src, middle) in house.links and (middle, tier) in house.links):
                 continue
             absent = house.where(piece.block_ids(), middle, State.ABSENT)
-            room = self._room(namespace, path, src, middle, len(absent)) if len(absent) else 0
+            room = self._room(namespace, unwritten, src, middle, len(absent)) if len(absent) else 0
             if room:
                 slots = house.pools[middle].allocate(namespace.slot_bytes, room)
                 house.start(namespace, absent[:room], src, middle, slots, Priority.DEMOTION)

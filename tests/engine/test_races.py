@@ -579,6 +579,32 @@ def test_ancestors_are_written_before_descendants() -> None:
     assert len(w.rows) == 10
 
 
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_a_conversation_longer_than_memory_loses_nothing(turn: int) -> None:
+    """1. Its front is in hbm, its end fills dram and drains. 2. The front needs room in dram to
+    pass, and the end may not be written before it: the end is written out of turn. 3. So it goes
+    on, and in the end all of it is held, and on disk after a clean stop.
+    """
+    w = world((("hbm", 4, True, False), ("dram", 4, True, False), ("disk", 40, False, True)))
+    tokens = tokens_of(*range(30))
+    for end in range(turn, 31, turn):
+        part = tokens[: end * STEP]
+        placed = w.put(part)
+        while placed.ticket or w.in_flight:
+            if placed.ticket:
+                w.write(part, placed)
+                w.commit(placed)
+            w.finish_all()
+            placed = w.put(part)
+        assert "-" not in w.tiers_of(part)
+        assert len(w.tiers_of(part)) == end
+    assert w.engine.evictor.dropped == 0
+    while w.do(p.Flush(w.now_s)):
+        w.finish_all()
+    assert all("disk" in tiers for tiers in w.tiers_of(tokens))
+    assert len(w.rows) == 30
+
+
 def test_an_ancestor_only_in_hbm_is_brought_to_dram_first() -> None:
     """1. A is in hbm, its child B in dram. 2. B is to be on disk, so A must be too; there is no
     way from hbm to disk. 3. A is copied to dram and stays in hbm. 4. A is written, then B.
