@@ -20,6 +20,7 @@ from hicache.engine.blocks import State
 from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Fetching, Positions
+from hicache.engine.history import History
 from hicache.engine.identity import Identities
 from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger, TierCounts
@@ -41,7 +42,8 @@ class CacheEngine:
     """Which blocks, from where to where, at whose expense?
 
     `tiers` fastest first; `links` are the (from, to) pairs of tier numbers that can copy;
-    `rng()` gives a float in [0, 1). Tiers start down: `TierUp` brings them into service.
+    `rng()` gives a float in [0, 1); `history` is there where a policy wants one (`policies/
+    catalog.py`). Tiers start down: `TierUp` brings them into service.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class CacheEngine:
         settings: EngineSettings,
         rng: Callable[[], float],
         new_policy: Callable[[int], EvictionPolicy] = Lru,
+        history: History | None = None,
     ) -> None:
         self.settings = settings
+        self.history = history
         self.residency = Residency(tiers, pools, links, new_policy)
         self.links = {link: LinkCost() for link in links}
         self.estimates = Estimates(self.links)
@@ -67,14 +71,21 @@ class CacheEngine:
         self.identities = Identities(self.residency)
         self.ledger = Ledger({tier.name: TierCounts() for tier in tiers})
         self.matching = Matching(
-            self.residency, self.estimates, self.planner, self.writedown, self.ledger, settings
+            self.residency,
+            self.estimates,
+            self.planner,
+            self.writedown,
+            self.ledger,
+            settings,
+            history,
         )
-        self.storing = Storing(self.residency, self.evictor, self.writedown, settings)
+        self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
         self._by_digest: dict[bytes, int] = {}
         self._cancel: list[int] = []
         self._handlers: dict[type, Callable[[Any], Any]] = {
             p.OpenNamespace: self._open_namespace,
             p.Match: self.matching.match,
+            p.Stopped: self.matching.stopped,
             p.Fetch: self._fetch,
             p.Release: self._release,
             p.Put: self._put,

@@ -31,6 +31,7 @@ from hicache.engine.evacuation import Evacuations
 from hicache.engine.ids import Span, part_of
 from hicache.engine.node import Node
 from hicache.engine.plan import Priority
+from hicache.engine.policies.base import ALWAYS
 from hicache.engine.residency import Residency
 from hicache.tiers.block import Ids
 
@@ -63,9 +64,9 @@ class Evictor:
         self._spared: Node | None = None
         self.evacuations = Evacuations(residency, self)
 
-    def make_room(self, tier: int, slot_bytes: int, count: int) -> int:
-        """Try for `count` free slots of a class. Returns how many are free now; more may be on
-        their way (`room_is_coming`)."""
+    def make_room(self, tier: int, slot_bytes: int, count: int, worth: float = ALWAYS) -> int:
+        """Try for `count` free slots of a class, at the expense of what is worth less. Returns how
+        many are free now; more may be on their way (`room_is_coming`)."""
         house = self.residency
         pool = house.pools[tier]
         self.evacuations.watch()
@@ -81,9 +82,11 @@ class Evictor:
         may_drop, self._may_drop = self._may_drop, True
         try:
             if num_used:
-                self._take_victims(tier, slot_bytes, count, available)
+                self._take_victims(tier, slot_bytes, count, available, worth)
             available = pool.available(slot_bytes)
-            if not available and not house.num_draining[tier][slot_bytes]:
+            # What is held and worth more is not moved about for what is worth less.
+            may_empty = worth == ALWAYS or not pool.num_used(slot_bytes)
+            if not available and may_empty and not house.num_draining[tier][slot_bytes]:
                 self.evacuations.begin(tier, slot_bytes)
                 available = pool.available(slot_bytes)
         finally:
@@ -91,15 +94,17 @@ class Evictor:
             self._may_drop = may_drop
         return min(available, count)
 
-    def _take_victims(self, tier: int, slot_bytes: int, count: int, available: int) -> None:
+    def _take_victims(
+        self, tier: int, slot_bytes: int, count: int, available: int, worth: float
+    ) -> None:
         """Give up the coldest, of whatever size, until their bytes would do for `count` slots."""
         house = self.residency
         pool = house.pools[tier]
         coming = house.draining_bytes[tier] - pool.clearing_bytes
         wanted = (count - available) * slot_bytes - coming
-        wanted -= self._forget_plain(tier, wanted)
+        wanted -= self._forget_plain(tier, wanted, worth)
         while wanted > 0 and pool.available(slot_bytes) < count:
-            node = house.policies[tier].pop()
+            node = house.policies[tier].pop(worth)
             if node is None:
                 break
             wanted -= self._give_up(node, tier, wanted)
@@ -169,7 +174,7 @@ class Evictor:
             house.queue(node.parent)
         return freed * namespace.slot_bytes
 
-    def _forget_plain(self, tier: int, wanted_bytes: int) -> int:
+    def _forget_plain(self, tier: int, wanted_bytes: int, worth: float) -> int:
         """The plain case of a lowest tier in memory, worth a short way: victims that live here
         only, have nowhere to go and nobody holds are forgotten together. Stops at the first that
         is not so plain. Returns the bytes freed."""
@@ -181,7 +186,7 @@ class Evictor:
         spans: dict[int, list[Span]] = {}
         freed = 0
         while freed < wanted_bytes:
-            node = pop()
+            node = pop(worth)
             if node is None:
                 break
             if node.parent is None or not node.staying & only or node.holding[tier]:

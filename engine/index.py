@@ -149,7 +149,7 @@ class Index:
         span = part_of(node.span, 0, count)
         upper = self._new_node(node.namespace, parent, span, count, node.depth)
         upper.tiers, upper.leaving, upper.staying = node.tiers, node.leaving, node.staying
-        upper.touched_s = node.touched_s
+        upper.touched_s, upper.kind, upper.uses = node.touched_s, node.kind, node.uses
         parent.children[node.symbols(step, 0, 1)] = upper
         node.parent = upper
         node.span = part_of(node.span, count, node.num_blocks)
@@ -173,6 +173,8 @@ class Index:
             or parent.tiers != node.tiers
             or parent.leaving != node.leaving
             or parent.touched_s != node.touched_s
+            or parent.kind != node.kind
+            or parent.uses != node.uses
             or not self._try_join(parent.stem, node.stem)
         ):
             return None
@@ -185,6 +187,25 @@ class Index:
         parent.parent.children[node.symbols(step, 0, 1)] = node
         self._drop(parent)
         return parent
+
+    def mark(self, nodes: Sequence[Node], marks: Sequence[tuple[int, int, int]], step: int) -> None:
+        """Tell the nodes of one path their kind and uses: each of `marks` holds up to a block,
+        (end, kind, uses). Nodes are split where kinds differ; so a path that had them is stale."""
+        position = 0
+        for node in nodes:
+            last = node.depth + node.num_blocks
+            while position < len(marks) and marks[position][0] <= node.depth:
+                position += 1
+            while position < len(marks):
+                end, kind, uses = marks[position]
+                if end >= last:
+                    node.kind, node.uses = kind, uses
+                    break
+                if position + 1 < len(marks) and marks[position + 1][1] != kind:
+                    upper = self.split(node, end - node.depth, step)
+                    upper.kind, upper.uses = kind, uses
+                node.kind, node.uses = kind, uses
+                position += 1
 
     def join(self, nodes: Sequence[Node]) -> None:
         """Bring a path's symbols together in as few stems as may be: it will be asked for again."""

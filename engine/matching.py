@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from hicache.engine import plan as p
 from hicache.engine.cost import LinkCost, PrefillCost
+from hicache.engine.history import History, symbols_of
 from hicache.engine.ids import ids_along, in_few
 from hicache.engine.index import Path
 from hicache.engine.lease import Lease
@@ -54,6 +55,7 @@ class Matching:
         writedown: WriteDown,
         ledger: Ledger,
         settings: EngineSettings,
+        history: History | None = None,
     ) -> None:
         self.residency = residency
         self.estimates = estimates
@@ -61,6 +63,7 @@ class Matching:
         self.writedown = writedown
         self.ledger = ledger
         self.settings = settings
+        self.history = history
         self._unsettled: _Unsettled | None = None
 
     def match(self, event: p.Match) -> p.Matched:
@@ -93,7 +96,7 @@ class Matching:
         )
         self.ledger.decided(decision.name, decision.reason)
         lease_id = house.leases.next_id() if decision.reload_blocks else 0
-        if path.num_blocks:
+        if path.num_blocks or self.history is not None:
             self._unsettled = _Unsettled(event, path, lease_id, tuple(kept), decision)
         return p.Matched(lease_id, tuple(runs), hit_blocks, decision)
 
@@ -125,7 +128,28 @@ class Matching:
             )
             lease.failed_at = len(lease.ids)
             house.leases.open(lease)
-        self._touch(path, namespace, event.now_s)
+        if self.history is not None:
+            symbols = symbols_of(event.tokens, namespace.step)
+            ghosts = self.history.used(event.namespace, symbols, event.now_s, event.is_partial)
+            house.index.mark(path.nodes, list(self.history.marks(ghosts)), namespace.step)
+            if path.num_blocks:
+                path = house.index.match(namespace.root, event.tokens, namespace.step)
+        if path.num_blocks:
+            self._touch(path, namespace, event.now_s)
+
+    def stopped(self, event: p.Stopped) -> None:
+        """Why an answer ended says something about when the conversation goes on."""
+        if self.history is None:
+            return
+        house = self.residency
+        namespace = house.namespaces[event.namespace]
+        symbols = symbols_of(event.tokens, namespace.step)
+        ghosts = self.history.stopped(event.namespace, symbols, event.stop)
+        path = house.index.match(namespace.root, event.tokens, namespace.step)
+        nodes = path.nodes[:-1] if path.partial else path.nodes
+        house.index.mark(nodes, list(self.history.marks(ghosts)), namespace.step)
+        for node in nodes:
+            house.queue(node)
 
     def _touch(self, path: Path, namespace: Namespace, now_s: float) -> None:
         """The path is used: youngest, and written down if one hit more makes it worth it."""
@@ -133,6 +157,8 @@ class Matching:
         hits = house.blocks.hits
         last = path.nodes[-1]
         house.touch(path, now_s)
+        if self.history is not None and last.parent is not None:
+            house.queue(last)  # its kind may have changed
         durable = self.writedown.tier
         if self.settings.write_policy == "write_through_selective" and durable is not None:
             wanted = last.tiers and not last.tiers >> durable & 1

@@ -39,7 +39,9 @@ class Node:
 
     `tiers`, `leaving`: bit sets, as in BlockTable.tags; `staying` is tiers without leaving.
     `holding[t]` counts children that stay in tier t: a node is a leaf of t when it stays in t and
-    no child does. `queued`: the policies that have it as a candidate. A root is an empty run.
+    no child does. `queued`: the policies that have it as a candidate. `kind`, `uses`: what the
+    history knows of it (`History.marks`): -1 and 0 until it is told, and where no policy asks.
+    A root is an empty run.
     Leaves share what they have none of: they are most, and are made and given up all the time.
     """
 
@@ -47,6 +49,7 @@ class Node:
         "children",
         "depth",
         "holding",
+        "kind",
         "leaving",
         "namespace",
         "num_blocks",
@@ -58,6 +61,7 @@ class Node:
         "stem",
         "tiers",
         "touched_s",
+        "uses",
     )
 
     def __init__(
@@ -74,6 +78,8 @@ class Node:
         self.holding = _HOLDING_NONE
         self.queued = 0
         self.touched_s = 0.0
+        self.kind = -1
+        self.uses = 0
         self.stem: Stem
 
     def __len__(self) -> int:

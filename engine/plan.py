@@ -153,7 +153,9 @@ class Matched:
 
 @dataclass(slots=True)
 class Match(Event[Matched]):
-    """What of this prompt is held, and how much of it should be reloaded? Leases what it plans."""
+    """What of this prompt is held, and how much of it should be reloaded? Leases what it plans.
+
+    `is_partial`: the last block is not full, so the next turn's prompt will not contain it."""
 
     namespace: int
     tokens: bytes
@@ -162,6 +164,7 @@ class Match(Event[Matched]):
     ttl_s: float
     hop_bytes_per_s: float = 0.0
     skip_blocks: int = 0
+    is_partial: bool = False
 
 
 @dataclass(slots=True)
@@ -220,6 +223,17 @@ class Placed:
     busy: int
     refused: int
     room_coming: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped(Event[None]):
+    """The inference engine's answer to this prompt has ended: `stop` says why (a small number that
+    means the same every time, 0 where it is not known). Advice only."""
+
+    namespace: int
+    tokens: bytes
+    stop: int
+    now_s: float
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ Owned by the daemon's one loop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from hicache.engine import plan as p
 from hicache.engine.blocks import LEAVING_SHIFT, State
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Positions
+from hicache.engine.history import History, Mark, symbols_of
 from hicache.engine.ids import Span
 from hicache.engine.index import Path
 from hicache.engine.lease import Lease, Quarantined, Ticket
@@ -44,11 +46,13 @@ class Storing:
         evictor: Evictor,
         writedown: WriteDown,
         settings: EngineSettings,
+        history: History | None = None,
     ) -> None:
         self.residency = residency
         self.evictor = evictor
         self.writedown = writedown
         self.settings = settings
+        self.history = history
         self._durable_waits: dict[int, Lease] = {}
 
     def put(self, event: p.Put) -> p.Placed:
@@ -69,7 +73,8 @@ class Storing:
         pinned = path.spans(0, known)  # the path must not be given up to make room for its end
         for pin in pinned:
             house.blocks.pin(pin)
-        tier, slots = self._place(namespace, wanted)
+        marks = self._marks(event, namespace)
+        tier, slots = self._place(namespace, wanted, marks, event)
         for pin in pinned:
             house.blocks.unpin(pin)
         house.unpark()
@@ -95,6 +100,8 @@ class Storing:
                 indices = np.concatenate([indices, numbers])
             else:
                 fill_ids, indices = node.block_ids(), numbers
+            if marks:
+                house.index.mark([node], marks, step)
         house.blocks.fill(tier, span, slots)
         ticket = Ticket(
             house.leases.next_id(),
@@ -126,17 +133,45 @@ class Storing:
         lacking = np.flatnonzero(~held & ~filling)
         return int(held.sum()), int((filling & ~held).sum()), lacking
 
-    def _place(self, namespace: Namespace, count: int) -> tuple[int, Ids]:
-        """Slots for new blocks: the fastest mapped tier that has room, or can make some at once."""
+    def _marks(self, event: p.Put, namespace: Namespace) -> list[Mark]:
+        """What the history knows of the prompt's blocks, [] where there is none."""
+        if self.history is None:
+            return []
+        symbols = symbols_of(event.tokens[: event.last * namespace.step], namespace.step)
+        return self.history.marks_of(namespace.number, symbols)
+
+    def _place(
+        self, namespace: Namespace, count: int, marks: Sequence[Mark], event: p.Put
+    ) -> tuple[int, Ids]:
+        """Slots for new blocks: the fastest mapped tier that has room, or can make some at once, at
+        the expense of blocks that are worth less."""
         house = self.residency
         mapped = [n for n, tier in enumerate(house.tiers) if tier.mapped and house.is_up(n)]
         for tier in mapped:
             if house.pools[tier].available(namespace.slot_bytes) >= count:
                 return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
         for tier in mapped:
-            if self.evictor.make_room(tier, namespace.slot_bytes, count):
+            if self._make_room(tier, namespace.slot_bytes, count, marks, event):
                 return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
         return 0, _NO_IDS
+
+    def _make_room(
+        self, tier: int, slot_bytes: int, count: int, marks: Sequence[Mark], event: p.Put
+    ) -> int:
+        """Room for the last `count` blocks of a put, as far down as they are worth it."""
+        if self.history is None:
+            return self.evictor.make_room(tier, slot_bytes, count)
+        policy = self.residency.policies[tier]
+        first = event.last - count
+        ends = [(end, kind) for end, kind, _ in marks if end > first] or [(event.last, -1)]
+        room = 0
+        for end, kind in ends:
+            wanted = min(end, event.last) - first
+            worth = policy.worth(kind, event.now_s)
+            room = self.evictor.make_room(tier, slot_bytes, wanted, worth)
+            if room < wanted:
+                break
+        return room
 
     def commit(self, event: p.Commit) -> int:
         house = self.residency

@@ -15,6 +15,7 @@ from hicache.config.models import TierConfig
 from hicache.engine.core import CacheEngine
 from hicache.engine.cost import PrefillPrior
 from hicache.engine.planner import PlannerSettings
+from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.arena import Arena, remove_stale
 from hicache.tiers.block import TierSpec
@@ -96,8 +97,16 @@ def engine_settings(config: Config) -> EngineSettings:
 
 def new_engine(config: Config, parts: Parts) -> CacheEngine:
     """A cache engine over these parts."""
+    tiers: list[TierConfig] = [getattr(config.tiers, spec.name) for spec in parts.tiers]
+    new_policy, history = policies_of([tier.eviction for tier in tiers])
     return CacheEngine(
-        parts.tiers, parts.pools, parts.links, engine_settings(config), random.random
+        parts.tiers,
+        parts.pools,
+        parts.links,
+        engine_settings(config),
+        random.random,
+        new_policy,
+        history,
     )
 
 

@@ -23,6 +23,11 @@ COMMANDS = {
     "verify": ("hicache.commands.verify", "verify", "Check every block on disk."),
     "disk": ("hicache.commands.disk", "disk", "Look after a disk tier's folder."),
     "demo": ("hicache.commands.demo", "demo", "Serve a small LLM with and without hicache."),
+    "replay": (
+        "hicache.commands.replay",
+        "replay",
+        "Replay request traces to compare policies and size tiers.",
+    ),
     "bench": ("hicache.commands.bench", "bench", "Measure a daemon against this machine's floor."),
     "gpu-check": (
         "hicache.commands.gpu_check",

@@ -34,6 +34,7 @@ from hicache.delivery import Part
 from hicache.doorkeeper import Doorkeeper
 from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
+from hicache.fitting import Fitter
 from hicache.instance import Instance
 from hicache.keys import NamespaceSpec
 from hicache.restoring import Restoring
@@ -89,6 +90,8 @@ class Daemon:
             max_queued=config.limits.max_queued_moves,
         )
         self.restoring = Restoring(self.engine, self._do)
+        history = self.engine.history
+        self._fitter = Fitter(history) if history is not None else None
         self.service = Service(
             self.engine,
             self.sessions,
@@ -180,6 +183,8 @@ class Daemon:
         self._take_news(self.mover.tick(now_s))
         self.service.tick(now_s)
         self._tell_reluctance()
+        if self._fitter is not None:
+            self._fitter.tick()
         if self.config.debug:
             self.engine.validate()
 
@@ -549,6 +554,8 @@ class Daemon:
 
     def _close(self) -> None:
         self._router.close()
+        if self._fitter is not None:
+            self._fitter.close()
         left_s = max(2.0, self.config.deadlines.shutdown_s / 2)
         self.mover.close(left_s)
         self.sessions.close_all()

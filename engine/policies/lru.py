@@ -12,22 +12,22 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from typing import Final
 
 from hicache.engine.node import Node
-
-_MIN_SWEEP: Final = 1024
+from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
 
 
 class Lru:
     """`tier` is the bit number under which nodes note that they are queued here."""
+
+    wants_history = False
 
     def __init__(self, tier: int) -> None:
         self._bit = 1 << tier
         self._line: deque[tuple[float, int, Node]] = deque()
         self._heap: list[tuple[float, int, Node]] = []
         self._serial = 0
-        self._sweep_at = _MIN_SWEEP
+        self._sweep_at = MIN_SWEEP
 
     def add(self, node: Node) -> None:
         """See EvictionPolicy."""
@@ -37,7 +37,7 @@ class Lru:
                 self._sweep()
             self._put(node)
 
-    def pop(self) -> Node | None:
+    def pop(self, worth: float = ALWAYS) -> Node | None:
         """See EvictionPolicy."""
         line, heap = self._line, self._heap
         while line or heap:
@@ -54,6 +54,10 @@ class Lru:
             return node
         return None
 
+    def worth(self, kind: int, touched_s: float) -> float:
+        """See EvictionPolicy: whatever is new is let in."""
+        return ALWAYS
+
     def _put(self, node: Node) -> None:
         self._serial += 1
         entry = (node.touched_s, self._serial, node)
@@ -67,4 +71,4 @@ class Lru:
         self._line = deque(entry for entry in self._line if entry[2].parent is not None)
         self._heap[:] = [entry for entry in self._heap if entry[2].parent is not None]
         heapq.heapify(self._heap)
-        self._sweep_at = max(_MIN_SWEEP, 2 * (len(self._line) + len(self._heap)))
+        self._sweep_at = max(MIN_SWEEP, 2 * (len(self._line) + len(self._heap)))

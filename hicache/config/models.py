@@ -98,7 +98,11 @@ class TierConfig(Section):
     low_watermark: float = Field(
         default=0.90, ge=0, lt=1, description="... and stops at this share."
     )
-    eviction: Literal["lru"] = Field(default="lru", description="Which blocks go first.")
+    eviction: Literal["lru", "lfu", "s3fifo", "gdsf", "hazard"] = Field(
+        default="lru",
+        description="Which blocks go first: unused for longest (lru), used least (lfu), not used "
+        "again soon (s3fifo), cheap to recompute (gdsf), or least likely to return (hazard).",
+    )
 
     @property
     def size_bytes(self) -> int:

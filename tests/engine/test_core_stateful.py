@@ -20,7 +20,9 @@ from hypothesis.stateful import (
 )
 
 from hicache.engine import plan as p
+from hicache.engine.hazard import NUM_BINS, Model
 from hicache.engine.planner import PlannerSettings
+from hicache.engine.policies.catalog import POLICIES
 from hicache.engine.settings import EngineSettings
 from tests.engine.world import (
     BLOCK_BYTES,
@@ -44,6 +46,7 @@ namespaces = st.sampled_from([0, 0, 1])
 class EngineMachine(RuleBasedStateMachine):
     tiers: Sequence[tuple[str, int, bool, bool]] = THREE_TIERS
     policy = "write_back"
+    eviction = "lru"
     num_namespaces = 1
     slab_bytes = BLOCK_BYTES
     prompts_at_start = 0
@@ -55,6 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.tiers,
             EngineSettings(write_policy=self.policy, planner=reload),  # type: ignore[arg-type]
             self.slab_bytes,
+            self.eviction,
         )
         if self.num_namespaces > 1:
             self.world.open(OTHER_DIGEST, 2 * BLOCK_BYTES)
@@ -258,6 +262,19 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("flush never ends")
 
+    @rule(tokens=prompts, stop=st.integers(0, 7))
+    def stopped(self, tokens: bytes, stop: int) -> None:
+        self.world.do(p.Stopped(0, tokens, stop, self.world.now_s))
+
+    @precondition(lambda self: self.world.engine.history is not None)
+    @rule(seed=st.integers(0, 99), num_kinds=st.integers(0, 20))
+    def refit(self, seed: int, num_kinds: int) -> None:
+        """A model that knows nothing: whatever it says, nothing may break."""
+        history = self.world.engine.history
+        assert history is not None
+        ranks = np.random.default_rng(seed).random((num_kinds + 1, NUM_BINS)).tolist()
+        history.adopt(Model(ranks[1:], ranks[0]))
+
     def teardown(self) -> None:
         """Quiet at the end: nothing leaks once everybody has gone."""
         for owner in (1, 2):
@@ -314,6 +331,17 @@ class TwoSizesInMemoryMachine(TwoSizesInSlabsMachine):
     tiers = (("hbm", 8, False, False), ("dram", 12, True, False))
 
 
+POLICIES_WITH_HISTORY = sorted(set(POLICIES) - {"lru"})
+
+
+def of_policies(machine: type[EngineMachine]) -> list[type[EngineMachine]]:
+    """The machine once for each policy but LRU."""
+    return [
+        type(f"{name.title()}{machine.__name__}", (machine,), {"eviction": name})
+        for name in POLICIES_WITH_HISTORY
+    ]
+
+
 MACHINES = [
     EngineMachine,
     WriteThroughMachine,
@@ -323,6 +351,9 @@ MACHINES = [
     TwoSizesMachine,
     TwoSizesInSlabsMachine,
     TwoSizesInMemoryMachine,
+    *of_policies(EngineMachine),
+    *of_policies(OneTierMachine),
+    *of_policies(TwoSizesInSlabsMachine),
 ]
 
 

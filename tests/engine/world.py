@@ -13,6 +13,7 @@ import numpy as np
 
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
+from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
 from hicache.keys import chain_keys
 from hicache.tiers.block import PAGE_BYTES, TierSpec
@@ -48,6 +49,7 @@ class World:
         tiers: Sequence[tuple[str, int, bool, bool]] = THREE_TIERS,
         settings: EngineSettings | None = None,
         slab_bytes: int = BLOCK_BYTES,
+        eviction: str = "lru",
     ) -> None:
         specs = [
             TierSpec(name, slots * BLOCK_BYTES, mapped, durable)
@@ -55,7 +57,10 @@ class World:
         ]
         pools = [SlotPool(spec.capacity_bytes, slab_bytes) for spec in specs]
         links = [(a, b) for a in range(len(specs)) for b in range(len(specs)) if abs(a - b) == 1]
-        self.engine = CacheEngine(specs, pools, links, settings or EngineSettings(), lambda: 0.99)
+        new_policy, history = policies_of([eviction] * len(specs))
+        self.engine = CacheEngine(
+            specs, pools, links, settings or EngineSettings(), lambda: 0.99, new_policy, history
+        )
         self.now_s = 1.0
         self.contents: dict[tuple[str, int], bytes] = {}
         self.rows: dict[bytes, p.StoredBlock] = {}

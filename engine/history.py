@@ -1,0 +1,276 @@
+"""What has become of requests so far: the raw material of every policy but LRU.
+
+For each request the history walks the ghost index and notes, for every run it finds, that the run
+came back after so long, as one of its class; then it gives all runs of the path the class they have
+from now on. A class (`kind`, a small number) stands for the levels of these features:
+
+    role      the request's own tail, a trunk that several requests have left in different
+              directions, or a partial block (which the next turn will not ask for again)
+    turn      how many requests, one extending the other, led here
+    blocks    the length of the prompt
+    gap       between the conversation's turns so far (a geometric mean that forgets)
+    new       blocks that had not been seen before
+    stop      why the inference engine's last answer ended, where it says so
+    touches   of a trunk
+
+At most MAX_KINDS classes are told apart; rarer combinations fall together (`_kind_of`). The nodes
+of the radix index learn their kind and uses from here (`marks`). Advice only: nothing here is
+needed for correctness. Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.engine.ghost import SYMBOL, Ghost, Run
+from hicache.engine.hazard import NUM_BINS, Model, Snapshot, bin_of
+
+MAX_KINDS: Final = 256
+_KIND_LIMITS: Final = (160, 180, 200, 240, MAX_KINDS)
+"""So many classes there may be before levels are left out, one step after the other."""
+_MAX_REMEMBERED: Final = 4096
+
+MAX_GHOST_BLOCKS: Final = 1 << 20
+REFIT_REQUESTS: Final = 200
+"""Requests from one fit to the next."""
+
+MAX_TURN: Final = 4
+_BLOCKS_CUTS: Final = (6, 16, 48, 128)
+_GAP_CUTS_S: Final = (10.0, 25.0, 60.0, 150.0)
+_NEW_CUTS: Final = (2, 6, 20)
+_TOUCHES_CUTS: Final = (3, 9, 33, 129)
+_GAP_KEPT: Final = 0.6
+
+_NUM_WITNESSES: Final = 1024
+_STRIDE: Final = 397  # any odd number: the witnesses are asked in a scattered order
+_SCORE_STEP: Final = 1 / 400
+
+_TAIL, _TRUNK, _PARTIAL = range(3)
+Mark = tuple[int, int, int]
+"""The block a run ends at, its kind, its uses."""
+
+Levels = tuple[int, int, int, int, int, int, int]
+
+
+_MULTIPLIERS: Final = np.random.default_rng(1).integers(1, 1 << 63, 4096, np.uint64) | np.uint64(1)
+_MIX: Final = np.uint64(0x9E3779B97F4A7C15)
+
+
+def symbols_of(tokens: bytes, step: int) -> bytes:
+    """8 bytes for each whole block of `step` bytes: itself, or a hash (multilinear, then mixed). A
+    collision costs hits, not correctness: advice may be wrong."""
+    num_blocks = len(tokens) // step
+    if step == SYMBOL:
+        return tokens[: num_blocks * step]
+    words = np.frombuffer(tokens, "<u4", num_blocks * step // 4).reshape(num_blocks, step // 4)
+    summed = words.astype(np.uint64) @ _MULTIPLIERS[: step // 4]
+    hashed: npt.NDArray[np.uint64] = (summed ^ summed >> np.uint64(32)) * _MIX
+    return hashed.tobytes()
+
+
+class Context(NamedTuple):
+    """What a request was like, as the levels of its class see it."""
+
+    turn: int
+    num_blocks: int
+    gap_s: float
+    num_new: int
+    stop: int
+
+    def levels(self, role: int, touches: int) -> Levels:
+        """The levels of a run of this request."""
+        if role == _PARTIAL:
+            return (_PARTIAL, 0, 0, 0, 0, 0, 0)
+        return (
+            role,
+            min(self.turn, MAX_TURN),
+            1 + bisect_right(_BLOCKS_CUTS, self.num_blocks),
+            1 + bisect_right(_GAP_CUTS_S, self.gap_s) if self.turn > 1 else 0,
+            1 + bisect_right(_NEW_CUTS, self.num_new),
+            self.stop,
+            1 + bisect_right(_TOUCHES_CUTS, touches) if role == _TRUNK else 0,
+        )
+
+
+class History:
+    """The ghost index, the classes, and the counts that a fit needs. `wants_fits`: whether a policy
+    ranks by the model; where none does, none is fitted."""
+
+    def __init__(self, max_ghost_blocks: int = MAX_GHOST_BLOCKS) -> None:
+        self.ghost = Ghost(max_ghost_blocks, self._forgotten)
+        self.now_s = 0.0
+        self.wants_fits = False
+        self.model: Model | None = None
+        self.trusted_model: Model | None = None
+        self.num_requests = 0
+        self._model_score = self._age_score = 0.5
+        self._witnesses: deque[Run] = deque(maxlen=_NUM_WITNESSES)
+        self._fitted_at = 0
+        self._kinds: dict[Levels, int] = {}
+        self._levels: list[Levels] = []
+        self._events = np.zeros((MAX_KINDS, NUM_BINS))
+        self._censored = np.zeros((MAX_KINDS, NUM_BINS))
+
+    # --- what happens -------------------------------------------------------------------------
+
+    def used(
+        self, namespace: int, symbols: bytes, now_s: float, is_partial: bool = False
+    ) -> list[Run]:
+        """A request came. `symbols`: 8 bytes for each block of its prompt; `is_partial`: the last
+        of them is not full. Returns its path in the ghost, top first."""
+        self.now_s = now_s
+        self.num_requests += 1
+        num_blocks = len(symbols) // SYMBOL
+        walk = self.ghost.walk(namespace, symbols, num_blocks - is_partial, now_s)
+        self._judge(walk.found)
+        for run in walk.found:
+            self._events[run.kind, bin_of(now_s - run.last_s)] += run.weight
+        context = self._context(walk.found, num_blocks, num_blocks - walk.found_blocks, now_s)
+        path = walk.found + walk.added
+        for run in path:
+            run.touches += 1
+            run.last_s = now_s
+            run.is_partial = is_partial and run is path[-1]
+        ends = [run for run in path if not run.is_partial]
+        if ends:
+            ends[-1].context = context
+            self._witnesses.append(ends[-1])
+        self._classify(path, context)
+        self.ghost.trim()
+        return path
+
+    def stopped(self, namespace: int, symbols: bytes, stop: int) -> list[Run]:
+        """The answer to a request has ended, for this reason (0: unknown). Returns its path."""
+        path = self.ghost.find(namespace, symbols)
+        ends = [run for run in path if run.context is not None]
+        if ends and ends[-1].context is not None:
+            context = ends[-1].context._replace(stop=stop)
+            ends[-1].context = context
+            self._classify(path, context)
+        return path
+
+    def marks(self, path: Sequence[Run]) -> Iterator[Mark]:
+        """Per run of a path: the block it ends at, its kind, and its uses, counted coarsely so that
+        neighbours used about as often can be one node."""
+        end = 0
+        for run in path:
+            end += len(run)
+            touches = run.touches
+            yield end, run.kind, touches if touches < 4 else 1 << touches.bit_length() - 1
+
+    def marks_of(self, namespace: int, symbols: bytes) -> list[Mark]:
+        """The marks of a prompt's blocks, as far as the ghost knows them."""
+        return list(self.marks(self.ghost.find(namespace, symbols)))
+
+    # --- what is learnt -----------------------------------------------------------------------
+
+    def is_fit_due(self) -> bool:
+        """Whether it is time for another fit."""
+        return self.wants_fits and self.num_requests - self._fitted_at >= REFIT_REQUESTS
+
+    def snapshot(self) -> Snapshot:
+        """All that a fit needs, as of now."""
+        self._fitted_at = self.num_requests
+        size = len(self._levels)
+        censored = self._censored[:size].copy()
+        for run in self.ghost.runs():
+            censored[run.kind, bin_of(self.now_s - run.last_s)] += run.weight
+        return Snapshot(np.array(self._levels, np.int64), self._events[:size].copy(), censored)
+
+    def adopt(self, model: Model | None) -> None:
+        """A fit is done; None changes nothing."""
+        if model is not None:
+            self.model = model
+            self._decide()
+
+    def _judge(self, found: Sequence[Run]) -> None:
+        """A request returned to its tail: was that foreseen? The tail is compared with another one
+        that waits: it should have ranked higher, by the model, or by age as in LRU."""
+        returned = next((run for run in reversed(found) if run.context is not None), None)
+        if self.model is None or returned is None or not self._witnesses:
+            return
+        other = self._witnesses[self.num_requests * _STRIDE % len(self._witnesses)]
+        if other.parent is None or other.last_s == returned.last_s or other in found:
+            return
+        rank = self.model.rank(returned.kind, self.now_s - returned.last_s)
+        other_rank = self.model.rank(other.kind, self.now_s - other.last_s)
+        by_model = 0.5 if rank == other_rank else float(rank > other_rank)
+        by_age = float(returned.last_s > other.last_s)
+        self._model_score += _SCORE_STEP * (by_model - self._model_score)
+        self._age_score += _SCORE_STEP * (by_age - self._age_score)
+        self._decide()
+
+    def _decide(self) -> None:
+        self.trusted_model = self.model if self._model_score >= self._age_score else None
+
+    def _forgotten(self, run: Run) -> None:
+        self._censored[run.kind, bin_of(self.now_s - run.last_s)] += run.weight
+
+    def _context(
+        self, found: Sequence[Run], num_blocks: int, num_new: int, now_s: float
+    ) -> Context:
+        """The request as it came: it goes on from the longest earlier one that it extends."""
+        for run in reversed(found):
+            before = run.context
+            if before is not None:
+                gap_s = now_s - run.last_s
+                if before.turn > 1:
+                    mean = _GAP_KEPT * math.log1p(before.gap_s)
+                    gap_s = math.expm1(mean + (1 - _GAP_KEPT) * math.log1p(gap_s))
+                return Context(before.turn + 1, num_blocks, gap_s, num_new, 0)
+        return Context(1, num_blocks, 0.0, num_new, 0)
+
+    def _classify(self, path: Sequence[Run], context: Context) -> None:
+        """Give the runs of a path their class. Those of one role weigh as much as one run: a long
+        conversation is one witness, however many turns it was stored in."""
+        inner: list[Run] = []
+        trunk: list[Run] = []
+        for run in path:
+            role = _TAIL
+            if run.is_partial:
+                role = _PARTIAL
+            elif run.context is context:
+                pass
+            elif sum(not child.is_partial for child in run.children.values()) > 1:
+                role = _TRUNK
+                trunk.append(run)
+            else:
+                inner.append(run)
+            run.kind = self._kind_of(context.levels(role, run.touches))
+            run.weight = 1.0
+        for alike in (inner, trunk):
+            num_blocks = sum(len(run) for run in alike)
+            for run in alike:
+                run.weight = len(run) / num_blocks
+
+    def _kind_of(self, levels: Levels) -> int:
+        """The class of these levels, a new one where there is room; else one that leaves out what
+        matters less (level 0: not told apart)."""
+        kind = self._kinds.get(levels)
+        if kind is not None:
+            return kind
+        role, turn, blocks, gap, new, stop, _ = levels
+        coarser: tuple[Levels, ...] = (
+            levels,
+            (role, turn, blocks, gap, new, stop, 0),
+            (role, turn, 0, gap, new, stop, 0),
+            (role, turn, 0, gap, 0, stop, 0),
+            (role, turn, 0, 0, 0, 0, 0),
+        )
+        for told, limit in zip(coarser, _KIND_LIMITS, strict=True):
+            known = self._kinds.get(told, len(self._levels))
+            if known < len(self._levels) or known < limit:
+                break
+        if known == len(self._levels):
+            self._levels.append(told)
+            self._kinds[told] = known
+        if len(self._kinds) < _MAX_REMEMBERED:
+            self._kinds[levels] = known
+        return known

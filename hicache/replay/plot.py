@@ -1,0 +1,82 @@
+"""Hit ratio against tier size, a curve per policy: as an HTML page with inline SVG, or as PNG.
+
+The page needs nothing but a browser; PNG needs matplotlib, which hicache does not depend on.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import click
+
+Point = tuple[float, float]
+"""(share of the footprint, hit ratio), both in percent."""
+
+_COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
+_WIDTH, _HEIGHT, _MARGIN = 640, 400, 50
+
+
+def write_plot(path: Path, title: str, curves: Mapping[str, Sequence[Point]]) -> None:
+    """Write the plot. Raises click.ClickException where it cannot be."""
+    if path.suffix == ".png":
+        _write_png(path, title, curves)
+    elif path.suffix in (".html", ".htm"):
+        path.write_text(_page(title, curves))
+    else:
+        raise click.ClickException(f"{path}: a plot is .html or .png")
+
+
+def _write_png(path: Path, title: str, curves: Mapping[str, Sequence[Point]]) -> None:
+    try:
+        pyplot = importlib.import_module("matplotlib.pyplot")
+    except ImportError:
+        raise click.ClickException(
+            f"{path}: PNG needs matplotlib, which is not installed; a .html plot needs nothing"
+        ) from None
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name, points in curves.items():
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(xscale="log", title=title, xlabel="size, % of footprint", ylabel="hit tokens, %")
+    axes.legend()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _page(title: str, curves: Mapping[str, Sequence[Point]]) -> str:
+    every = [point for points in curves.values() for point in points]
+    low = math.log(min(x for x, _ in every))
+    span = math.log(max(x for x, _ in every)) - low or 1.0
+    top = max(10.0, math.ceil(max(y for _, y in every) / 10) * 10)
+
+    def place(point: Point) -> tuple[float, float]:
+        x = _MARGIN + (math.log(point[0]) - low) / span * (_WIDTH - 2 * _MARGIN)
+        return x, _HEIGHT - _MARGIN - point[1] / top * (_HEIGHT - 2 * _MARGIN)
+
+    parts = []
+    for y in range(0, int(top) + 1, 10):
+        _, at = place((every[0][0], y))
+        parts.append(f'<path d="M{_MARGIN} {at:.1f}H{_WIDTH - _MARGIN}" stroke="#ddd"/>')
+        parts.append(f'<text x="{_MARGIN - 8}" y="{at + 4:.1f}" text-anchor="end">{y}</text>')
+    for x in sorted({x for x, _ in every}):
+        at, _ = place((x, 0.0))
+        bottom = _HEIGHT - _MARGIN + 18
+        parts.append(f'<text x="{at:.1f}" y="{bottom}" text-anchor="middle">{x:g} %</text>')
+    for number, (name, points) in enumerate(curves.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        places = [place(point) for point in sorted(points)]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
+        y = _MARGIN + 18 * number
+        parts.append(f'<text x="{_MARGIN + 10}" y="{y}" fill="{colour}">{html.escape(name)}</text>')
+    return (
+        f'<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<h1>{html.escape(title)}</h1><p>Hit tokens in % of input tokens, against the size in % "
+        f'of the footprint.</p><svg width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif" '
+        f'font-size="12">{"".join(parts)}</svg>\n'
+    )

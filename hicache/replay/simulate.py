@@ -1,0 +1,214 @@
+"""One replay: a trace's requests through the product's own CacheEngine, on the trace's clock.
+
+What an inference engine would do for each request is done at the moment of its arrival: match,
+fetch and release what is held, put and commit what is not. Moves complete at once, so what is
+measured is which blocks the policies keep, not how fast a link is. A block is one page large and
+its symbol is its hash id; bytes are scaled to the model at the end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from hicache.engine import plan as p
+from hicache.engine.core import CacheEngine
+from hicache.engine.hazard import fit
+from hicache.engine.planner import PlannerSettings
+from hicache.engine.policies.catalog import policies_of
+from hicache.engine.settings import EngineSettings
+from hicache.replay import bound
+from hicache.replay.traces import SYMBOL_BYTES, Request, Trace
+from hicache.tiers.block import PAGE_BYTES, TierSpec
+from hicache.tiers.slots import SlotPool
+
+A = TypeVar("A")
+
+TIERS: Final = ("hbm", "dram", "disk")
+MINIMUM: Final = "min"
+"""The policy that is no policy: the offline bound."""
+
+_OWNER: Final = 1
+_TTL_S: Final = 1e9
+MAX_STOP: Final = 7
+_TAIL: Final = b"\0\0\0\0"
+"""One more token after the last block: a prompt's last token is never loaded, always computed."""
+
+Step = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the reported requests came to. Moves count blocks by "src-dst"; `evictions` counts
+    copies given up by tier."""
+
+    tokens: int = 0
+    hit_tokens: Counter[str] = field(default_factory=Counter)
+    prefill_seconds_saved: float = 0.0
+    moved_blocks: Counter[str] = field(default_factory=Counter)
+    written_blocks: Counter[str] = field(default_factory=Counter)
+    evictions: Counter[str] = field(default_factory=Counter)
+
+    def count(
+        self,
+        request: Request,
+        hits: Sequence[tuple[str, int]],
+        block_tokens: int,
+        saved_s: Callable[[int, int], float],
+    ) -> None:
+        """A request arrived and found runs of blocks, (tier, blocks) from the front."""
+        self.tokens += request.input_tokens
+        blocks = done = 0
+        for tier, num_blocks in hits:
+            blocks += num_blocks
+            until = min(blocks * block_tokens, request.input_tokens)
+            self.hit_tokens[tier] += until - done
+            done = until
+        self.prefill_seconds_saved += saved_s(request.input_tokens, done)
+
+
+def replay(
+    trace: Trace,
+    blocks_of: Mapping[str, int],
+    policy: str,
+    *,
+    warm: float = 0.0,
+    hints: bool = True,
+    saved_s: Callable[[int, int], float] = lambda tokens, hit: 0.0,
+    step: Step = lambda done: None,
+) -> Tally:
+    """Replay a trace with tiers of these sizes in blocks; a tier of size 0 is absent.
+
+    Reports on the requests after the first `warm` share. `saved_s(tokens, hit tokens)` gives the
+    seconds of prefill that a hit saves; `step` is told the number of requests done."""
+    first = int(len(trace.requests) * warm)
+    tiers = {name: blocks_of[name] for name in TIERS if blocks_of.get(name, 0) > 0}
+    if policy == MINIMUM:
+        return _bound(trace, tiers, first, saved_s, step)
+    tally = Tally()
+    if not tiers:
+        tally.tokens = sum(request.input_tokens for request in trace.requests[first:])
+        return tally
+    household = Household(tiers, policy, trace.block_tokens)
+    for number, request in enumerate(trace.requests):
+        if number == first:
+            household.tally = tally
+            evicted_before = household.evictions()
+        hits = household.serve(request, hints)
+        if number >= first:
+            tally.count(request, hits, trace.block_tokens, saved_s)
+        step(number)
+    tally.evictions = household.evictions()
+    tally.evictions.subtract(evicted_before)
+    return tally
+
+
+class Household:
+    """A cache engine over empty tiers, whose moves are done as soon as they are asked for."""
+
+    def __init__(self, tiers: Mapping[str, int], policy: str, block_tokens: int) -> None:
+        specs = [
+            # Requests need one tier that they can be written to: the fastest there is.
+            TierSpec(
+                name,
+                blocks * PAGE_BYTES,
+                mapped=name != "disk" or len(tiers) == 1,
+                durable=name == "disk" and len(tiers) > 1,
+            )
+            for name, blocks in tiers.items()
+        ]
+        pools = [SlotPool(spec.capacity_bytes, spec.capacity_bytes) for spec in specs]
+        links = [(a, b) for a in range(len(specs)) for b in range(len(specs)) if abs(a - b) == 1]
+        settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
+        new_policy, history = policies_of([policy] * len(specs))
+        self.engine = CacheEngine(specs, pools, links, settings, lambda: 1.0, new_policy, history)
+        self.block_tokens = block_tokens
+        self._stops: dict[str, int] = {}
+        self.tally = Tally()
+        self.now_s = 0.0
+        tokens_per_symbol = SYMBOL_BYTES // 4
+        self.namespace = self.do(p.OpenNamespace(b"replay", tokens_per_symbol, PAGE_BYTES))
+        for spec in specs:
+            self.do(p.TierUp(spec.name, 0.0))
+
+    def serve(self, request: Request, hints: bool) -> list[tuple[str, int]]:
+        """One request from its arrival to its release. Returns the runs it found."""
+        self.now_s = now_s = request.time_s
+        tokens = request.symbols + _TAIL
+        is_partial = request.num_blocks * self.block_tokens > request.input_tokens
+        matched = self.do(
+            p.Match(self.namespace, tokens, _OWNER, now_s, _TTL_S, is_partial=is_partial)
+        )
+        if matched.lease:
+            self.do(p.Fetch(matched.lease, now_s, now_s + _TTL_S))
+            self.do(p.Release(matched.lease, now_s))
+        self._put(tokens, matched.hit_blocks, request.num_blocks)
+        if hints and request.stop:
+            self.do(p.Stopped(self.namespace, tokens, self._number_of(request.stop), now_s))
+        self._learn()
+        return [(run.tier, run.num_blocks) for run in matched.runs]
+
+    def _put(self, tokens: bytes, held: int, num_blocks: int) -> None:
+        """Store what is not held, in several puts where it does not go into one tier."""
+        while held < num_blocks:
+            put = p.Put(self.namespace, tokens, 0, num_blocks, _OWNER, self.now_s, _TTL_S)
+            placed = self.do(put)
+            if not placed.ticket:
+                return
+            self.do(p.Commit(placed.ticket, placed.indices, self.now_s))
+            self.tally.written_blocks[placed.tier] += len(placed.indices)
+            held = placed.present + len(placed.indices)
+
+    def _number_of(self, stop: str) -> int:
+        return self._stops.setdefault(stop, min(len(self._stops) + 1, MAX_STOP))
+
+    def _learn(self) -> None:
+        history = self.engine.history
+        if history is not None and history.is_fit_due():
+            history.adopt(fit(history.snapshot()))
+
+    def do(self, event: p.Event[A]) -> A:
+        """Handle an event and carry out, at once, all moves that follow from it."""
+        plan = self.engine.handle(event)
+        moves = plan.moves
+        if (later := self.engine.catch_up()) is not None:
+            moves += later.moves
+        while moves:
+            for move in moves:
+                if move.dst is not None:
+                    self.tally.moved_blocks[f"{move.src}-{move.dst}"] += 1
+                    self.tally.written_blocks[move.dst] += 1
+            outcomes = [p.Outcome(move.id, True) for move in moves]
+            moves = self.engine.handle(p.MovesDone(outcomes, self.now_s)).moves
+        return plan.answer
+
+    def evictions(self) -> Counter[str]:
+        """Copies given up so far, by tier."""
+        house = self.engine.residency
+        names = [tier.name for tier in house.tiers]
+        return Counter(dict(zip(names, house.evicted, strict=True)))
+
+
+def _bound(
+    trace: Trace,
+    tiers: Mapping[str, int],
+    first: int,
+    saved_s: Callable[[int, int], float],
+    step: Step,
+) -> Tally:
+    tally = Tally()
+    hits_up_to: list[list[int]] = []
+    capacity = 0
+    for blocks in tiers.values():
+        capacity += blocks
+        hits_up_to.append(bound.hit_blocks(trace, capacity, step))
+    for number in range(first, len(trace.requests)):
+        runs = []
+        done = 0
+        for tier, hits in zip(tiers, hits_up_to, strict=True):
+            runs.append((tier, hits[number] - done))
+            done = max(done, hits[number])
+        tally.count(trace.requests[number], runs, trace.block_tokens, saved_s)
+    return tally

@@ -1,0 +1,101 @@
+"""Request traces: Mooncake's JSONL, plain or gzip'd, and what `hicache serve --record` writes.
+
+One line is one request:
+
+    {"timestamp": 1500, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 7, 8],
+     "session": "a", "stop": "tool_use"}
+
+`timestamp` in milliseconds; every hash id names one block and commits to all before it (equal id =
+same block after the same prefix). `session` and `stop` are optional. A first line with
+`block_tokens` instead says how many tokens a block has; Mooncake's have 512.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import numpy as np
+
+MOONCAKE_BLOCK_TOKENS: Final = 512
+SYMBOL_BYTES: Final = 8
+"""A block's symbol in the index is its hash id: 8 bytes instead of 2 KiB of tokens."""
+
+GZIP_MAGIC: Final = b"\x1f\x8b"
+
+
+class TraceError(click.ClickException):
+    """The file is no trace; the message says which line and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`symbols`: the prompt's hash ids, SYMBOL_BYTES each; the last block may be partial.
+
+    `session` and `stop` are "" where the trace does not say."""
+
+    time_s: float
+    input_tokens: int
+    output_tokens: int
+    symbols: bytes
+    session: str = ""
+    stop: str = ""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.symbols) // SYMBOL_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival. `footprint_blocks`: distinct blocks of the whole trace."""
+
+    name: str
+    block_tokens: int
+    requests: tuple[Request, ...]
+    footprint_blocks: int
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a whole trace. Raises TraceError."""
+    block_tokens = MOONCAKE_BLOCK_TOKENS
+    requests: list[Request] = []
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if "hash_ids" in row:
+                requests.append(_request(row))
+            else:
+                block_tokens = int(row["block_tokens"])
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise TraceError(f"{path}, line {number}: not a request ({what})") from None
+    if not requests:
+        raise TraceError(f"{path}: no requests in it")
+    requests.sort(key=lambda request: request.time_s)
+    every = np.frombuffer(b"".join(request.symbols for request in requests), np.uint64)
+    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+    return Trace(name, block_tokens, tuple(requests), len(np.unique(every)))
+
+
+def _request(row: dict[str, Any]) -> Request:
+    ids = [int(number) & 0xFFFF_FFFF_FFFF_FFFF for number in row["hash_ids"]]
+    return Request(
+        float(row["timestamp"]) / 1000.0,
+        int(row["input_length"]),
+        int(row.get("output_length") or 0),
+        np.array(ids, "<u8").tobytes(),
+        str(row.get("session") or ""),
+        str(row.get("stop") or ""),
+    )

@@ -1,0 +1,26 @@
+"""A daemon under each policy: tiers overflow, a model is fitted meanwhile, every byte is right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hicache.engine.history import REFIT_REQUESTS
+from hicache.engine.policies.catalog import POLICIES
+from tests.e2e.household import Household, prompt, read, store
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "lru"])
+def test_tiers_overflow_under(policy: str) -> None:
+    chosen = {"eviction": policy}
+    with Household(hbm=chosen, dram=chosen, disk=chosen) as house:
+        client = house.client()
+        shared = prompt(0, 8)
+        for number in range(REFIT_REQUESTS + 50 if policy == "hazard" else 60):
+            tokens = np.concatenate((shared[:-1], prompt(1 + number % 60, 4)))
+            read(client, tokens)
+            store(client, tokens)
+        assert read(client, shared) > 0
+        assert all(tier["state"] == "up" for tier in house.stats()["tiers"])

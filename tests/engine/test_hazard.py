@@ -1,0 +1,81 @@
+"""The hazard model: what it must find in counts whose truth is known, and what ranks must hold."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hicache.engine.hazard import NUM_BINS, WIDTHS_S, Model, Snapshot, bin_of, fit, gittins
+from hicache.engine.history import MAX_KINDS, History
+
+
+def snapshot_of(hazards: list[float], num_each: int = 5000) -> Snapshot:
+    """Classes with constant hazards: so many intervals of each, by the expected share per bin."""
+    ends = np.cumsum(WIDTHS_S)
+    rows = []
+    for hazard in hazards:
+        alive = np.exp(-hazard * np.concatenate(([0.0], ends)))
+        rows.append(num_each * (alive[:-1] - alive[1:]))
+    levels = np.arange(len(hazards)).reshape(-1, 1)
+    return Snapshot(levels, np.array(rows), np.zeros((len(hazards), NUM_BINS)))
+
+
+def test_a_constant_hazard_is_its_own_rank_at_every_age() -> None:
+    ranks = gittins(np.full((1, NUM_BINS), 0.01))
+    assert np.allclose(ranks[0, :20], 0.01, rtol=0.05)
+
+
+def test_a_rising_hazard_ranks_by_what_is_to_come() -> None:
+    hazards = np.full((1, NUM_BINS), 1e-6)
+    hazards[0, 10] = 1.0
+    ranks = gittins(hazards)[0]
+    assert (np.diff(ranks[:11]) > 0).all()
+    assert ranks[11] < 1e-3 * ranks[10]
+
+
+def test_the_fit_tells_classes_apart() -> None:
+    model = fit(snapshot_of([0.05, 0.005, 0.0005]))
+    assert model is not None
+    for age_s in (0.0, 3.0, 15.0):
+        ranks = [model.rank(kind, age_s) for kind in range(3)]
+        assert ranks[0] > 3 * ranks[1] > 9 * ranks[2]
+
+
+def test_too_few_returns_say_nothing() -> None:
+    assert fit(snapshot_of([0.05, 0.01], num_each=10)) is None
+
+
+def test_an_unknown_class_ranks_as_anybody() -> None:
+    model = Model([[0.9] * NUM_BINS], [0.1] * NUM_BINS)
+    assert [model.rank(kind, 0.0) for kind in (-1, 0, 1)] == [0.1, 0.9, 0.1]
+    assert Model([], [0.1] * NUM_BINS).rank(-1, 0.0) == 0.1
+
+
+def test_what_is_still_out_counts_against_its_class() -> None:
+    known = snapshot_of([0.01, 0.01])
+    known.censored[1, bin_of(600.0)] = 50_000
+    model = fit(known)
+    assert model is not None
+    assert model.rank(1, 0.0) < 0.5 * model.rank(0, 0.0)
+
+
+def test_classes_never_exceed_their_number() -> None:
+    history = History()
+    rng = np.random.default_rng(0)
+    for number in range(3000):
+        blocks = rng.integers(0, 3, int(rng.integers(1, 200)), np.uint64)
+        history.used(0, blocks.tobytes(), float(number) ** 1.3, is_partial=bool(number % 3))
+        if number % 2:
+            history.stopped(0, blocks.tobytes(), number % 8)
+    snapshot = history.snapshot()
+    assert len(snapshot.levels) <= MAX_KINDS
+    assert fit(snapshot) is not None
+
+
+def test_a_ghost_stays_within_its_blocks() -> None:
+    history = History(max_ghost_blocks=100)
+    for number in range(200):
+        blocks = np.arange(number * 10, number * 10 + 10, dtype=np.uint64)
+        history.used(0, blocks.tobytes(), float(number))
+    assert history.ghost.num_blocks <= 100
+    assert sum(len(run) for run in history.ghost.runs()) == history.ghost.num_blocks
+    assert history.snapshot().censored.sum() == 200
