@@ -77,8 +77,12 @@ class WriteDown:
         return room < count and not self.evictor.room_is_coming(tier)
 
     def paths(self) -> list[Span]:
-        """The blocks of all paths that are pending."""
-        return [self._ids_to(node) for node in self.pending]
+        """The blocks of all paths that are pending and lack something: the others may go."""
+        if self.tier is None:
+            return []
+        state = self.residency.blocks.state[self.tier]
+        paths = [self._ids_to(node) for node in self.pending]
+        return [path for path in paths if (state[path] == State.ABSENT).any()]
 
     def flush(self) -> int:
         """Write everything that the durable tier lacks (a clean stop). Returns how many paths are

@@ -605,6 +605,26 @@ def test_a_conversation_longer_than_memory_loses_nothing(turn: int) -> None:
     assert len(w.rows) == 30
 
 
+def test_a_clean_stop_with_too_small_a_disk_gives_up_the_coldest() -> None:
+    """1. What memory holds is more than the disk has room for. 2. Everything is wanted there, what
+    is there already too: that holds nobody back, and the coldest goes."""
+    w = world(
+        (("dram", 16, True, False), ("disk", 24, False, True)), max_moving_bytes=2 * BLOCK_BYTES
+    )
+    other = w.open(b"o" * 32, BLOCK_BYTES)
+    for number in range(20):
+        while not w.store(tokens_of(2 * number, 2 * number + 1), namespace=other).ticket:
+            w.finish_all()
+    w.finish_all()
+    youngest = tokens_of(98, 99)  # of the namespace that is looked at first
+    while not w.store(youngest).ticket:
+        w.finish_all()
+    while w.do(p.Flush(w.now_s)):
+        w.finish_all()
+    assert w.engine.evictor.dropped > 0
+    assert w.tiers_of(youngest) == ["dram+disk", "dram+disk"]
+
+
 def test_an_ancestor_only_in_hbm_is_brought_to_dram_first() -> None:
     """1. A is in hbm, its child B in dram. 2. B is to be on disk, so A must be too; there is no
     way from hbm to disk. 3. A is copied to dram and stays in hbm. 4. A is written, then B.
