@@ -135,7 +135,8 @@ def test_dropped_without_a_goodbye() -> None:
         out = np.zeros((4, SPEC.block_bytes), np.uint8)
         assert holder.fetch(held, out).blocks == 4
         silent.observe(sum_n=100, sum_nc=5000, seconds=0.1)
-        assert read(silent, tokens) == 4
+        # All places may be taken by sessions that spoke a moment ago: a miss, until one is silent.
+        wait_for(lambda: read(silent, tokens) == 4, "the silent client to be let in again", 60.0)
         now = [c.greeting.session for c in (busy, holder, silent) if c.greeting]
         assert now[:2] == sessions[:2]
         assert now[2] != sessions[2]
