@@ -8,6 +8,7 @@ that has been given back. Use a client within one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -141,17 +142,14 @@ class AsyncChannel:
             self._context = zmq.asyncio.Context()
         link = _Link(*open_socket(self._context, self.endpoint, self._max_part_bytes, self._curve))
         event: list[bytes] = []
-        try:
-            async with asyncio.timeout(deadline_s - time.monotonic()):
-                event = await link.monitor.recv_multipart()
-        except TimeoutError:
-            pass
-        except BaseException:  # cancelled, most likely
-            close_socket(link.socket, link.monitor)
-            raise
-        if not event or not is_up(event):
-            close_socket(link.socket, link.monitor)
-            raise absent(self.endpoint, event)
+        with contextlib.ExitStack() as undo:
+            undo.callback(close_socket, link.socket, link.monitor)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    event = await link.monitor.recv_multipart()
+            if not event or not is_up(event):
+                raise absent(self.endpoint, event)
+            undo.pop_all()
         reading, watching = self._read(link), self._watch(link)
         link.tasks = [asyncio.create_task(reading), asyncio.create_task(watching)]
         return link

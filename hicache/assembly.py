@@ -5,6 +5,7 @@ Adding a tier means one more `_…_tier` here, its link's WorkerConfig, and its 
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,11 +62,10 @@ def assemble(config: Config, device: Device | None, progress: Progress) -> Parts
     Raises ArenaError with a sentence when the memory cannot be had; nothing is left behind then.
     """
     parts = Parts()
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(parts.close)  # at Ctrl-C, too: touching the memory takes a while
         _add_tiers(parts, config.tiers, device, config.planner.probe_links, progress)
-    except BaseException:  # Ctrl-C, too: touching the memory takes a while
-        parts.close()
-        raise
+        undo.pop_all()
     parts.links = _links(parts.tiers, parts.workers)
     return parts
 

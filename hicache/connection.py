@@ -10,6 +10,7 @@ business of `hicache.dialogue` and `hicache.storing`; sockets and waiting are a 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -345,13 +346,11 @@ class Connection:
     def _attach_arenas(self, greeting: Greeting) -> None:
         """All of them, or (raising) the ones mapped before stay."""
         arenas: dict[str, Arena] = {}
-        try:
+        with contextlib.ExitStack() as undo:  # the second of two cannot be mapped, say
             for file in greeting.arenas:
-                arenas[file.tier] = Arena.attach(file.path)
-        except BaseException:  # the second of two cannot be mapped, or this was interrupted
-            for arena in arenas.values():
-                arena.close()
-            raise
+                arenas[file.tier] = arena = Arena.attach(file.path)
+                undo.callback(arena.close)
+            undo.pop_all()
         self._drop_arenas()
         self.arenas = arenas
 

@@ -86,13 +86,12 @@ class Arena:
         unit = _HUGE_PAGE_BYTES if huge_pages else PAGE_BYTES
         data_offset = -(-(PAGE_BYTES + table_bytes) // unit) * unit
         fd = _create_locked(path)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, fd)
+            undo.callback(path.unlink, missing_ok=True)  # it would keep all of its memory
             _allocate(fd, path, data_offset + data_bytes, pretouch)
             arena = cls(path, fd, data_bytes, data_offset, secrets.token_hex(16))
-        except BaseException:  # Ctrl-C while it is touched: the file would keep all of its memory
-            path.unlink(missing_ok=True)
-            os.close(fd)
-            raise
+            undo.pop_all()
         arena.is_owner = True
         arena.huge_pages = huge_pages and arena._ask_for_huge_pages()
         if pretouch is not None:
@@ -110,7 +109,8 @@ class Arena:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise ArenaError(f"cannot open the arena {path}: {error.strerror}") from error
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, fd)
             found = os.pread(fd, _HEADER.size, 0)
             if len(found) < _HEADER.size or not found.startswith(MAGIC):
                 raise ArenaError(f"{path} is no arena of hicache, or not ready yet")
@@ -119,10 +119,9 @@ class Arena:
                 raise ArenaError(f"{path}: arena version {version}; this hicache knows {VERSION}")
             if os.fstat(fd).st_size < data_offset + data_bytes:
                 raise ArenaError(f"{path} is shorter than its header says")
-            return cls(path, fd, data_bytes, data_offset, epoch.decode())
-        except BaseException:  # no room in the address space, for one
-            os.close(fd)
-            raise
+            arena = cls(path, fd, data_bytes, data_offset, epoch.decode())
+            undo.pop_all()
+        return arena
 
     # --- bytes ---------------------------------------------------------------------------------
 

@@ -103,15 +103,14 @@ class DiskTier:
             ThreadPoolExecutor(readers, thread_name_prefix="hicache-copy") if readers > 1 else None
         )
         self.notes = self._device.notes
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._release)  # one damaged must not leave the others open, and locked
             for slot_bytes in self._device.classes():
                 self._reopen(slot_bytes)
             most = map_bytes(self.capacity_bytes)
             if sum(opened.file_bytes() for opened in self._environments.values()) > most:
                 self._shrink(most - most // 20 if usable_bytes is None else usable_bytes, progress)
-        except BaseException:  # one that is damaged must not leave the others open, and locked
-            self._release()
-            raise
+            undo.pop_all()
 
     # --- the writer's side ---------------------------------------------------------------------
 

@@ -6,10 +6,12 @@ free at once; the clean mark says whether the page cache had been written out.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from hicache.tiers.base import TierUnavailable
@@ -35,23 +37,17 @@ class DiskDevice:
         self.notes: list[str] = []
         self._durability = durability
         self.aside_bytes = 0
-        try:
+        with _unavailable(self.path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = lock_device(self.path, lock_wait_s)
-        except OSError as error:
-            raise TierUnavailable(f"{self.path}: {error.strerror}") from error
-        try:
+        with contextlib.ExitStack() as undo, _unavailable(self.path):
+            undo.callback(self.close)  # whatever it is, the lock must not stay
             self._recover(set_aside)
             for left in self.path.glob(_UNFINISHED):  # a copy that was not finished
                 shutil.rmtree(left, ignore_errors=True)
             self.aside_bytes = self._aside_bytes()
             self.mark(is_clean=False)
-        except OSError as error:  # a full volume, most likely
-            self.close()
-            raise TierUnavailable(f"{self.path}: {error.strerror}") from error
-        except BaseException:  # whatever it is, the lock must not stay
-            self.close()
-            raise
+            undo.pop_all()
 
     def directory(self, slot_bytes: int) -> Path:
         """Where the environment of one slot-size class lies."""
@@ -168,3 +164,12 @@ def lock_device(path: Path, wait_s: float = 0.0) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@contextlib.contextmanager
+def _unavailable(path: Path) -> Iterator[None]:
+    """The kernel's refusals (a full volume, say) as TierUnavailable."""
+    try:
+        yield
+    except OSError as error:
+        raise TierUnavailable(f"{path}: {error.strerror}") from error

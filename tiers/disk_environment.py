@@ -111,7 +111,8 @@ def open_environment(
             readonly=is_read_only,
             lock=not is_read_only,
         )
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(env.close)
             needs = (env.info()["last_pgno"] + 1) * PAGE_BYTES
             if had_bytes and had_bytes < needs:  # touching the missing pages would be a SIGBUS
                 raise TierDamaged(f"it has {had_bytes} bytes where its own record says {needs}")
@@ -119,10 +120,8 @@ def open_environment(
                 env.open_db(name, create=not is_read_only) for name in (b"meta", b"blocks")
             )
             inode = file.stat().st_ino
-            return Environment(env, meta, blocks, inode, threading.Lock(), threading.Lock())
-        except BaseException:
-            env.close()
-            raise
+            undo.pop_all()
+        return Environment(env, meta, blocks, inode, threading.Lock(), threading.Lock())
 
 
 @contextlib.contextmanager

@@ -315,7 +315,7 @@ class CachedModel:
         """A fault of the daemon or of its client, whatever it is, is no fault of the request."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # the boundary: a request must go on without us
             self.last_trouble = f"{what}: {error or type(error).__name__}"
             log.warning("hicache is not used for this request: %s", self.last_trouble)
 
