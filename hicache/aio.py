@@ -8,11 +8,10 @@ that has been given back. Use a client within one event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from typing import Any, TypeVar
 
 import zmq
@@ -142,9 +141,9 @@ class AsyncChannel:
             self._context = zmq.asyncio.Context()
         link = _Link(*open_socket(self._context, self.endpoint, self._max_part_bytes, self._curve))
         event: list[bytes] = []
-        with contextlib.ExitStack() as undo:
+        with ExitStack() as undo:
             undo.callback(close_socket, link.socket, link.monitor)
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s - time.monotonic()):
                     event = await link.monitor.recv_multipart()
             if not event or not is_up(event):
