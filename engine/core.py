@@ -20,6 +20,7 @@ from hicache.engine.blocks import State
 from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Fetching, Positions
+from hicache.engine.hints import Hints
 from hicache.engine.history import History
 from hicache.engine.identity import Identities
 from hicache.engine.lease import Lease
@@ -80,12 +81,13 @@ class CacheEngine:
             history,
         )
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
+        self.hints = Hints(self.residency, self.evictor, history)
         self._by_digest: dict[bytes, int] = {}
         self._cancel: list[int] = []
         self._handlers: dict[type, Callable[[Any], Any]] = {
             p.OpenNamespace: self._open_namespace,
             p.Match: self.matching.match,
-            p.Stopped: self.matching.stopped,
+            p.Hint: self._hint,
             p.Fetch: self._fetch,
             p.Release: self._release,
             p.Put: self._put,
@@ -204,6 +206,10 @@ class CacheEngine:
             self._release(p.Release(lease, event.now_s))
         self._make_progress()  # what it was writing has made room, even if it held no lease
         return freed
+
+    def _hint(self, event: p.Hint) -> None:
+        self.hints.take(event)
+        self._make_progress()
 
     def _observe(self, event: p.Observe) -> None:
         self.prefill[event.namespace].observe(

@@ -104,7 +104,7 @@ class Evictor:
         wanted = (count - available) * slot_bytes - coming
         wanted -= self._forget_plain(tier, wanted, worth)
         while wanted > 0 and pool.available(slot_bytes) < count:
-            node = house.policies[tier].pop(worth)
+            node = house.coldest(tier, worth)
             if node is None:
                 break
             wanted -= self._give_up(node, tier, wanted)
@@ -141,7 +141,7 @@ class Evictor:
     def _give_up_excess(self, tier: int, excess_bytes: int) -> None:
         house = self.residency
         while excess_bytes > 0:
-            node = house.policies[tier].pop()
+            node = house.coldest(tier)
             if node is None:
                 break
             excess_bytes -= self._give_up(node, tier, excess_bytes)
@@ -180,6 +180,8 @@ class Evictor:
         is not so plain. Returns the bytes freed."""
         house = self.residency
         if house.tiers[tier].durable or house.moves or house.below(tier) is not None:
+            return 0
+        if house.dismissed[tier]:
             return 0
         policy, is_pinned, only = house.policies[tier], house.blocks.is_pinned, 1 << tier
         pop, namespaces = policy.pop, house.namespaces

@@ -118,9 +118,10 @@ def _factors(levels: npt.NDArray[np.int64], events: Matrix, expected: Matrix) ->
     in_band = np.equal.outer(_BAND_OF, np.arange(_NUM_BANDS)).astype(float)
     seen, expected = events @ in_band, expected @ in_band
     product = np.ones_like(seen)
-    factors = [np.ones((column.max() + 1, _NUM_BANDS)) for column in levels.T]
+    told = [column for column in levels.T if (column != column[0]).any()]
+    factors = [np.ones((column.max() + 1, _NUM_BANDS)) for column in told]
     for _ in range(_SWEEPS):
-        for number, column in enumerate(levels.T):
+        for number, column in enumerate(told):
             old = factors[number]
             seen_at, expected_at = np.zeros_like(old), np.zeros_like(old)
             np.add.at(seen_at, column, seen)

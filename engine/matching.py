@@ -137,20 +137,6 @@ class Matching:
         if path.num_blocks:
             self._touch(path, namespace, event.now_s)
 
-    def stopped(self, event: p.Stopped) -> None:
-        """Why an answer ended says something about when the conversation goes on."""
-        if self.history is None:
-            return
-        house = self.residency
-        namespace = house.namespaces[event.namespace]
-        symbols = symbols_of(event.tokens, namespace.step)
-        ghosts = self.history.stopped(event.namespace, symbols, event.stop)
-        path = house.index.match(namespace.root, event.tokens, namespace.step)
-        nodes = path.nodes[:-1] if path.partial else path.nodes
-        house.index.mark(nodes, list(self.history.marks(ghosts)), namespace.step)
-        for node in nodes:
-            house.queue(node)
-
     def _touch(self, path: Path, namespace: Namespace, now_s: float) -> None:
         """The path is used: youngest, and written down if one hit more makes it worth it."""
         house = self.residency

@@ -32,7 +32,6 @@ MINIMUM: Final = "min"
 
 _OWNER: Final = 1
 _TTL_S: Final = 1e9
-MAX_STOP: Final = 7
 _TAIL: Final = b"\0\0\0\0"
 """One more token after the last block: a prompt's last token is never loaded, always computed."""
 
@@ -125,7 +124,6 @@ class Household:
         new_policy, history = policies_of([policy] * len(specs))
         self.engine = CacheEngine(specs, pools, links, settings, lambda: 1.0, new_policy, history)
         self.block_tokens = block_tokens
-        self._stops: dict[str, int] = {}
         self.tally = Tally()
         self.now_s = 0.0
         tokens_per_symbol = SYMBOL_BYTES // 4
@@ -146,7 +144,7 @@ class Household:
             self.do(p.Release(matched.lease, now_s))
         self._put(tokens, matched.hit_blocks, request.num_blocks)
         if hints and request.stop:
-            self.do(p.Stopped(self.namespace, tokens, self._number_of(request.stop), now_s))
+            self.do(p.Hint(self.namespace, tokens, now_s, finish_reason=request.stop))
         self._learn()
         return [(run.tier, run.num_blocks) for run in matched.runs]
 
@@ -160,9 +158,6 @@ class Household:
             self.do(p.Commit(placed.ticket, placed.indices, self.now_s))
             self.tally.written_blocks[placed.tier] += len(placed.indices)
             held = placed.present + len(placed.indices)
-
-    def _number_of(self, stop: str) -> int:
-        return self._stops.setdefault(stop, min(len(self._stops) + 1, MAX_STOP))
 
     def _learn(self) -> None:
         history = self.engine.history

@@ -262,9 +262,34 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("flush never ends")
 
-    @rule(tokens=prompts, stop=st.integers(0, 7))
-    def stopped(self, tokens: bytes, stop: int) -> None:
-        self.world.do(p.Stopped(0, tokens, stop, self.world.now_s))
+    @rule(
+        tokens=prompts,
+        namespace=namespaces,
+        ended=st.sampled_from(["", "turn", "tool_call", "conversation"]),
+        finish_reason=st.sampled_from(["", "stop", "length"]),
+        return_s=st.sampled_from([0.0, 1.0, 1e9]),
+        keep=st.booleans(),
+    )
+    def hint(
+        self,
+        tokens: bytes,
+        namespace: int,
+        ended: p.Ended,
+        finish_reason: str,
+        return_s: float,
+        keep: bool,
+    ) -> None:
+        """Whatever is said, true or not, nothing may break: what is leased stays, what is found is
+        right, what is held has room."""
+        namespace %= self.num_namespaces
+        now_s = self.world.now_s
+        said = p.Hint(namespace, tokens, now_s, ended, finish_reason, return_s, keep)
+        self.world.engine.matching.settle()
+        house = self.world.engine.residency
+        ids = [block for lease in house.leases.leases.values() for block in lease.ids.tolist()]
+        held = [block for block in ids if house.blocks.tags[block]]
+        self.world.do(said)
+        assert all(house.blocks.tags[block] for block in held), "a leased block is gone"
 
     @precondition(lambda self: self.world.engine.history is not None)
     @rule(seed=st.integers(0, 99), num_kinds=st.integers(0, 20))

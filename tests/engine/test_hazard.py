@@ -65,7 +65,7 @@ def test_classes_never_exceed_their_number() -> None:
         blocks = rng.integers(0, 3, int(rng.integers(1, 200)), np.uint64)
         history.used(0, blocks.tobytes(), float(number) ** 1.3, is_partial=bool(number % 3))
         if number % 2:
-            history.stopped(0, blocks.tobytes(), number % 8)
+            history.hinted(0, blocks.tobytes(), number % 8)
     snapshot = history.snapshot()
     assert len(snapshot.levels) <= MAX_KINDS
     assert fit(snapshot) is not None
