@@ -36,7 +36,7 @@ Reader = Callable[[bytes, int], T | None]
 TOLD_SHARE: Final = 0.9
 """The daemon is told a little less than the caller waits, so that its answer is in time."""
 BYE_S: Final = 0.2
-_WANTS_CLEANING: Final = {"match", "put", "observe"}
+_WANTS_CLEANING: Final = {"match", "put"}
 
 
 class DaemonError(Exception):
@@ -281,9 +281,10 @@ class Connection:
     async def post(
         self, op: str, body: Mapping[str, Any], deadline_s: float, greeting: Greeting
     ) -> None:
-        request_id = await self.send(op, body, deadline_s, greeting, is_awaited=False)
-        if op in _WANTS_CLEANING:
-            self.mailbox.give_up(request_id, op, greeting.session)
+        """Say something that nobody waits for; an error may come back, and is looked at later."""
+        told = {"quiet": True, **body}
+        request_id = await self.send(op, told, deadline_s, greeting, is_awaited=False)
+        self.mailbox.give_up(request_id, op, greeting.session)
 
     async def answer(
         self, request_id: int, deadline_s: float, greeting: Greeting | None

@@ -137,6 +137,7 @@ class Dialogue:
         return Fetched(blocks, time.monotonic() - started_s, by_tier)
 
     async def release(self, match: Match, hop_bytes: float, hop_s: float, total_s: float) -> None:
+        """Sent, not waited for, like `observe`."""
         started_s = time.monotonic()
         body = {
             "lease": match.lease,
@@ -148,9 +149,8 @@ class Dialogue:
             self._connection.begin(started_s)
             greeting = self._connection.session_of(match)
             if greeting is not None:
-                await self._connection.exchange(
-                    "release", body, started_s + self._connection.timeouts.call_s, greeting
-                )
+                deadline_s = started_s + self._connection.timeouts.call_s
+                await self._connection.post("release", body, deadline_s, greeting)
         except TROUBLE as trouble:
             self._connection.failed(trouble, started_s)
 

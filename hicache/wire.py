@@ -71,6 +71,8 @@ class Field(NamedTuple):
 
 U32S = Field(bytes, multiple=4)
 COUNT = Field(int)
+QUIET = Field(bool, False, high=1)
+"""Whether an answer is wanted only if it is an error."""
 
 OPS: Final[Mapping[str, Mapping[str, Field]]] = {
     "hello": {
@@ -94,19 +96,21 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
         "hop_bytes": Field(float, 0.0),
         "hop_s": Field(float, 0.0, high=1e6),
         "total_s": Field(float, 0.0, high=1e6),
+        "quiet": QUIET,
     },
     "put": {"tokens": U32S, "first": Field(int, 0), "last": COUNT},
     "commit": {"ticket": COUNT, "indices": U32S, "durable": Field(bool, False, high=1)},
-    "abort": {"ticket": COUNT},
+    "abort": {"ticket": COUNT, "quiet": QUIET},
     "observe": {
         "num_requests": Field(int, 1, low=1, high=1e6),
         "sum_n": Field(float, high=1e15),
         "sum_nc": Field(float, high=1e18),
         "decode_tokens": Field(int, 0),
         "seconds": Field(float, high=1e6),
+        "quiet": QUIET,
     },
     "heartbeat": {},
-    "bye": {},
+    "bye": {"quiet": QUIET},
     "clear": {},
     "stats": {},
     "health": {},
