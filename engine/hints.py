@@ -78,11 +78,12 @@ class Hints:
 
 def _own_part(node: Node) -> list[Node]:
     """The nodes, top first, that lead to this one and what was stored behind it and to nothing
-    else: none where several ways lead on from it."""
+    else, and that nobody has used since: none where several ways lead on from it."""
     while len(node.children) == 1:
         node = next(iter(node.children.values()))
     own: list[Node] = []
-    while node.parent is not None and len(node.children) < 2:
+    used_s = node.touched_s
+    while node.parent is not None and len(node.children) < 2 and node.touched_s <= used_s:
         own.append(node)
         node = node.parent
     own.reverse()
