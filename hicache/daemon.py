@@ -37,7 +37,9 @@ from hicache.engine import plan as p
 from hicache.fitting import Fitter
 from hicache.instance import Instance
 from hicache.keys import NamespaceSpec
+from hicache.recording import Recorder
 from hicache.restoring import Restoring
+from hicache.sampling import Sample
 from hicache.service import Asked, Service
 from hicache.session import Sessions
 from hicache.transfer.mover import (
@@ -67,7 +69,12 @@ class Daemon:
     """Serves until `stop`. `load()` reads the configuration again (for SIGHUP and `reload`)."""
 
     def __init__(
-        self, config: Config, parts: Parts, instance: Instance, load: Callable[[str], LoadedConfig]
+        self,
+        config: Config,
+        parts: Parts,
+        instance: Instance,
+        load: Callable[[str], LoadedConfig],
+        recorder: Recorder | None = None,
     ) -> None:
         self.config = config
         self.parts = parts
@@ -104,6 +111,10 @@ class Daemon:
             self._dispatch,
             self._describe,
         )
+        self._recorder = recorder
+        smallest_bytes = min(spec.capacity_bytes for spec in parts.tiers)
+        self._sample = Sample(smallest_bytes) if config.what_if else None
+        self.service.witnesses = [w for w in (self._sample, recorder) if w is not None]
         self._context = zmq.Context()
         self._doorkeeper = self._hire_doorkeeper()
         self._router = self._open_socket()
@@ -185,6 +196,8 @@ class Daemon:
         self._tell_reluctance()
         if self._fitter is not None:
             self._fitter.tick()
+        if self._recorder is not None:
+            self._recorder.flush()
         if self.config.debug:
             self.engine.validate()
 
@@ -442,6 +455,20 @@ class Daemon:
             "workers": self.mover.pids(),
         }
 
+    def _what_if(self, _: Any) -> dict[str, Any]:
+        """What was asked for lately, for somebody else to replay with other sizes."""
+        if self._sample is None:
+            raise WireError("refused", "what_if is false in the configuration")
+        tiers: list[dict[str, Any]] = [
+            {
+                "name": spec.name,
+                "bytes": pool.capacity_bytes,
+                "eviction": getattr(self.config.tiers, spec.name).eviction,
+            }
+            for spec, pool in zip(self.parts.tiers, self.parts.pools, strict=True)
+        ]
+        return {"tiers": tiers, **self._sample.report()}
+
     def _health(self, _: Any) -> dict[str, Any]:
         """Healthy while every configured tier serves and takes blocks; one that does not, says
         why."""
@@ -556,6 +583,8 @@ class Daemon:
         self._router.close()
         if self._fitter is not None:
             self._fitter.close()
+        if self._recorder is not None:
+            self._recorder.close()
         left_s = max(2.0, self.config.deadlines.shutdown_s / 2)
         self.mover.close(left_s)
         self.sessions.close_all()
@@ -572,6 +601,7 @@ _ADMIN: Final[Mapping[str, Callable[[Daemon, Any], dict[str, Any]]]] = {
     "ping": Daemon._ping,
     "stats": Daemon._stats,
     "health": Daemon._health,
+    "what_if": Daemon._what_if,
     "reload": Daemon._reload,
 }
 

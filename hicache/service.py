@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -51,6 +51,16 @@ class Asked:
     now_s: float
 
 
+class Witness(Protocol):
+    """Somebody who notes what was asked for, when the answer has left."""
+
+    def asked(self, session: Session, tokens: bytes, conversation: str, now_s: float) -> None:
+        """A prompt came."""
+
+    def hinted(self, session: Session, conversation: str, stop: str, now_s: float) -> None:
+        """An answer of a conversation ended, for this reason."""
+
+
 class Service:
     """All operations. `arenas` are the mapped tiers' by name; `describe` writes a namespace's
     readable description beside its blocks."""
@@ -78,6 +88,7 @@ class Service:
         self.delivery = Delivery(engine, arenas, send, limits.max_unread_bytes)
         self.waiting = Waiting()
         self.conversations = Conversations()
+        self.witnesses: Sequence[Witness] = ()
         self.namespaces: dict[bytes, NamespaceSpec] = {}
         self.requests: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -309,6 +320,8 @@ class Service:
         self._send(asked.peer, reply, ())
         if body["conversation"]:
             self._went_on(session, body["conversation"], body["tokens"], asked.now_s)
+        for witness in self.witnesses:
+            witness.asked(session, body["tokens"], body["conversation"], asked.now_s)
 
     def _went_on(self, session: Session, conversation: str, tokens: bytes, now_s: float) -> None:
         """Nobody asks again for what a conversation has left behind."""
@@ -479,6 +492,9 @@ class Service:
                     body["keep"],
                 )
             )
+        stop = " ".join(filter(None, (ended, body["finish_reason"])))
+        for witness in self.witnesses:
+            witness.hinted(session, conversation, stop, asked.now_s)
         if conversation and ended == "conversation":
             self.conversations.ended(session.namespace, conversation)
         self._confirm(asked, known=bool(known))

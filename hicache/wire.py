@@ -125,10 +125,18 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
     "clear": {},
     "stats": {},
     "health": {},
+    "what_if": {},
     "reload": {"file": Field(str, "", high=4096)},
 }
 
-NEEDS_SESSION: Final = frozenset(OPS) - {"hello", "ping", "stats", "health", "reload"}
+NEEDS_SESSION: Final = frozenset(OPS) - {
+    "hello",
+    "ping",
+    "stats",
+    "health",
+    "what_if",
+    "reload",
+}
 
 _COMMON: Final[Mapping[str, Field]] = {
     "deadline_s": Field(float, 0.0, high=3600.0),

@@ -60,7 +60,7 @@ class Run:
 
     def row(self, model: ModelProfile) -> dict[str, Any]:
         """As data; bytes are the model's."""
-        block_bytes = model.kv_bytes_per_token * self.trace.block_tokens
+        block_bytes = _block_bytes(self.trace, model)
         tally = self.tally
         return {
             "trace": self.trace.name,
@@ -179,11 +179,16 @@ def replay(
         wide_console().print(_table(runs, profile))
 
 
+def _block_bytes(trace: Trace, model: ModelProfile) -> int:
+    """What a block holds: a recorded trace says it, for others it is the model's."""
+    return trace.block_bytes or model.kv_bytes_per_token * trace.block_tokens
+
+
 def _all_sizes(
     trace: Trace, choices: Sequence[Sizes], scales: Sequence[float], model: ModelProfile
 ) -> Iterator[dict[str, int]]:
     """Tiers in blocks, for each choice at each scale."""
-    block_bytes = model.kv_bytes_per_token * trace.block_tokens
+    block_bytes = _block_bytes(trace, model)
     total_bytes = trace.footprint_blocks * block_bytes
     for sizes in choices:
         for scale in scales:

@@ -272,6 +272,10 @@ class Config(Section):
         default=DeadlinesConfig(), description="Longest time to a reply."
     )
     limits: LimitsConfig = Field(default=LimitsConfig(), description="What is refused.")
+    what_if: bool = Field(
+        default=True,
+        description="Remember a sample of what is asked for, for `hicache stats --what-if`.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least important message shown."
     )

@@ -72,7 +72,7 @@ class Tally:
 def replay(
     trace: Trace,
     blocks_of: Mapping[str, int],
-    policy: str,
+    policy: str | Mapping[str, str],
     *,
     warm: float = 0.0,
     hints: bool = True,
@@ -81,8 +81,9 @@ def replay(
 ) -> Tally:
     """Replay a trace with tiers of these sizes in blocks; a tier of size 0 is absent.
 
-    Reports on the requests after the first `warm` share. `saved_s(tokens, hit tokens)` gives the
-    seconds of prefill that a hit saves; `step` is told the number of requests done."""
+    `policy` is one for all tiers, or each tier's. Reports on the requests after the first `warm`
+    share. `saved_s(tokens, hit tokens)` gives the seconds of prefill that a hit saves; `step` is
+    told the number of requests done."""
     first = int(len(trace.requests) * warm)
     tiers = {name: blocks_of[name] for name in TIERS if blocks_of.get(name, 0) > 0}
     if policy == MINIMUM:
@@ -91,7 +92,8 @@ def replay(
     if not tiers:
         tally.tokens = sum(request.input_tokens for request in trace.requests[first:])
         return tally
-    household = Household(tiers, policy, trace.block_tokens)
+    policies = [policy if isinstance(policy, str) else policy[name] for name in tiers]
+    household = Household(tiers, policies, trace.block_tokens)
     for number, request in enumerate(trace.requests):
         if number == first:
             household.tally = tally
@@ -108,7 +110,9 @@ def replay(
 class Household:
     """A cache engine over empty tiers, whose moves are done as soon as they are asked for."""
 
-    def __init__(self, tiers: Mapping[str, int], policy: str, block_tokens: int) -> None:
+    def __init__(
+        self, tiers: Mapping[str, int], policies: Sequence[str], block_tokens: int
+    ) -> None:
         specs = [
             # Requests need one tier that they can be written to: the fastest there is.
             TierSpec(
@@ -122,7 +126,7 @@ class Household:
         pools = [SlotPool(spec.capacity_bytes, spec.capacity_bytes) for spec in specs]
         links = [(a, b) for a in range(len(specs)) for b in range(len(specs)) if abs(a - b) == 1]
         settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
-        new_policy, history = policies_of([policy] * len(specs))
+        new_policy, history = policies_of(policies)
         self.engine = CacheEngine(specs, pools, links, settings, lambda: 1.0, new_policy, history)
         self.block_tokens = block_tokens
         self.tally = Tally()
