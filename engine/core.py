@@ -20,6 +20,7 @@ from hicache.engine.blocks import State
 from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Fetching, Positions
+from hicache.engine.gate import WriteGate
 from hicache.engine.hints import Hints
 from hicache.engine.history import History
 from hicache.engine.identity import Identities
@@ -65,7 +66,8 @@ class CacheEngine:
         self.prefill = self.estimates.prefill
         self.hop_s_per_byte = self.estimates.hop_s_per_byte
         self.planner = Planner(settings.planner, rng)
-        self.evictor = Evictor(self.residency, settings.max_moving_bytes)
+        self.gate = WriteGate(history, settings.min_return, settings.write_bytes_per_s)
+        self.evictor = Evictor(self.residency, settings.max_moving_bytes, self.gate)
         self.writedown = WriteDown(self.residency, self.evictor)
         self.evictor.durable = self.writedown
         self.fetching = Fetching(self.residency, self.evictor, self.links)
@@ -133,6 +135,7 @@ class CacheEngine:
         self.residency.tiers = tuple(tiers)
         self.planner.settings = settings.planner
         self.evictor.max_moving_bytes = settings.max_moving_bytes
+        self.gate.configure(settings.min_return, settings.write_bytes_per_s)
 
     # --- what an inference engine asks ----------------------------------------------------------
 
@@ -187,7 +190,8 @@ class CacheEngine:
         if lease.fetching:
             came = min(lease.failed_at, len(lease.ids))
             self.ledger.served(lease, came, namespace.block_tokens, namespace.block_bytes)
-            promote(house, self.links, namespace, lease.ids[:came], self.settings.max_moving_bytes)
+            ids, limit = lease.ids[:came], self.settings.max_moving_bytes
+            promote(house, self.evictor, self.links, namespace, ids, limit)
         lost = lease.ids[house.blocks.tags[lease.ids] == 0]
         if len(lost):
             house.settle(lost)
@@ -251,6 +255,7 @@ class CacheEngine:
         return forgotten
 
     def _put(self, event: p.Put) -> p.Placed:
+        self.gate.pass_time(event.now_s)
         placed = self.storing.put(event)
         self._make_progress()
         return placed
@@ -366,6 +371,7 @@ class CacheEngine:
 
     def _tick(self, event: p.Tick) -> p.Arrivals:
         self.residency.backoff.tick(event.now_s)
+        self.gate.pass_time(event.now_s)
         leases, tickets = self.residency.leases.expired(event.now_s)
         for ticket in tickets:
             self.storing.abort(p.Abort(ticket, event.now_s, writer_gone=False))

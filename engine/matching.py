@@ -148,7 +148,8 @@ class Matching:
         durable = self.writedown.tier
         if self.settings.write_policy == "write_through_selective" and durable is not None:
             wanted = last.tiers and not last.tiers >> durable & 1
-            if wanted and hits[int(last.block_ids()[0])] >= self.settings.selective_hits:
+            is_worth_it = hits[int(last.block_ids()[0])] >= self.settings.selective_hits
+            if wanted and is_worth_it and self.writedown.evictor.gate.admits(last):
                 self.writedown.want(last)
                 self.writedown.advance()
 

@@ -534,7 +534,7 @@ class Daemon:
         if diff.live:
             tiers = self.config.tiers.model_copy(
                 update={
-                    spec.name: _with_watermarks(
+                    spec.name: _with_live_keys(
                         getattr(self.config.tiers, spec.name), getattr(config.tiers, spec.name)
                     )
                     for spec in self.parts.tiers
@@ -619,6 +619,6 @@ def _peer_pid(frame: zmq.Frame) -> int:
     return pid if pid > 0 else 0
 
 
-def _with_watermarks(old: Any, new: Any) -> Any:
-    update = {"high_watermark": new.high_watermark, "low_watermark": new.low_watermark}
-    return old.model_copy(update=update)
+def _with_live_keys(old: Any, new: Any) -> Any:
+    live = ("high_watermark", "low_watermark", "write_budget_bytes_per_day", "min_return")
+    return old.model_copy(update={name: getattr(new, name) for name in live if hasattr(new, name)})

@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hicache.config.fields import Bytes, Deadline, FilePath, Seconds, TierSize, wrong
+from hicache.config.fields import Bytes, Deadline, FilePath, Rate, Seconds, TierSize, wrong
 from hicache.config.units import GIB, MIB, Share, format_size
 from hicache.endpoint import (
     MAX_IPC_PATH_BYTES,
@@ -156,6 +156,20 @@ class DiskConfig(TierConfig):
     )
     min_free_bytes: Bytes = Field(
         default=256 * MIB, validation_alias="min_free", ge=0, description="Left free on the volume."
+    )
+
+    write_budget_bytes_per_day: Rate | None = Field(
+        default=None,
+        validation_alias="write_budget",
+        ge=1,
+        description="What the device may be worn by: of what memory gives up, no more than this is "
+        "written, the likeliest to return first.",
+    )
+    min_return: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="What memory gives up is written only if it returns with this probability.",
     )
 
     @model_validator(mode="after")

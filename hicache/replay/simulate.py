@@ -76,6 +76,7 @@ def replay(
     *,
     warm: float = 0.0,
     hints: bool = True,
+    min_return: float = 0.0,
     saved_s: Callable[[int, int], float] = lambda tokens, hit: 0.0,
     step: Step = lambda done: None,
 ) -> Tally:
@@ -93,7 +94,7 @@ def replay(
         tally.tokens = sum(request.input_tokens for request in trace.requests[first:])
         return tally
     policies = [policy if isinstance(policy, str) else policy[name] for name in tiers]
-    household = Household(tiers, policies, trace.block_tokens)
+    household = Household(tiers, policies, trace.block_tokens, min_return)
     for number, request in enumerate(trace.requests):
         if number == first:
             household.tally = tally
@@ -111,7 +112,11 @@ class Household:
     """A cache engine over empty tiers, whose moves are done as soon as they are asked for."""
 
     def __init__(
-        self, tiers: Mapping[str, int], policies: Sequence[str], block_tokens: int
+        self,
+        tiers: Mapping[str, int],
+        policies: Sequence[str],
+        block_tokens: int,
+        min_return: float = 0.0,
     ) -> None:
         specs = [
             # Requests need one tier that they can be written to: the fastest there is.
@@ -125,8 +130,10 @@ class Household:
         ]
         pools = [SlotPool(spec.capacity_bytes, spec.capacity_bytes) for spec in specs]
         links = [(a, b) for a in range(len(specs)) for b in range(len(specs)) if abs(a - b) == 1]
-        settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
-        new_policy, history = policies_of(policies)
+        settings = EngineSettings(
+            planner=PlannerSettings(mode="always_reload"), min_return=min_return
+        )
+        new_policy, history = policies_of(policies, wants_model=min_return > 0)
         self.engine = CacheEngine(specs, pools, links, settings, lambda: 1.0, new_policy, history)
         self.block_tokens = block_tokens
         self.tally = Tally()

@@ -5,6 +5,7 @@ Two namespaces with blocks of one and of two pages share the tiers, and two owne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,6 +48,8 @@ class EngineMachine(RuleBasedStateMachine):
     tiers: Sequence[tuple[str, int, bool, bool]] = THREE_TIERS
     policy = "write_back"
     eviction = "lru"
+    min_return = 0.0
+    write_bytes_per_s = math.inf
     num_namespaces = 1
     slab_bytes = BLOCK_BYTES
     prompts_at_start = 0
@@ -56,7 +59,12 @@ class EngineMachine(RuleBasedStateMachine):
         reload = PlannerSettings(mode="always_reload")
         self.world = World(
             self.tiers,
-            EngineSettings(write_policy=self.policy, planner=reload),  # type: ignore[arg-type]
+            EngineSettings(
+                write_policy=self.policy,  # type: ignore[arg-type]
+                planner=reload,
+                min_return=self.min_return,
+                write_bytes_per_s=self.write_bytes_per_s,
+            ),
             self.slab_bytes,
             self.eviction,
         )
@@ -298,7 +306,7 @@ class EngineMachine(RuleBasedStateMachine):
         history = self.world.engine.history
         assert history is not None
         ranks = np.random.default_rng(seed).random((num_kinds + 1, NUM_BINS)).tolist()
-        history.adopt(Model(ranks[1:], ranks[0]))
+        history.adopt(Model(ranks[1:], ranks[0], ranks[1:], ranks[0]))
 
     def teardown(self) -> None:
         """Quiet at the end: nothing leaks once everybody has gone."""
@@ -320,6 +328,15 @@ class WriteThroughMachine(EngineMachine):
 
 class SelectiveMachine(EngineMachine):
     policy = "write_through_selective"
+
+
+class GatedMachine(EngineMachine):
+    """What memory gives up is written or forgotten, as a model says that knows nothing and a budget
+    that is soon spent allows."""
+
+    eviction = "hazard"
+    min_return = 0.3
+    write_bytes_per_s = BLOCK_BYTES / 600
 
 
 class UnmappedHbmMachine(EngineMachine):
@@ -371,6 +388,7 @@ MACHINES = [
     EngineMachine,
     WriteThroughMachine,
     SelectiveMachine,
+    GatedMachine,
     UnmappedHbmMachine,
     OneTierMachine,
     TwoSizesMachine,

@@ -45,9 +45,11 @@ def test_too_few_returns_say_nothing() -> None:
 
 
 def test_an_unknown_class_ranks_as_anybody() -> None:
-    model = Model([[0.9] * NUM_BINS], [0.1] * NUM_BINS)
+    known, other = [0.9] * NUM_BINS, [0.1] * NUM_BINS
+    model = Model([known], other, [other], known)
     assert [model.rank(kind, 0.0) for kind in (-1, 0, 1)] == [0.1, 0.9, 0.1]
-    assert Model([], [0.1] * NUM_BINS).rank(-1, 0.0) == 0.1
+    assert [model.returns_at(kind, 0.0) for kind in (-1, 0, 1)] == [0.9, 0.1, 0.9]
+    assert Model([], other, [], known).rank(-1, 0.0) == 0.1
 
 
 def test_what_is_still_out_counts_against_its_class() -> None:
