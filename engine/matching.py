@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from hicache.engine import plan as p
+from hicache.engine.blocks import State
 from hicache.engine.cost import LinkCost, PrefillCost
 from hicache.engine.history import History, symbols_of
 from hicache.engine.ids import ids_along, in_few
@@ -18,9 +20,13 @@ from hicache.engine.index import Path
 from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger
 from hicache.engine.planner import Hit, Planner
+from hicache.engine.reloading import Way, reload_over
 from hicache.engine.residency import NO_TIER, Namespace, Residency
 from hicache.engine.settings import EngineSettings
 from hicache.engine.writedown import WriteDown
+
+TRAVELLING_BYTES: Final = 32 << 20
+"""At most, over one link (`transfer/lane.py`): what a demand waits for although it goes first."""
 
 
 @dataclass(slots=True)
@@ -83,17 +89,21 @@ class Matching:
         hop = event.hop_bytes_per_s
         hop_s = 1.0 / hop if hop else self.estimates.hop_s_per_byte[event.namespace]
         prefill = self.estimates.prefill[event.namespace]
-        decision = self.planner.decide(
-            Hit(
-                num_tokens,
-                namespace.block_tokens,
-                min(event.skip_blocks * namespace.block_tokens, num_tokens),
-                kept,
-                self._reload_seconds(namespace, kept, hop_s),
-                prefill.seconds,
-                prefill.is_known,
-            )
+        hit = Hit(
+            num_tokens,
+            namespace.block_tokens,
+            min(event.skip_blocks * namespace.block_tokens, num_tokens),
+            kept,
+            (),
+            prefill.seconds,
+            prefill.is_known,
+            (),
+            prefill.doubt_s,
+            0.0,
+            event.namespace,
         )
+        self._estimate_reload(hit, namespace, path, event.skip_blocks, hop_s)
+        decision = self.planner.decide(hit)
         self.ledger.decided(decision.name, decision.reason)
         lease_id = house.leases.next_id() if decision.reload_blocks else 0
         if path.num_blocks or self.history is not None:
@@ -195,36 +205,55 @@ class Matching:
                 runs.append(p.TierRun(house.tiers[tier].name, count))
         return runs, total
 
-    def _reload_seconds(
-        self, namespace: Namespace, runs: Sequence[p.TierRun], hop_s_per_byte: float
-    ) -> list[float]:
-        """Per run, expected seconds until it and those before it are in the engine.
-
-        Links work side by side; the last hop takes every byte one after another."""
+    def _estimate_reload(
+        self, hit: Hit, namespace: Namespace, path: Path, first: int, hop_s_per_byte: float
+    ) -> None:
+        """Fill in what reloading the hit's runs takes; they begin at block `first` of the path."""
         house = self.residency
-        loaded: dict[tuple[int, int], float] = {}
-        seconds = []
-        total = 0.0
-        for run in runs:
-            num_bytes = run.num_blocks * namespace.block_bytes
-            total += num_bytes
-            src = house.number_of(run.tier)
-            if not house.tiers[src].mapped:
-                for link in self.estimates.links:
-                    if link[0] == src and house.tiers[link[1]].mapped:
-                        loaded[link] = loaded.get(link, 0.0) + num_bytes
-                        break
-            if not loaded:  # readable in place, as far as this: only the last hop counts
-                seconds.append(total * hop_s_per_byte)
+        way_of: dict[str, Way | None] = {}
+        for run in hit.runs:
+            if run.tier not in way_of:
+                src = house.number_of(run.tier)
+                way_of[run.tier] = self._way_from(src, hit, namespace, path, first)
+        if any(way_of.values()):
+            ways = [way_of[run.tier] for run in hit.runs]
+            reload = reload_over(hit.runs, ways, namespace.block_bytes, hop_s_per_byte)
+            hit.runs, hit.reload_s, hit.reload_doubt_s = reload.runs, reload.seconds, reload.doubt_s
+            hit.start_s = reload.start_s
+            return
+        total, seconds = 0, []
+        for run in hit.runs:  # readable in place: only the last hop counts
+            total += run.num_blocks
+            seconds.append(total * namespace.block_bytes * hop_s_per_byte)
+        hit.reload_s = seconds
+
+    def _way_from(
+        self, src: int, hit: Hit, namespace: Namespace, path: Path, first: int
+    ) -> Way | None:
+        """Behind the demand that is queued there, and what travels already whatever its priority.
+        Of this hit's own blocks some may be on their way: they are in that queue and need not be
+        copied once more."""
+        house = self.residency
+        if house.tiers[src].mapped:
+            return None
+        for link, cost in self.estimates.links.items():
+            if link[0] != src or not house.tiers[link[1]].mapped:
                 continue
-            links_s = [
-                self.estimates.links[link].seconds(
-                    size, house.bytes_moving(link, p.Priority.DEMAND)
-                )
-                for link, size in loaded.items()
-            ]
-            seconds.append(max(links_s) + total * hop_s_per_byte)
-        return seconds
+            demand = house.bytes_moving(link, p.Priority.DEMAND)
+            others = house.bytes_moving(link, p.Priority.DEMOTION) - demand
+            ahead = demand + min(others, TRAVELLING_BYTES)
+            if demand:
+                state = house.blocks.state[link[1]]
+                position, coming = first, 0
+                for run in hit.runs:
+                    last = position + run.num_blocks
+                    if house.number_of(run.tier) == src:
+                        for span in path.spans(position, last):
+                            coming += int((state[span] == State.FILLING).sum())
+                    position = last
+                ahead -= min(ahead, coming * namespace.block_bytes)
+            return Way(cost, ahead)
+        return None
 
 
 def _slice_runs(runs: Sequence[p.TierRun], first: int, last: int) -> list[p.TierRun]:

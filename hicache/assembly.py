@@ -84,7 +84,14 @@ def engine_settings(config: Config) -> EngineSettings:
     return EngineSettings(
         write_policy=config.write_policy,
         selective_hits=config.selective_hits,
-        planner=PlannerSettings(planner.mode, planner.recompute_band, planner.exploration),
+        planner=PlannerSettings(
+            planner.mode,
+            planner.recompute_band,
+            planner.doubt_band,
+            planner.exploration,
+            planner.deadline_share,
+            planner.min_deadline_s,
+        ),
         prior=PrefillPrior(
             default.fixed_s if planner.prior_fixed_s is None else planner.prior_fixed_s,
             default.per_token_s if planner.prior_per_token_s is None else planner.prior_per_token_s,

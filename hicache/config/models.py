@@ -197,11 +197,30 @@ class PlannerConfig(Section):
     recompute_band: float = Field(
         default=0.05, ge=0, le=1, description="Gains below this share count as a tie: recompute."
     )
+    doubt_band: float = Field(
+        default=0.10,
+        ge=0,
+        le=1,
+        description="Gains below this share must be larger than the estimates may be off.",
+    )
     exploration: float = Field(
         default=0.01,
         ge=0,
         le=0.5,
-        description="Share of decisions taken the other way, to keep learning.",
+        description="Share of all time to first token that may be spent on trying the other way, "
+        "to keep learning.",
+    )
+    deadline_share: float = Field(
+        default=1.0,
+        ge=0,
+        le=100,
+        description="A load may take so much longer than expected; what has not come by then is "
+        "recomputed. 1 is twice as long.",
+    )
+    min_deadline_s: Deadline = Field(
+        default=0.05,
+        validation_alias="min_deadline",
+        description="Time that every load has, however short it is expected to be.",
     )
     probe_links: bool = Field(default=True, description="Measure each tier's speed at start.")
 
