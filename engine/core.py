@@ -164,11 +164,13 @@ class CacheEngine:
     def _fetch(self, event: p.Fetch) -> p.Fetched:
         lease = self._lease(event.lease)
         lease.started_s = event.now_s
-        ready, expected_s = self.fetching.fetch(lease, event.deadline_s)
+        lease.deadline_s = event.deadline_s
+        ready, expected_s = self.fetching.fetch(lease, self.settings.planner)
         self._make_progress()
         unplaced = len(lease.ids) - lease.unplaced if lease.id in self.fetching.unplaced else 0
         self.fetching.take_ended()  # the answer says so itself
-        return p.Fetched(tuple(ready), len(lease.awaited), unplaced, expected_s)
+        waiting = len(lease.awaited)
+        return p.Fetched(tuple(ready), waiting, unplaced, expected_s, lease.deadline_s)
 
     def _release(self, event: p.Release) -> bool:
         house = self.residency

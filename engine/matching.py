@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from hicache.engine import plan as p
 from hicache.engine.blocks import State
@@ -24,9 +23,6 @@ from hicache.engine.reloading import Way, reload_over
 from hicache.engine.residency import NO_TIER, Namespace, Residency
 from hicache.engine.settings import EngineSettings
 from hicache.engine.writedown import WriteDown
-
-TRAVELLING_BYTES: Final = 32 << 20
-"""At most, over one link (`transfer/lane.py`): what a demand waits for although it goes first."""
 
 
 @dataclass(slots=True)
@@ -230,19 +226,16 @@ class Matching:
     def _way_from(
         self, src: int, hit: Hit, namespace: Namespace, path: Path, first: int
     ) -> Way | None:
-        """Behind the demand that is queued there, and what travels already whatever its priority.
-        Of this hit's own blocks some may be on their way: they are in that queue and need not be
-        copied once more."""
+        """Some of the hit's own blocks may be on their way there: they are in that queue, and need
+        not be copied once more."""
         house = self.residency
         if house.tiers[src].mapped:
             return None
         for link, cost in self.estimates.links.items():
             if link[0] != src or not house.tiers[link[1]].mapped:
                 continue
-            demand = house.bytes_moving(link, p.Priority.DEMAND)
-            others = house.bytes_moving(link, p.Priority.DEMOTION) - demand
-            ahead = demand + min(others, TRAVELLING_BYTES)
-            if demand:
+            ahead = house.bytes_ahead(link)
+            if ahead:
                 state = house.blocks.state[link[1]]
                 position, coming = first, 0
                 for run in hit.runs:

@@ -200,6 +200,13 @@ class Planner:
         return None
 
 
+def load_limit_s(settings: PlannerSettings, expected_s: float, doubt_s: float) -> float:
+    """How long a load is waited for: half as long again as expected and twice its doubt, within
+    what the settings allow."""
+    more_s = min(0.5 * expected_s + 2.0 * doubt_s, settings.deadline_share * expected_s)
+    return max(expected_s + more_s, settings.min_deadline_s)
+
+
 def _doubt_s(hit: Hit, cut: _Cut) -> float:
     """Standard deviation of what the cut gains over recomputing everything."""
     reload_s = hit.reload_doubt_s[cut.run] if hit.reload_doubt_s else 0.0

@@ -32,6 +32,8 @@ from hicache.engine.plan import Move, Outcome, Priority
 from hicache.engine.policies.base import EvictionPolicy
 from hicache.tiers.block import Ids, SlotPool, TierSpec
 
+TRAVELLING_BYTES = 32 << 20
+"""At most, over one link (`transfer/lane.py`)."""
 NO_TIER = 255
 
 
@@ -117,6 +119,11 @@ class Residency:
     def bytes_moving(self, link: tuple[int, int], at_most: Priority) -> int:
         """Bytes in the link's queue of this priority or a more urgent one."""
         return sum(self.num_moving[link][: at_most + 1])
+
+    def bytes_ahead(self, link: tuple[int, int]) -> int:
+        """Bytes that a demand waits for: other demand, and what travels already, whatever it is."""
+        demand, *others = self.num_moving[link]
+        return demand + min(sum(others), TRAVELLING_BYTES)
 
     def where(self, ids: Ids, tier: int, state: State) -> Ids:
         """Those of `ids` whose copy in `tier` is in `state`."""

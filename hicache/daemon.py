@@ -27,7 +27,7 @@ import zmq
 
 from hicache import __version__
 from hicache import statistics as figures
-from hicache.assembly import Parts, engine_settings, new_engine, tier_specs
+from hicache.assembly import Parts, engine_settings, new_engine, paces_of, tier_specs
 from hicache.config import Config, LoadedConfig, diff_live
 from hicache.config.units import format_size
 from hicache.delivery import Part
@@ -156,6 +156,9 @@ class Daemon:
         """One poll, and everything that was ready."""
         if self.service.waiting.is_sending:
             wait_s = min(wait_s, SEND_MORE_S)
+        if self.service.waiting.fetches:
+            due_s = self.service.waiting.next_fetch_deadline_s() - time.monotonic()
+            wait_s = min(wait_s, max(due_s, 0.0))
         events = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         self._news_s = time.monotonic()
         if self.mover.fileno() in events:
@@ -174,6 +177,8 @@ class Daemon:
             self._await_the_next()
         if self.service.waiting.is_sending:
             self.service.send_more()
+        if self.service.waiting.fetches:
+            self.service.end_overdue_fetches(time.monotonic())
         if self._wants_reload:
             self._wants_reload = False
             self._reload_or_complain()
@@ -185,7 +190,7 @@ class Daemon:
         self._tell_reluctance()
         if self._fitter is not None:
             self._fitter.tick()
-        if self.config.debug:
+        if self.config.debug.check:
             self.engine.validate()
 
     def _watch_processes(self) -> None:
@@ -521,6 +526,8 @@ class Daemon:
                 engine_settings(self.config), tier_specs(self.config, self.parts.tiers)
             )
             self.service.configure(self.config.deadlines, self.config.limits)
+            for tier, paces in paces_of(self.config).items():
+                self.mover.pace(tier, *paces)
             logging.getLogger().setLevel(self.config.log_level.upper())
         return {"live": list(diff.live), "restart": list(diff.restart)}
 
