@@ -175,25 +175,26 @@ class Matching:
     def runs(self, path: Path) -> tuple[list[p.TierRun], int]:
         """The readable prefix of a path, grouped by each block's fastest tier."""
         house = self.residency
+        bits = [node.staying for node in path.nodes]
+        if bits and bits.count(bits[0]) == len(bits):  # by far the most frequent, and the longest
+            tier = house.fastest(bits[0])
+            if tier == NO_TIER:
+                return [], 0
+            return [p.TierRun(house.tiers[tier].name, path.num_blocks)], path.num_blocks
         runs: list[p.TierRun] = []
         total = 0
         position = 0
-        bits = [node.staying for node in path.nodes]
         while position < len(bits):
             alike = bits[position]
             tier = house.fastest(alike)
             if tier == NO_TIER:
                 break
             start = position
-            if bits.count(alike) == len(bits):  # by far the most frequent case, and the longest
-                position = len(bits)
-                count = path.num_blocks
-            else:
-                while position < len(bits) and bits[position] == alike:
-                    position += 1
-                count = sum([node.num_blocks for node in path.nodes[start:position]])
-                if position == len(bits) and path.partial:
-                    count += path.partial - path.nodes[-1].num_blocks
+            while position < len(bits) and bits[position] == alike:
+                position += 1
+            count = sum([node.num_blocks for node in path.nodes[start:position]])
+            if position == len(bits) and path.partial:
+                count += path.partial - path.nodes[-1].num_blocks
             total += count
             if runs and runs[-1].tier == house.tiers[tier].name:
                 runs[-1].num_blocks += count

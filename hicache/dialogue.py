@@ -29,7 +29,6 @@ from hicache.answers import (
     Match,
     Ping,
     PutResult,
-    match_of,
     read_count,
     read_match,
     read_ping,
@@ -40,7 +39,7 @@ from hicache.connection import TROUBLE, Connection
 from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
 from hicache.storing import Fill, Source, Storing, Tally
 from hicache.tiers.arena import Arena
-from hicache.wire import MatchReply, WireError
+from hicache.wire import WireError
 
 
 class Dialogue:
@@ -76,13 +75,13 @@ class Dialogue:
             if len(packed) > greeting.max_prompt_tokens * TOKEN_BYTES:
                 whole = greeting.max_prompt_tokens // greeting.block_tokens * greeting.block_tokens
                 body["tokens"] = packed[: whole * TOKEN_BYTES]
-            greeting, reply, _ = await self._connection.ask(
-                "match", body, deadline_s, read_plain_match
+            asked, match = self._connection.ask_at_once(
+                "match", body, deadline_s, greeting, read_plain_match
             )
-            if isinstance(reply, MatchReply):
-                match = match_of(reply, greeting.session)
-            else:
-                match = read_match(reply, greeting.session)
+            if match is None:
+                greeting, reply, _ = await self._connection.ask("match", body, deadline_s, asked)
+                match = read_match(reply)
+            match.session = greeting.session
         except TROUBLE as trouble:
             return Match.miss(self._connection.failed(trouble, started_s))
         self._connection.succeeded()
@@ -138,6 +137,7 @@ class Dialogue:
         return Fetched(blocks, time.monotonic() - started_s, by_tier)
 
     async def release(self, match: Match, hop_bytes: float, hop_s: float, total_s: float) -> None:
+        """Sent, not waited for, like `observe`."""
         started_s = time.monotonic()
         body = {
             "lease": match.lease,
@@ -149,9 +149,8 @@ class Dialogue:
             self._connection.begin(started_s)
             greeting = self._connection.session_of(match)
             if greeting is not None:
-                await self._connection.exchange(
-                    "release", body, started_s + self._connection.timeouts.call_s, greeting
-                )
+                deadline_s = started_s + self._connection.timeouts.call_s
+                await self._connection.post("release", body, deadline_s, greeting)
         except TROUBLE as trouble:
             self._connection.failed(trouble, started_s)
 

@@ -217,7 +217,7 @@ class Service:
 
     def _bye(self, asked: Asked, session: Session) -> None:
         self.end(session, asked.now_s)
-        self._reply(asked.peer)
+        self._confirm(asked)
 
     def _end_idle_sessions(self, now_s: float) -> None:
         """Of clients that were dropped in a process that lives, as far as can be told: silent for
@@ -323,13 +323,13 @@ class Service:
         lease = body["lease"]
         leased = self.engine.residency.leases.leases.get(lease)
         if leased is None or leased.owner != session.group.number:
-            self._reply(asked.peer, released=False)
+            self._confirm(asked, released=False)
             return
         self.do(p.ObserveReload(lease, body["hop_bytes"], body["hop_s"], body["total_s"]))
         fetch = self.waiting.fetches.pop(lease, None)
         if fetch is not None:  # given up while blocks were still on their way
             self._give_up(fetch)
-        self._reply(asked.peer, released=self.do(p.Release(lease, asked.now_s)))
+        self._confirm(asked, released=self.do(p.Release(lease, asked.now_s)))
 
     # --- handing blocks over --------------------------------------------------------------------
 
@@ -419,7 +419,7 @@ class Service:
             raise p.UnknownTicket(number)
         # The client says it: it writes those slots no more.
         aborted = self.do(p.Abort(number, asked.now_s, writer_gone=True))
-        self._reply(asked.peer, aborted=aborted)
+        self._confirm(asked, aborted=aborted)
 
     def _clear(self, asked: Asked, session: Session) -> None:
         cleared = self.do(p.Clear(session.namespace, asked.now_s))
@@ -436,7 +436,7 @@ class Service:
                 body["seconds"],
             )
         )
-        self._reply(asked.peer)
+        self._confirm(asked)
 
     # --- those who wait -------------------------------------------------------------------------
 
@@ -505,6 +505,11 @@ class Service:
 
     def _reply(self, peer: Peer, parts: Sequence[Part] = (), **fields: Any) -> None:
         self._send(peer, {"id": peer.request_id, "ok": True, **fields}, parts)
+
+    def _confirm(self, asked: Asked, **fields: Any) -> None:
+        """Reply that it is done, to whoever wants to hear that."""
+        if not asked.request.body["quiet"]:
+            self._reply(asked.peer, **fields)
 
     def _deadline(self, asked: Asked, default_s: float) -> float:
         """When the caller stops waiting, or our own limit, whichever is first."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from hicache.answers import FetchedRun
 from hicache.client import Decision, Match, PutResult
 from hicache.keys import TOKEN_BYTES, NamespaceSpec, encode_tokens
+from hicache.wire import DecisionName
 
 Block = npt.NDArray[np.uint8]
 
@@ -65,7 +66,7 @@ class MemoryClient:
         while self._key(hit) in self.memory.blocks:
             hit += 1
         reload = min(hit, self.memory.reload)
-        name = "recompute" if not reload else "reload" if reload == hit else "partial"
+        name: DecisionName = "recompute" if not reload else "reload" if reload == hit else "partial"
         self.memory.leases += reload > 0
         decision = Decision(name, reload, "test", "a test decides")
         runs = tuple((self.memory.tiers(block), 1) for block in range(hit))
