@@ -79,6 +79,7 @@ class CacheEngine:
             settings,
             history,
         )
+        self.record = self.matching.record
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
         self._by_digest: dict[bytes, int] = {}
         self._cancel: list[int] = []
@@ -87,6 +88,7 @@ class CacheEngine:
             p.Match: self.matching.match,
             p.Stopped: self.matching.stopped,
             p.Fetch: self._fetch,
+            p.CutShort: self._cut_short,
             p.Release: self._release,
             p.Put: self._put,
             p.Commit: self._commit,
@@ -149,6 +151,7 @@ class CacheEngine:
             idle = self.residency.namespaces[number]
             assert not idle.root.children, "a namespace with blocks was to be forgotten"
             del self._by_digest[idle.digest]
+            self.record.forget(number)
             self.residency.namespaces[number] = self._new_namespace(event, number, idle.root)
             self.prefill[number] = PrefillCost(self.settings.prior)
             self.hop_s_per_byte[number] = 1.0 / self.settings.hop_bytes_per_s
@@ -177,6 +180,11 @@ class CacheEngine:
         lease = house.leases.close(event.lease)
         if lease is None:
             return False
+        came = self.fetching.prefix_blocks(lease) if lease.fetching else 0
+        if lease.fetching:
+            self.record.reloaded(lease.id, came, lease.took_s or None)
+        else:
+            self.record.dropped(lease.id)
         for move in self.fetching.forget(lease):
             block = house.moves[move].block
             dst = house.number_of(cast(str, house.moves[move].dst))
@@ -185,7 +193,6 @@ class CacheEngine:
                 self._cancel.append(move)
         namespace = house.namespaces[lease.namespace]
         if lease.fetching:
-            came = min(lease.failed_at, len(lease.ids))
             self.ledger.served(lease, came, namespace.block_tokens, namespace.block_bytes)
             promote(house, self.links, namespace, lease.ids[:came], self.settings.max_moving_bytes)
         lost = lease.ids[house.blocks.tags[lease.ids] == 0]
@@ -207,7 +214,15 @@ class CacheEngine:
         self._make_progress()  # what it was writing has made room, even if it held no lease
         return freed
 
+    def _cut_short(self, event: p.CutShort) -> None:
+        lease = self.residency.leases.leases.get(event.lease)
+        if lease is not None:
+            lease.failed_at = min(lease.failed_at, event.num_blocks)
+
     def _observe(self, event: p.Observe) -> None:
+        self.record.prefilled(
+            event.namespace, event.num_requests, event.sum_n, event.sum_nc, event.seconds
+        )
         self.prefill[event.namespace].observe(
             event.num_requests, event.sum_n, event.sum_nc, event.seconds
         )
@@ -220,7 +235,7 @@ class CacheEngine:
             self.hop_s_per_byte[lease.namespace], event.hop_bytes, event.hop_seconds
         )
         if is_measurable(event.total_seconds):
-            self.ledger.judged(lease.decision.reload_s, event.total_seconds)
+            lease.took_s = event.total_seconds
 
     def _clear(self, event: p.Clear) -> int:
         """Forget what nobody holds: leaves first, as far as leases and moves let it."""
@@ -266,7 +281,12 @@ class CacheEngine:
     def _moves_done(self, event: p.MovesDone) -> p.Arrivals:
         told, came, num_changed = self._apply(event.outcomes, event.now_s)
         self._make_progress()
-        return self._arrivals(told, came, num_changed > 0)
+        arrivals = self._arrivals(told, came, num_changed > 0)
+        for number in arrivals.finished:
+            lease = self.residency.leases.leases.get(number)
+            if lease is not None:  # unless its client says better
+                lease.took_s = event.now_s - lease.started_s
+        return arrivals
 
     def _apply(
         self, outcomes: Iterable[p.Outcome], now_s: float

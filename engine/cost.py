@@ -109,6 +109,11 @@ class PrefillCost:
         x = (n > 0) - (other_n > 0), (n - other_n) * _PER_TOKEN, pairs * _PER_PAIR
         return sqrt(self._fit.variance(x))
 
+    def foreseen(self, num_requests: int, sum_n: float, sum_nc: float) -> tuple[float, float]:
+        """Expected seconds of a step, and their standard deviation."""
+        x = num_requests, sum_n * _PER_TOKEN, sum_nc * _PER_PAIR
+        return self._fit.expect(x), sqrt(self._fit.variance(x))
+
     def tokens_per_s(self, new_tokens: int = 1024) -> float:
         """Prefill speed at a round size, for people to read."""
         return new_tokens / max(self.seconds(new_tokens, 0), 1e-9)

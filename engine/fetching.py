@@ -138,6 +138,17 @@ class Fetching:
         before = set(lease.ids[: lease.failed_at].tolist())
         return not (before & lease.awaited)
 
+    def prefix_blocks(self, lease: Lease) -> int:
+        """How many of its blocks could be read at most: before whatever failed or is still to
+        come."""
+        blocks = min(lease.failed_at, len(lease.ids))
+        if lease.id in self.unplaced:
+            blocks = min(blocks, lease.unplaced)
+        if lease.awaited:
+            is_awaited = np.isin(lease.ids, np.array(list(lease.awaited), np.int32))
+            blocks = min(blocks, int(is_awaited.argmax()) if is_awaited.any() else blocks)
+        return blocks
+
     def forget(self, lease: Lease) -> list[int]:
         """The lease is closed. Returns moves that nobody waits for any more."""
         self.unplaced.pop(lease.id, None)

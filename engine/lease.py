@@ -23,7 +23,7 @@ class Lease:
 
     `awaited`: blocks on their way; `unplaced`: blocks that still lack room, from this position of
     `ids` on; `failed_at`: the readable prefix ends here at the latest. `started_s` and `deadline_s`
-    are set by the first fetch.
+    are set by the first fetch, `took_s` when its end is known.
     """
 
     id: int
@@ -40,6 +40,7 @@ class Lease:
     fetching: bool = False
     started_s: float = 0.0
     deadline_s: float = 0.0
+    took_s: float = 0.0
     link_bytes: int = 0
 
 

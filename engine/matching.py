@@ -19,6 +19,7 @@ from hicache.engine.index import Path
 from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger
 from hicache.engine.planner import Hit, Planner
+from hicache.engine.record import Recorder
 from hicache.engine.reloading import Way, reload_over
 from hicache.engine.residency import NO_TIER, Namespace, Residency
 from hicache.engine.settings import EngineSettings
@@ -41,7 +42,7 @@ class _Unsettled:
     event: p.Match
     path: Path
     lease_id: int
-    runs: tuple[p.TierRun, ...]
+    hit: Hit
     decision: p.Decision
 
 
@@ -66,6 +67,7 @@ class Matching:
         self.ledger = ledger
         self.settings = settings
         self.history = history
+        self.record = Recorder(estimates.prefill, self._reload_again)
         self._unsettled: _Unsettled | None = None
 
     def match(self, event: p.Match) -> p.Matched:
@@ -103,7 +105,7 @@ class Matching:
         self.ledger.decided(decision.name, decision.reason)
         lease_id = house.leases.next_id() if decision.reload_blocks else 0
         if path.num_blocks or self.history is not None:
-            self._unsettled = _Unsettled(event, path, lease_id, tuple(kept), decision)
+            self._unsettled = _Unsettled(event, path, lease_id, hit, decision)
         return p.Matched(lease_id, tuple(runs), hit_blocks, decision)
 
     def settle(self) -> None:
@@ -129,11 +131,13 @@ class Matching:
                 ids_along(leased),
                 leased,
                 event.now_s + event.ttl_s,
-                unsettled.runs,
+                tuple(unsettled.hit.runs),
                 decision,
             )
             lease.failed_at = len(lease.ids)
             house.leases.open(lease)
+        if unsettled.hit.runs:
+            self.record.decided(unsettled.hit, decision, unsettled.lease_id, event.now_s)
         if self.history is not None:
             symbols = symbols_of(event.tokens, namespace.step)
             ghosts = self.history.used(event.namespace, symbols, event.now_s, event.is_partial)
@@ -223,6 +227,25 @@ class Matching:
             total += run.num_blocks
             seconds.append(total * namespace.block_bytes * hop_s_per_byte)
         hit.reload_s = seconds
+
+    def _reload_again(self, hit: Hit, blocks: int) -> float:
+        """What reloading so much of a hit would take by what is known now, behind the queue of
+        then."""
+        house = self.residency
+        size = house.namespaces[hit.namespace].block_bytes
+        copied: dict[int, float] = {}
+        left = blocks
+        for run in hit.runs:
+            src = house.number_of(run.tier)
+            if not house.tiers[src].mapped:
+                copied[src] = copied.get(src, 0.0) + min(run.num_blocks, left) * size
+            left -= min(run.num_blocks, left)
+        seconds = 0.0
+        for (src, dst), cost in self.estimates.links.items():
+            if src in copied and house.tiers[dst].mapped:
+                wait_s = max(hit.start_s - cost.latency_s, 0.0)
+                seconds = max(seconds, wait_s + cost.seconds(copied[src]))
+        return seconds + blocks * size * self.estimates.hop_s_per_byte[hit.namespace]
 
     def _way_from(
         self, src: int, hit: Hit, namespace: Namespace, path: Path, first: int

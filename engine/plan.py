@@ -201,6 +201,14 @@ class Fetch(Event[Fetched]):
     deadline_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class CutShort(Event[None]):
+    """The fetch of this lease has been answered, with the first `num_blocks` only."""
+
+    lease: int
+    num_blocks: int
+
+
 @dataclass(slots=True)
 class Release(Event[bool]):
     """The lease is no longer needed. Answer: whether it existed."""

@@ -455,6 +455,12 @@ class Daemon:
         problems = {t: why.get(t, "starting") for t, state in states.items() if state != "up"}
         return {"healthy": not problems, "tiers": states, "problems": problems}
 
+    def _explain(self, request: Any) -> dict[str, Any]:
+        """The last decisions on hits, in words and as data."""
+        self.engine.matching.settle()
+        last = request.body["last"]
+        return {"decisions": figures.decision_rows(self.service, last, time.monotonic())}
+
     def _tier_states(self) -> dict[str, str]:
         devices = self.mover.states()
         states = {spec.name: "up" for spec in self.parts.tiers}
@@ -579,6 +585,7 @@ _ADMIN: Final[Mapping[str, Callable[[Daemon, Any], dict[str, Any]]]] = {
     "ping": Daemon._ping,
     "stats": Daemon._stats,
     "health": Daemon._health,
+    "explain": Daemon._explain,
     "reload": Daemon._reload,
 }
 

@@ -497,6 +497,7 @@ class Service:
         if fetch.unsent:
             self.errors["unread"] += 1
         self.delivery.give_up(fetch, self._session_of(fetch))
+        self.do(p.CutShort(fetch.lease, fetch.prefix_blocks()))
 
     def _session_of(self, fetch: WaitingFetch) -> Session:
         return self.sessions.by_token[fetch.session]
