@@ -395,7 +395,10 @@ class CacheEngine:
     def _flush(self, event: p.Flush) -> int:
         self.writedown.flush()
         self._make_progress()
-        return len(self.writedown.pending) + len(self.residency.moves)
+        house = self.residency
+        durable = {tier.name for tier in house.tiers if tier.durable}
+        reads = sum([m.src in durable and m.dst is not None for m in house.moves.values()])
+        return len(self.writedown.pending) + len(house.moves) - reads
 
     # --- after every event ----------------------------------------------------------------------
 

@@ -236,6 +236,7 @@ class Fetching:
         if len(slots):
             ids = lease.ids[positions[: len(slots)]]
             house.start(namespace, ids, src, dst, slots, Priority.DEMAND, lease.deadline_s)
+            house.progress_s.setdefault(link, lease.started_s)
             lease.link_bytes += len(slots) * namespace.block_bytes
             for block in ids.tolist():
                 self._wait(lease, block)

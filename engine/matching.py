@@ -21,7 +21,7 @@ from hicache.engine.ledger import Ledger
 from hicache.engine.planner import Hit, Planner
 from hicache.engine.record import Recorder
 from hicache.engine.reloading import Way, reload_over
-from hicache.engine.residency import NO_TIER, Namespace, Residency
+from hicache.engine.residency import NO_TIER, TRAVELLING_BYTES, Namespace, Residency
 from hicache.engine.settings import EngineSettings
 from hicache.engine.writedown import WriteDown
 
@@ -100,7 +100,7 @@ class Matching:
             0.0,
             event.namespace,
         )
-        self._estimate_reload(hit, namespace, path, event.skip_blocks, hop_s)
+        self._estimate_reload(hit, namespace, path, event, hop_s)
         decision = self.planner.decide(hit)
         self.ledger.decided(decision.name, decision.reason)
         lease_id = house.leases.next_id() if decision.reload_blocks else 0
@@ -207,15 +207,15 @@ class Matching:
         return runs, total
 
     def _estimate_reload(
-        self, hit: Hit, namespace: Namespace, path: Path, first: int, hop_s_per_byte: float
+        self, hit: Hit, namespace: Namespace, path: Path, event: p.Match, hop_s_per_byte: float
     ) -> None:
-        """Fill in what reloading the hit's runs takes; they begin at block `first` of the path."""
+        """Fill in what reloading the hit's runs takes."""
         house = self.residency
         way_of: dict[str, Way | None] = {}
         for run in hit.runs:
             if run.tier not in way_of:
                 src = house.number_of(run.tier)
-                way_of[run.tier] = self._way_from(src, hit, namespace, path, first)
+                way_of[run.tier] = self._way_from(src, hit, namespace, path, event)
         if any(way_of.values()):
             ways = [way_of[run.tier] for run in hit.runs]
             reload = reload_over(hit.runs, ways, namespace.block_bytes, hop_s_per_byte)
@@ -248,7 +248,7 @@ class Matching:
         return seconds + blocks * size * self.estimates.hop_s_per_byte[hit.namespace]
 
     def _way_from(
-        self, src: int, hit: Hit, namespace: Namespace, path: Path, first: int
+        self, src: int, hit: Hit, namespace: Namespace, path: Path, event: p.Match
     ) -> Way | None:
         """Some of the hit's own blocks may be on their way there: they are in that queue, and need
         not be copied once more."""
@@ -258,10 +258,12 @@ class Matching:
         for link, cost in self.estimates.links.items():
             if link[0] != src or not house.tiers[link[1]].mapped:
                 continue
-            ahead = house.bytes_ahead(link)
+            ahead, late_s = house.bytes_ahead(link), 0.0
             if ahead:
+                due_s = cost.seconds(min(ahead, TRAVELLING_BYTES))
+                late_s = max(house.silent_s(link, event.now_s) - due_s, 0.0)
                 state = house.blocks.state[link[1]]
-                position, coming = first, 0
+                position, coming = event.skip_blocks, 0
                 for run in hit.runs:
                     last = position + run.num_blocks
                     if house.number_of(run.tier) == src:
@@ -269,7 +271,7 @@ class Matching:
                             coming += int((state[span] == State.FILLING).sum())
                     position = last
                 ahead -= min(ahead, coming * namespace.block_bytes)
-            return Way(cost, ahead)
+            return Way(cost, ahead, late_s)
         return None
 
 

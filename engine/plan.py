@@ -413,7 +413,8 @@ class Tick(Event[Arrivals]):
 @dataclass(frozen=True, slots=True)
 class Flush(Event[int]):
     """Write everything that a durable tier lacks down to it (a clean stop). Answer: blocks that
-    still have to travel; repeat after their outcomes until it is 0."""
+    still have to travel, those read from there not counted; repeat after their outcomes until it
+    is 0."""
 
     now_s: float
 

@@ -62,7 +62,7 @@ class PlannerSettings:
     doubt_band: float = 0.10
     exploration: float = 0.0
     deadline_share: float = 1.0
-    min_deadline_s: float = 0.05
+    min_deadline_s: float = 0.1
 
 
 @dataclass(slots=True)

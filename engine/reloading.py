@@ -23,16 +23,18 @@ from hicache.engine.plan import TierRun
 
 @dataclass(slots=True, eq=False)
 class Way:
-    """How a tier's blocks come to where they can be read: over a link, behind `ahead_bytes`."""
+    """How a tier's blocks come to where they can be read: over a link, behind `ahead_bytes`. A link
+    that should have brought something `late_s` ago may well need as long again."""
 
     cost: LinkCost
     ahead_bytes: float
+    late_s: float = 0.0
     num_bytes: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Until `num_bytes` have come; with none, until the first could."""
-        return self.cost.seconds(max(self.num_bytes, 1.0), self.ahead_bytes)
+        return self.late_s + self.cost.seconds(max(self.num_bytes, 1.0), self.ahead_bytes)
 
     @property
     def doubt_s(self) -> float:

@@ -219,7 +219,7 @@ class PlannerConfig(Section):
         "recomputed. 1 is twice as long.",
     )
     min_deadline_s: Deadline = Field(
-        default=0.05,
+        default=0.1,
         validation_alias="min_deadline",
         description="Time that every load has, however short it is expected to be.",
     )

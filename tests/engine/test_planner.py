@@ -14,7 +14,7 @@ from hicache.engine.plan import Decision, TierRun
 from hicache.engine.planner import Hit, Mode, Planner, PlannerSettings
 from hicache.engine.reloading import Way, reload_over
 from hicache.engine.settings import EngineSettings
-from tests.engine.world import BLOCK_TOKENS, World, tokens_of
+from tests.engine.world import World, tokens_of
 
 EFFECTIVE_FLOPS = 4.95e14
 MODELS = {  # FLOP per token, FLOP per token pair, KV bytes per token
@@ -373,5 +373,44 @@ def test_the_queue_ahead_makes_a_reload_dearer() -> None:
     behind = world.match(second).decision.reload_s
     bytes_ahead = 3 * 4096
     link = world.engine.links[2, 1]
-    assert behind - alone == pytest.approx(bytes_ahead / link.bytes_per_s)
-    assert BLOCK_TOKENS == 2
+    late_s = 1.0 - link.seconds(bytes_ahead)  # nothing has come for the second since the fetch
+    assert behind - alone == pytest.approx(bytes_ahead / link.bytes_per_s + late_s)
+
+
+def test_what_is_on_its_way_need_not_be_copied_again() -> None:
+    """The same prompt asked for again while its first blocks travel."""
+    world = World(settings=EngineSettings(planner=PlannerSettings(mode="always_reload")))
+    tokens = tokens_of(1, 2, 3, 4, 9)
+    world.store(tokens)
+    while world.do(p.Flush(world.now_s)):
+        world.finish_all()
+    world.lose("hbm")
+    world.lose("dram")
+    world.recover("dram")
+    first = world.match(tokens)
+    alone = first.decision.reload_s
+    world.fetch(first.lease)
+    world.now_s -= 1
+    assert world.match(tokens).decision.reload_s == pytest.approx(alone)
+
+
+def test_a_link_that_brings_nothing_is_believed_to_go_on_so() -> None:
+    """What waits for it may wait as long again; once something comes, all is well."""
+    world = World(settings=EngineSettings(planner=PlannerSettings(mode="always_reload")))
+    first, second = tokens_of(1, 2, 3, 9), tokens_of(4, 5, 9)
+    world.store(first)
+    world.store(second)
+    while world.do(p.Flush(world.now_s)):
+        world.finish_all()
+    world.lose("hbm")
+    world.lose("dram")
+    world.recover("dram")
+    world.fetch(world.match(first).lease)
+    world.now_s += 60
+    assert 60 < world.match(second).decision.reload_s < 62
+    world.finish(*list(world.in_flight)[:1])
+    world.now_s -= 1
+    assert world.match(second).decision.reload_s < 0.01
+    world.finish_all()
+    world.now_s += 60
+    assert world.match(second).decision.reload_s < 0.01
