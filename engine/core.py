@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +26,7 @@ from hicache.engine.identity import Identities
 from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger, TierCounts
 from hicache.engine.matching import Estimates, Matching
+from hicache.engine.memory import Memory
 from hicache.engine.node import Node
 from hicache.engine.planner import Planner
 from hicache.engine.policies.base import EvictionPolicy
@@ -80,6 +82,7 @@ class CacheEngine:
             history,
         )
         self.record = self.matching.record
+        self.memory = Memory(self.residency, self.estimates)
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
         self._by_digest: dict[bytes, int] = {}
         self._cancel: list[int] = []
@@ -152,10 +155,13 @@ class CacheEngine:
             assert not idle.root.children, "a namespace with blocks was to be forgotten"
             del self._by_digest[idle.digest]
             self.record.forget(number)
+            self.memory.forget(number)
             self.residency.namespaces[number] = self._new_namespace(event, number, idle.root)
             self.prefill[number] = PrefillCost(self.settings.prior)
             self.hop_s_per_byte[number] = 1.0 / self.settings.hop_bytes_per_s
         self._by_digest[event.digest] = number
+        with suppress(ValueError):  # damaged: it is learned anew
+            self.memory.greet(number)
         return number
 
     def _new_namespace(self, event: p.OpenNamespace, number: int, root: Node) -> Namespace:

@@ -122,7 +122,7 @@ class PrefillCost:
         """What was learned, as plain values."""
         return self._fit.snapshot()
 
-    def restore(self, known: dict[str, Any], kept: float) -> None:
+    def restore(self, known: object, kept: float) -> None:
         """Go on from a snapshot. Raises ValueError, with nothing changed, if it is none."""
         self._fit.restore(known, kept)
         self._take_over()
@@ -176,7 +176,7 @@ class LinkCost:
         """What was learned, as plain values."""
         return self._fit.snapshot()
 
-    def restore(self, known: dict[str, Any], kept: float) -> None:
+    def restore(self, known: object, kept: float) -> None:
         """Go on from a snapshot. Raises ValueError, with nothing changed, if it is none."""
         self._fit.restore(known, kept)
         self._take_over()

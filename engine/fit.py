@@ -105,9 +105,11 @@ class Fit:
         """What was learned, as plain values."""
         return {"info": self._info, "vector": self._vector, "shape": self._shape}
 
-    def restore(self, known: dict[str, Any], kept: float) -> None:
+    def restore(self, known: object, kept: float) -> None:
         """Go on from a snapshot, believing `kept` of it. Raises ValueError, with nothing changed,
         where it is not of this kind."""
+        if not isinstance(known, dict):
+            raise ValueError("not a fit")
         info, vector, shape = known.get("info"), known.get("vector"), known.get("shape")
         size = len(self._size)
         rows = info if isinstance(info, list) else []

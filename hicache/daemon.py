@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import zmq
 
-from hicache import __version__
+from hicache import __version__, remembering
 from hicache import statistics as figures
 from hicache.assembly import Parts, engine_settings, new_engine, paces_of, tier_specs
 from hicache.config import Config, LoadedConfig, diff_live
@@ -115,6 +115,9 @@ class Daemon:
         self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
         self._watched: set[int] = set()
         self._news_s = self.started_s
+        self._estimates_file = remembering.file_for(config)
+        self._kept_s = self.started_s
+        self._recall()
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -190,6 +193,8 @@ class Daemon:
         self._tell_reluctance()
         if self._fitter is not None:
             self._fitter.tick()
+        if now_s - self._kept_s >= remembering.EVERY_S:
+            self._keep_estimates(now_s)
         if self.config.debug.check:
             self.engine.validate()
 
@@ -537,6 +542,21 @@ class Daemon:
             logging.getLogger().setLevel(self.config.log_level.upper())
         return {"live": list(diff.live), "restart": list(diff.restart)}
 
+    def _recall(self) -> None:
+        """What an earlier daemon learned about speeds."""
+        known = remembering.read(self._estimates_file) if self._estimates_file else {}
+        if known:
+            try:
+                self.engine.memory.recall(known)
+            except ValueError as error:
+                file = self._estimates_file
+                log.warning("what was learned about speeds is not used: %s: %s", file, error)
+
+    def _keep_estimates(self, now_s: float) -> None:
+        self._kept_s = now_s
+        if self._estimates_file is not None:
+            remembering.write(self._estimates_file, self.engine.memory.snapshot())
+
     # --- the end --------------------------------------------------------------------------------
 
     def _catch_signals(self) -> None:
@@ -562,6 +582,7 @@ class Daemon:
             self._take_news(self.mover.tick(now_s))
             self._watch_processes()
             self._turn(min(TICK_S, give_up_s - now_s))
+        self._keep_estimates(time.monotonic())
         if left:
             log.warning("stopped with %d writes to disk still to do: shutdown was too short", left)
 

@@ -123,6 +123,23 @@ def test_a_stalled_link_is_avoided_while_it_is_silent(house: Household) -> None:
     wait_for(is_avoided, "a decision against the link")
 
 
+def test_what_was_learned_survives_a_restart(house: Household) -> None:
+    """Unless its file cannot be read: then it is learned again, and nothing else is lost."""
+    teach(house.client(), 100.0)
+    for damage, reason in ((None, "faster"), (b'{"version": 9}', "unmeasured")):
+        house.forget_clients()
+        house.stop()
+        if damage is not None:
+            (house.disk / "estimates.json").write_bytes(damage)
+        house.start()
+        client = house.client()
+        match = client.match(prompt(0, BLOCKS))
+        client.release(match)
+        assert match.decision.reason == reason
+        assert ("is not used" in house.said()) == (damage is not None)
+    assert read(client, prompt(0, BLOCKS)) == BLOCKS
+
+
 @pytest.mark.parametrize("debug", [STALLED, {"throttle_bytes_per_s": {"disk_to_dram": "200KB"}}])
 def test_the_tokens_are_the_same(house: Household, debug: dict[str, Any]) -> None:
     """A model behind the link: what it says depends on nothing that came, or came too late."""
