@@ -439,6 +439,7 @@ class Daemon:
             "version": __version__,
             "sessions": len(self.sessions),
             "leases": len(self.engine.residency.leases.leases),
+            "tickets": len(self.engine.residency.leases.tickets),
             "waiting": len(service.waiting),
             "namespaces": figures.namespace_rows(service),
             "index": figures.index_row(self.engine),
