@@ -68,6 +68,7 @@ class Matching:
         self.settings = settings
         self.history = history
         self.record = Recorder(estimates.prefill, self._reload_again)
+        self._in_place = frozenset(tier.name for tier in residency.tiers if tier.mapped)
         self._unsettled: _Unsettled | None = None
 
     def match(self, event: p.Match) -> p.Matched:
@@ -210,23 +211,25 @@ class Matching:
         self, hit: Hit, namespace: Namespace, path: Path, event: p.Match, hop_s_per_byte: float
     ) -> None:
         """Fill in what reloading the hit's runs takes."""
-        house = self.residency
+        blocks, seconds = 0, []
+        s_per_block = namespace.block_bytes * hop_s_per_byte
+        for run in hit.runs:
+            if run.tier not in self._in_place:
+                break
+            blocks += run.num_blocks
+            seconds.append(blocks * s_per_block)
+        else:  # only the last hop counts
+            hit.reload_s = seconds
+            return
         way_of: dict[str, Way | None] = {}
         for run in hit.runs:
             if run.tier not in way_of:
-                src = house.number_of(run.tier)
+                src = self.residency.number_of(run.tier)
                 way_of[run.tier] = self._way_from(src, hit, namespace, path, event)
-        if any(way_of.values()):
-            ways = [way_of[run.tier] for run in hit.runs]
-            reload = reload_over(hit.runs, ways, namespace.block_bytes, hop_s_per_byte)
-            hit.runs, hit.reload_s, hit.reload_doubt_s = reload.runs, reload.seconds, reload.doubt_s
-            hit.start_s = reload.start_s
-            return
-        total, seconds = 0, []
-        for run in hit.runs:  # readable in place: only the last hop counts
-            total += run.num_blocks
-            seconds.append(total * namespace.block_bytes * hop_s_per_byte)
-        hit.reload_s = seconds
+        ways = [way_of[run.tier] for run in hit.runs]
+        reload = reload_over(hit.runs, ways, namespace.block_bytes, hop_s_per_byte)
+        hit.runs, hit.reload_s, hit.reload_doubt_s = reload.runs, reload.seconds, reload.doubt_s
+        hit.start_s = reload.start_s
 
     def _reload_again(self, hit: Hit, blocks: int) -> float:
         """What reloading so much of a hit would take by what is known now, behind the queue of

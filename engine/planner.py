@@ -47,6 +47,8 @@ TRY_SHARE: Final = 0.25
 """Of the decisions that could try the other way do: rows of alike requests must not all do."""
 LEAST_CREDIT, MOST_CREDIT = 0.01, 0.3
 """Time set aside for trying, as a share of one request's."""
+FAR: Final = 0.7
+"""A reload that takes this share of recomputing, or less, is far from any band."""
 _MAX_KINDS: Final = 4096
 
 
@@ -145,10 +147,12 @@ class Planner:
             return _recompute(hit, best, recompute_s, "mode")
         if not hit.is_measured:
             return _reload(hit, best, recompute_s, "unmeasured")
-        reason = self._why_not(hit, best, recompute_s)
+        is_far = best.total_s < FAR * recompute_s
+        reason = "" if is_far else self._why_not(hit, best, recompute_s)
         if self.settings.exploration:
-            self._credit = min(self._credit + self.settings.exploration, MOST_CREDIT)
-            if self._credit >= LEAST_CREDIT and self._rng() < TRY_SHARE:
+            credit = self._credit + self.settings.exploration
+            self._credit = credit if credit < MOST_CREDIT else MOST_CREDIT
+            if credit >= LEAST_CREDIT and self._rng() < TRY_SHARE:
                 tried = self._try(hit, best, recompute_s, is_reload=not reason)
                 if tried is not None:
                     return tried
@@ -236,10 +240,10 @@ def _cut_at(hit: Hit, blocks: int) -> _Cut:
 
 
 def _reload(hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> Decision:
-    blocks = (cut.end_tokens - hit.skipped_tokens) // hit.block_tokens
+    is_last = cut.run == len(hit.runs) - 1
     return Decision(
-        "reload" if blocks >= sum([run.num_blocks for run in hit.runs]) else "partial",
-        blocks,
+        "reload" if is_last and cut.reload_s == hit.reload_s[-1] else "partial",
+        (cut.end_tokens - hit.skipped_tokens) // hit.block_tokens,
         reason,
         cut.reload_s,
         cut.prefill_s,

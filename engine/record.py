@@ -27,24 +27,38 @@ _MAX_TOTALS: Final = 4096
 
 @dataclass(slots=True)
 class Record:
-    """One decision. `prefill_tokens` are left to compute on `context_tokens`: as decided, then as
-    it came. Actual seconds are None while they are not known; `regret_s` is how much longer it took
-    than the other way would have, None while that cannot be said."""
+    """One decision. Actual seconds are None while they are not known; `regret_s` is how much longer
+    it took than the other way would have, None while that cannot be said."""
 
     number: int
     now_s: float
-    namespace: int
-    tier: str
     hit: Hit
     decision: Decision
-    prefill_tokens: int
-    context_tokens: int
-    reload_doubt_s: float = 0.0
     blocks_came: int | None = None
     reload_s: float | None = None
     prefill_s: float | None = None
     taken_s: float = 0.0
     regret_s: float | None = None
+
+    @property
+    def last_run(self) -> int:
+        """The run that the reload ends in; of what is recomputed, the last one of the hit."""
+        end = 0
+        for number, run in enumerate(self.hit.runs):
+            end += run.num_blocks
+            if end >= self.decision.reload_blocks > 0:
+                return number
+        return len(self.hit.runs) - 1
+
+    @property
+    def context_tokens(self) -> int:
+        """What is left to prefill stands on so many tokens: as decided, then as it came."""
+        came = self.decision.reload_blocks if self.blocks_came is None else self.blocks_came
+        return self.hit.skipped_tokens + came * self.hit.block_tokens
+
+    @property
+    def prefill_tokens(self) -> int:
+        return self.hit.prompt_tokens - self.context_tokens
 
 
 @dataclass(slots=True)
@@ -106,20 +120,10 @@ class Recorder:
     def decided(self, hit: Hit, decision: Decision, lease: int, now_s: float) -> None:
         """A hit was decided on."""
         self._serial += 1
-        context = hit.skipped_tokens + decision.reload_blocks * hit.block_tokens
-        record = Record(
-            self._serial,
-            now_s,
-            hit.namespace,
-            hit.runs[-1].tier,
-            hit,
-            decision,
-            hit.prompt_tokens - context,
-            context,
-        )
+        record = Record(self._serial, now_s, hit, decision)
         self.rows.append(record)
         if lease:
-            self._set_reloaded(record, lease)
+            self._of_lease[lease] = record
         else:
             self._await(record)
 
@@ -128,17 +132,15 @@ class Recorder:
         record = self._of_lease.pop(lease, None)
         if record is None:
             return
-        num_blocks = record.decision.reload_blocks
-        record.blocks_came = blocks_came
-        self.num_cut_short += blocks_came < num_blocks
-        missing = (num_blocks - blocks_came) * record.hit.block_tokens
-        record.prefill_tokens += missing
-        record.context_tokens -= missing
-        record.reload_s = seconds
+        record.blocks_came, record.reload_s = blocks_came, seconds
+        is_cut_short = blocks_came < record.decision.reload_blocks
+        self.num_cut_short += is_cut_short
         if seconds is not None:
-            if blocks_came == num_blocks:
-                errors = self._errors(record.namespace, record.tier)
-                errors.add(record.decision.reload_s, seconds, record.reload_doubt_s)
+            if not is_cut_short:
+                hit, run = record.hit, record.last_run
+                doubt_s = hit.reload_doubt_s[run] if hit.reload_doubt_s else 0.0
+                errors = self._errors(hit.namespace, hit.runs[run].tier)
+                errors.add(record.decision.reload_s, seconds, doubt_s)
             self._judge(record)
         self._await(record)
 
@@ -183,24 +185,13 @@ class Recorder:
         """Its number will mean another one."""
         for key in [key for key in self.errors if key[0] == namespace]:
             del self.errors[key]
-        for record in [record for record in self.rows if record.namespace == namespace]:
+        for record in [record for record in self.rows if record.hit.namespace == namespace]:
             self.rows.remove(record)
-
-    def _set_reloaded(self, record: Record, lease: int) -> None:
-        """By the tier of the last block that is reloaded."""
-        hit, end = record.hit, 0
-        for number, run in enumerate(hit.runs):
-            end += run.num_blocks
-            if end >= record.decision.reload_blocks:
-                record.tier = run.tier
-                record.reload_doubt_s = hit.reload_doubt_s[number] if hit.reload_doubt_s else 0.0
-                break
-        self._of_lease[lease] = record
 
     def _await(self, record: Record) -> None:
         if len(self._awaited) >= KEPT:
             del self._awaited[next(iter(self._awaited))]
-        self._awaited[record.namespace, record.prefill_tokens] = record
+        self._awaited[record.hit.namespace, record.prefill_tokens] = record
 
     def _errors(self, namespace: int, what: str) -> Errors:
         errors = self.errors.get((namespace, what))
@@ -212,7 +203,7 @@ class Recorder:
 
     def _judge(self, record: Record) -> None:
         """What was measured of the way taken, and what is foreseen now of the other one."""
-        hit, cost = record.hit, self.prefill[record.namespace]
+        hit, cost = record.hit, self.prefill[record.hit.namespace]
         rest_s = record.prefill_s
         if rest_s is None:
             rest_s = cost.seconds(record.prefill_tokens, record.context_tokens)

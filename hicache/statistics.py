@@ -127,7 +127,7 @@ def decision_rows(service: Service, last: int, now_s: float) -> list[dict[str, A
     engine = service.engine
     rows = []
     for record in engine.record.last(last):
-        namespace = engine.residency.namespaces[record.namespace]
+        namespace = engine.residency.namespaces[record.hit.namespace]
         spec = service.namespaces.get(namespace.digest)
         hit, decision = record.hit, record.decision
         rows.append(

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import exp
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, Final
 
+from hicache.bench.grove import CLOCK_S, clock
 from hicache.bench.report import Step
 from hicache.engine.cost import LinkCost, PrefillCost, PrefillPrior
 from hicache.engine.plan import TierRun
@@ -129,6 +130,7 @@ class Pupil:
         self.prefill = PrefillCost(prior)
         self.link = LinkCost(machine.latency_s * link, machine.bytes_per_s / link)
         self.planner = Planner(settings, self._rng.random)
+        self.decision_s: list[float] = []
 
     def regret(self, cell: Cell, new: int) -> float:
         """Of one decision, which is then carried out and learned from."""
@@ -136,6 +138,7 @@ class Pupil:
         if machine.queued_bytes:  # what is queued is copied, and seen, whatever is decided
             self.link.measured(BATCH_BYTES, self._noisy(machine.copy_s(BATCH_BYTES)))
         runs = [TierRun(cell.link, cell.prefix // BLOCK)]
+        start = clock()
         way = Way(self.link, machine.queued_bytes)
         reload = reload_over(runs, [way], machine.block_bytes, 0.0)
         decision = self.planner.decide(
@@ -152,6 +155,7 @@ class Pupil:
                 reload.start_s,
             )
         )
+        self.decision_s.append(clock() - start - CLOCK_S)
         blocks = decision.reload_blocks
         if blocks:
             size = blocks * machine.block_bytes
@@ -177,7 +181,7 @@ def run(
     no learning."""
     chosen = cells() if sample is None else random.Random(seed).sample(cells(), sample)
     regrets: list[tuple[float, Cell, tuple[float, float]]] = []
-    tried, ttft_s = 0.0, 0.0
+    tried, ttft_s, decision_s = 0.0, 0.0, list[float]()
     for number, cell in enumerate(chosen):
         if number % 20 == 0:
             step("cells", number, len(chosen))
@@ -188,6 +192,7 @@ def run(
             seen = [pupil.regret(cell, new) for new in asked]
             regrets.append((fmean(seen[LEARNING:]), cell, wrong))
             tried += pupil.planner.tried_s
+            decision_s.append(median(pupil.decision_s))
             ttft_s += sum([machine.best_s(cell, new) for new in asked])
     worst = max(regrets, key=lambda item: item[0])
     threshold, threshold_tokens = _best_threshold(chosen)
@@ -202,6 +207,7 @@ def run(
         "threshold_tokens": threshold_tokens,
         "recovery_decisions": max(recovery, default=0),
         "explored_share": tried / ttft_s,
+        "decision_p50_us": round(median(decision_s) * 1e6, 1),
         "runs": len(regrets),
         "by_link": _by(regrets, lambda cell: cell.link),
         "by_model": _by(regrets, lambda cell: cell.model),

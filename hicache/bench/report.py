@@ -160,7 +160,8 @@ def tell_figures(figures: Mapping[str, Any], title: str, json_target: str | None
     for name, value in figures.items():
         group = value if isinstance(value, dict) else {"": value}
         for part, figure in group.items():
-            shown = f"{figure:.2%}" if isinstance(figure, float) else str(figure)
+            is_share = isinstance(figure, float) and not name.endswith("_us")
+            shown = f"{figure:.2%}" if is_share else str(figure)
             table.add_row(f"{name} {part}".strip(), shown)
     wide_console().print(table)
 

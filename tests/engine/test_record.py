@@ -52,7 +52,7 @@ def test_a_reload_is_recorded_with_what_it_took() -> None:
     decision = reload(world, took_s=0.5)
     record = last(world)
     assert record.decision is decision
-    assert (record.tier, record.blocks_came, record.reload_s) == ("disk", 4, 0.5)
+    assert (record.blocks_came, record.reload_s) == (4, 0.5)
     assert (record.prefill_tokens, record.context_tokens, record.prefill_s) == (1, 8, None)
     errors = world.engine.record.errors[0, "disk"]
     assert errors.summary()["mean_abs_error_s"] == pytest.approx(0.5 - decision.reload_s)
