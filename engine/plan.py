@@ -51,7 +51,8 @@ class Move:
     """One block's copy from one tier's slot to another's, or (`dst=None`) giving up a durable copy.
 
     `identity` is filled for moves that touch a durable tier, just before they are dispatched.
-    The engine keeps the source slot from being reused until the outcome is in.
+    The engine keeps the source slot from being reused until the outcome is in, and puts
+    `deadline_s` off when somebody joins who waits longer.
     """
 
     id: int
@@ -180,13 +181,15 @@ class ReadyRun:
 class Fetched:
     """`ready` may be read now; `waiting` more blocks are on their way, to be told by `Arrived`.
 
-    `unplaced` blocks at the end could not be given room and will not come.
+    `unplaced` blocks at the end could not be given room and will not come. What has not come by
+    `deadline_s` is better recomputed; until then the rest is expected to take `expected_s`.
     """
 
     ready: tuple[ReadyRun, ...]
     waiting: int
     unplaced: int
     expected_s: float
+    deadline_s: float
 
 
 @dataclass(slots=True)
@@ -196,6 +199,14 @@ class Fetch(Event[Fetched]):
     lease: int
     now_s: float
     deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CutShort(Event[None]):
+    """The fetch of this lease has been answered, with the first `num_blocks` only."""
+
+    lease: int
+    num_blocks: int
 
 
 @dataclass(slots=True)
@@ -402,7 +413,8 @@ class Tick(Event[Arrivals]):
 @dataclass(frozen=True, slots=True)
 class Flush(Event[int]):
     """Write everything that a durable tier lacks down to it (a clean stop). Answer: blocks that
-    still have to travel; repeat after their outcomes until it is 0."""
+    still have to travel, those read from there not counted; repeat after their outcomes until it
+    is 0."""
 
     now_s: float
 

@@ -32,6 +32,8 @@ from hicache.engine.plan import Move, Outcome, Priority
 from hicache.engine.policies.base import EvictionPolicy
 from hicache.tiers.block import Ids, SlotPool, TierSpec
 
+TRAVELLING_BYTES = 32 << 20
+"""At most, over one link (`transfer/lane.py`)."""
 NO_TIER = 255
 
 
@@ -75,6 +77,7 @@ class Residency:
         self.outbox: list[Move] = []
         self.moves_of: dict[int, list[Move]] = {}
         self.num_moving = {link: [0, 0, 0] for link in self.links}
+        self.progress_s: dict[tuple[int, int], float] = {}
         self.draining_bytes = [0] * len(tiers)
         self.num_draining: list[Counter[int]] = [Counter() for _ in tiers]  # by slot size
         self.promoted = [0] * len(tiers)
@@ -117,6 +120,15 @@ class Residency:
     def bytes_moving(self, link: tuple[int, int], at_most: Priority) -> int:
         """Bytes in the link's queue of this priority or a more urgent one."""
         return sum(self.num_moving[link][: at_most + 1])
+
+    def bytes_ahead(self, link: tuple[int, int]) -> int:
+        """Bytes that a demand waits for: other demand, and what travels already, whatever it is."""
+        demand, *others = self.num_moving[link]
+        return demand + min(sum(others), TRAVELLING_BYTES)
+
+    def silent_s(self, link: tuple[int, int], now_s: float) -> float:
+        """For how long nothing has come over a link that a demand waits for."""
+        return now_s - self.progress_s.get(link, now_s)
 
     def where(self, ids: Ids, tier: int, state: State) -> Ids:
         """Those of `ids` whose copy in `tier` is in `state`."""
@@ -202,7 +214,12 @@ class Residency:
                 self.rescue(ids, src)
             return move
         dst = self._numbers[move.dst]
-        self.num_moving[src, dst][move.priority] -= move.block_bytes
+        moving = self.num_moving[src, dst]
+        moving[move.priority] -= move.block_bytes
+        if any(moving):
+            self.progress_s[src, dst] = now_s
+        else:
+            self.progress_s.pop((src, dst), None)
         if outcome.ok:
             self.blocks.change(dst, ids, State.READY)
             (self.demoted if dst > src else self.promoted)[dst] += 1

@@ -25,9 +25,9 @@ from typing import Any, Final
 
 import zmq
 
-from hicache import __version__
+from hicache import __version__, remembering
 from hicache import statistics as figures
-from hicache.assembly import Parts, engine_settings, new_engine, tier_specs
+from hicache.assembly import Parts, engine_settings, new_engine, paces_of, tier_specs
 from hicache.config import Config, LoadedConfig, diff_live
 from hicache.config.units import format_size
 from hicache.delivery import Part
@@ -115,6 +115,9 @@ class Daemon:
         self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
         self._watched: set[int] = set()
         self._news_s = self.started_s
+        self._estimates_file = remembering.file_for(config)
+        self._kept_s = self.started_s
+        self._recall()
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -156,6 +159,9 @@ class Daemon:
         """One poll, and everything that was ready."""
         if self.service.waiting.is_sending:
             wait_s = min(wait_s, SEND_MORE_S)
+        if self.service.waiting.fetches:
+            due_s = self.service.waiting.next_fetch_deadline_s() - time.monotonic()
+            wait_s = min(wait_s, max(due_s, 0.0))
         events = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         self._news_s = time.monotonic()
         if self.mover.fileno() in events:
@@ -174,6 +180,8 @@ class Daemon:
             self._await_the_next()
         if self.service.waiting.is_sending:
             self.service.send_more()
+        if self.service.waiting.fetches:
+            self.service.end_overdue_fetches(time.monotonic())
         if self._wants_reload:
             self._wants_reload = False
             self._reload_or_complain()
@@ -185,7 +193,9 @@ class Daemon:
         self._tell_reluctance()
         if self._fitter is not None:
             self._fitter.tick()
-        if self.config.debug:
+        if now_s - self._kept_s >= remembering.EVERY_S:
+            self._keep_estimates(now_s)
+        if self.config.debug.check:
             self.engine.validate()
 
     def _watch_processes(self) -> None:
@@ -451,6 +461,12 @@ class Daemon:
         problems = {t: why.get(t, "starting") for t, state in states.items() if state != "up"}
         return {"healthy": not problems, "tiers": states, "problems": problems}
 
+    def _explain(self, request: Any) -> dict[str, Any]:
+        """The last decisions on hits, in words and as data."""
+        self.engine.matching.settle()
+        last = request.body["last"]
+        return {"decisions": figures.decision_rows(self.service, last, time.monotonic())}
+
     def _tier_states(self) -> dict[str, str]:
         devices = self.mover.states()
         states = {spec.name: "up" for spec in self.parts.tiers}
@@ -522,8 +538,25 @@ class Daemon:
                 engine_settings(self.config), tier_specs(self.config, self.parts.tiers)
             )
             self.service.configure(self.config.deadlines, self.config.limits)
+            for tier, paces in paces_of(self.config).items():
+                self.mover.pace(tier, *paces)
             logging.getLogger().setLevel(self.config.log_level.upper())
         return {"live": list(diff.live), "restart": list(diff.restart)}
+
+    def _recall(self) -> None:
+        """What an earlier daemon learned about speeds."""
+        known = remembering.read(self._estimates_file) if self._estimates_file else {}
+        if known:
+            try:
+                self.engine.memory.recall(known)
+            except ValueError as error:
+                file = self._estimates_file
+                log.warning("what was learned about speeds is not used: %s: %s", file, error)
+
+    def _keep_estimates(self, now_s: float) -> None:
+        self._kept_s = now_s
+        if self._estimates_file is not None:
+            remembering.write(self._estimates_file, self.engine.memory.snapshot())
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -550,6 +583,7 @@ class Daemon:
             self._take_news(self.mover.tick(now_s))
             self._watch_processes()
             self._turn(min(TICK_S, give_up_s - now_s))
+        self._keep_estimates(time.monotonic())
         if left:
             log.warning("stopped with %d writes to disk still to do: shutdown was too short", left)
 
@@ -573,6 +607,7 @@ _ADMIN: Final[Mapping[str, Callable[[Daemon, Any], dict[str, Any]]]] = {
     "ping": Daemon._ping,
     "stats": Daemon._stats,
     "health": Daemon._health,
+    "explain": Daemon._explain,
     "reload": Daemon._reload,
 }
 

@@ -114,6 +114,7 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
     "clear": {},
     "stats": {},
     "health": {},
+    "explain": {"last": Field(int, 10, low=1, high=256)},
     "reload": {"file": Field(str, "", high=4096)},
 }
 
