@@ -200,8 +200,8 @@ class Service:
             raise WireError("spec", "protocol 1 holds models with one layer group, not several")
         if spec.groups[0].window:
             raise WireError("spec", "protocol 1 holds full attention, not a sliding window")
-        if spec.tp_size != 1 or spec.pp_size != 1:
-            raise WireError("spec", "protocol 1 holds one rank, not several")
+        if spec.tp_rank >= spec.tp_size or spec.pp_rank >= spec.pp_size:
+            raise WireError("spec", "tp_rank and pp_rank count from 0 to below tp_size and pp_size")
         mapped = [tier for tier in self.engine.residency.tiers if tier.mapped]
         too_small = self.engine.too_small_for(spec.block_bytes)
         if all(tier in too_small for tier in mapped):
