@@ -33,9 +33,10 @@ from hicache.engine.policies.base import EvictionPolicy
 from hicache.engine.policies.lru import Lru
 from hicache.engine.promotion import promote
 from hicache.engine.residency import Namespace, Residency
-from hicache.engine.restore import restore
+from hicache.engine.restore import Restoration
 from hicache.engine.settings import EngineSettings
 from hicache.engine.storing import Storing
+from hicache.engine.uses import Uses
 from hicache.engine.writedown import WriteDown
 from hicache.tiers.block import SlotPool, TierSpec, slot_bytes_for
 
@@ -84,6 +85,8 @@ class CacheEngine:
         self.record = self.matching.record
         self.memory = Memory(self.residency, self.estimates)
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
+        self.uses = Uses(self.residency, self.identities, self.writedown.tier)
+        self._restorations: dict[int, Restoration] = {}
         self._by_digest: dict[bytes, int] = {}
         self._cancel: list[int] = []
         self._handlers: dict[type, Callable[[Any], Any]] = {
@@ -103,6 +106,8 @@ class CacheEngine:
             p.MovesDone: self._moves_done,
             p.LinkMeasured: self._link_measured,
             p.Restore: self._restore,
+            p.Restored: self._restored,
+            p.TakeUses: self.uses.take,
             p.TierDown: self._tier_down,
             p.TierUp: self._tier_up,
             p.Tick: self._tick,
@@ -249,6 +254,8 @@ class CacheEngine:
         namespace = house.namespaces[event.namespace]
         nodes = list(house.index.subtree(namespace.root))
         forgotten = 0
+        for restoration in self._restorations.values():
+            restoration.cleared.add(event.namespace)
         for node in reversed(nodes):
             if node.is_root or node.children or node.parent is None:
                 continue
@@ -351,9 +358,18 @@ class CacheEngine:
     def _restore(self, event: p.Restore) -> list[bytes]:
         tier = self.residency.number_of(event.tier)
         namespace = self.residency.namespaces[event.namespace]
-        homeless = restore(self.residency, namespace, tier, event.rows, event.now_s)
+        if tier not in self._restorations:
+            self._restorations[tier] = Restoration(self.residency, tier)
+        restoration = self._restorations[tier]
+        homeless = restoration.add(namespace, event.rows, event.now_s, event.zero_s)
         self._make_progress()
         return homeless
+
+    def _restored(self, event: p.Restored) -> None:
+        tier = self.residency.number_of(event.tier)
+        self._restorations.pop(tier, None)
+        self.residency.restoring &= ~(1 << tier)
+        self._make_progress()
 
     def _tier_down(self, event: p.TierDown) -> p.Arrivals:
         """Its moves have failed (their outcomes, if any still come, are ignored), and what it held
@@ -361,6 +377,8 @@ class CacheEngine:
         house = self.residency
         tier = house.number_of(event.tier)
         house.up &= ~(1 << tier)
+        house.restoring &= ~(1 << tier)
+        self._restorations.pop(tier, None)
         mine = [m.id for m in house.moves.values() if event.tier in (m.src, m.dst)]
         failed = [p.Outcome(move, False, error="tier down") for move in mine]
         told, _, _ = self._apply(failed, event.now_s)
@@ -384,6 +402,10 @@ class CacheEngine:
     def _tier_up(self, event: p.TierUp) -> None:
         tier = self.residency.number_of(event.tier)
         self.residency.up |= 1 << tier
+        self._restorations.pop(tier, None)
+        if event.is_restoring:
+            self.residency.restoring |= 1 << tier
+            self._restorations[tier] = Restoration(self.residency, tier)
         self.residency.backoff.took(tier)
 
     def _tick(self, event: p.Tick) -> p.Arrivals:

@@ -72,6 +72,7 @@ class Residency:
         self.policies = [new_policy(number) for number in range(len(tiers))]
         self.namespaces: list[Namespace] = []
         self.up = 0
+        self.restoring = 0
         self.backoff = Backoff()
         self.moves: dict[int, Move] = {}
         self.outbox: list[Move] = []
@@ -102,8 +103,10 @@ class Residency:
         return bool(self.up >> tier & 1)
 
     def takes(self, tier: int) -> bool:
-        """Whether the tier serves and takes new blocks now."""
-        return self.is_up(tier) and self.backoff.takes(tier)
+        """Whether the tier serves and takes new blocks now. One whose rows are still being told
+        takes none: nobody knows yet how much room it has."""
+        is_known = self.is_up(tier) and not self.restoring >> tier & 1
+        return is_known and self.backoff.takes(tier)
 
     def fastest(self, bits: int) -> int:
         """The fastest tier of a bit set that is up, NO_TIER if none."""

@@ -46,6 +46,7 @@ from hicache.transfer.mover import (
     WorkerDown,
     WorkerMeasured,
     WorkerOpening,
+    WorkerRestored,
     WorkerRows,
     WorkerUp,
 )
@@ -81,6 +82,7 @@ class Daemon:
         self._undispatched: list[p.Outcome] = []
         self._worker_notes: dict[str, str] = {}
         self._told: dict[str, str] = {}
+        self._tenth = -1
         self.engine = new_engine(config, parts)
         self.sessions = Sessions(config.limits.max_sessions, config.limits.session_ttl_s)
         self.mover = Mover(
@@ -89,7 +91,7 @@ class Daemon:
             self.engine.identify,
             max_queued=config.limits.max_queued_moves,
         )
-        self.restoring = Restoring(self.engine, self._do)
+        self.restoring = Restoring(self._do)
         history = self.engine.history
         self._fitter = Fitter(history) if history is not None else None
         self.service = Service(
@@ -190,6 +192,7 @@ class Daemon:
     def _tick(self, now_s: float) -> None:
         self._take_news(self.mover.tick(now_s))
         self.service.tick(now_s)
+        self._note(self.restoring.uses(now_s))
         self._tell_reluctance()
         if self._fitter is not None:
             self._fitter.tick()
@@ -367,34 +370,47 @@ class Daemon:
 
     def _take_worker_news(
         self,
-        item: WorkerUp | WorkerOpening | WorkerMeasured | WorkerRows | WorkerDown,
+        item: WorkerUp | WorkerOpening | WorkerMeasured | WorkerRows | WorkerRestored | WorkerDown,
         now_s: float,
     ) -> None:
         match item:
             case WorkerMeasured():
                 self._do(p.LinkMeasured(item.src, item.dst, item.num_bytes, item.seconds))
             case WorkerOpening():
-                share = item.done / max(1, item.total)
-                note = f"opening: {share:.0%} of {item.total:,} {item.unit}"
-                if note != self._worker_notes.get(item.tier):
-                    log.info("%s is %s", item.tier, note)
-                self._worker_notes[item.tier] = note
+                self._tell_progress(item.tier, "opening", item.done, item.total, item.unit)
             case WorkerRows():
-                self.restoring.add(item.tier, item.namespace, item.rows)
+                forget = self.restoring.take(item.tier, item.rows, now_s)
+                self.mover.forget(item.device, forget)
+                self.mover.taken(item.device)
+                done = item.rows.first + len(item.rows)
+                self._tell_progress(item.tier, "restoring", done, item.rows.total, "blocks")
             case WorkerUp():
-                self._do(p.TierUp(item.tier, now_s))
-                forget = self.restoring.finish(item.tier, now_s)
-                if forget:
-                    self.mover.forget(item.device, forget)
+                self._do(p.TierUp(item.tier, now_s, item.is_restoring))
                 self._worker_notes[item.tier] = " ".join(item.notes)
                 log.info("%s is up (pid %d) %s", item.tier, item.pid, " ".join(item.notes))
+            case WorkerRestored():
+                self._do(p.Restored(item.tier, now_s))
+                self._worker_notes[item.tier] = " ".join(item.notes)
+                log.info("%s is restored %s", item.tier, " ".join(item.notes))
             case WorkerDown():
-                self.restoring.drop(item.tier)
                 self._worker_notes[item.tier] = item.error
                 log.warning(
                     "%s is down: %s; tried again in %.1f s", item.tier, item.error, item.retry_s
                 )
                 self.service.news(self._do(p.TierDown(item.tier, now_s)), now_s)
+
+    def _tell_progress(self, tier: str, what: str, done: int, total: int, unit: str) -> None:
+        """Who asks hears of every percent, the log of every tenth."""
+        note = f"{what}: {done / max(1, total):.0%} of {total:,} {unit}"
+        if note != self._worker_notes.get(tier) and (10 * done // max(1, total)) != self._tenth:
+            self._tenth = 10 * done // max(1, total)
+            log.info("%s is %s", tier, note)
+        self._worker_notes[tier] = note
+
+    def _note(self, uses: Sequence[p.Use]) -> None:
+        for worker in self.parts.workers:
+            if worker.kind == "disk" and uses:
+                self.mover.note(worker.device, uses, self.restoring.zero_s)
 
     def _log_corrupt(self, outcomes: Sequence[p.Outcome]) -> None:
         for outcome in outcomes:
@@ -472,6 +488,10 @@ class Daemon:
         states = {spec.name: "up" for spec in self.parts.tiers}
         for worker in self.parts.workers:
             states[worker.far] = devices[worker.device]
+        house = self.engine.residency
+        for number, spec in enumerate(house.tiers):
+            if house.restoring >> number & 1 and states[spec.name] == "up":
+                states[spec.name] = "starting"
         for tier in self._reluctant():
             if states[tier] == "up":
                 states[tier] = "read-only"
@@ -586,6 +606,7 @@ class Daemon:
         self._keep_estimates(time.monotonic())
         if left:
             log.warning("stopped with %d writes to disk still to do: shutdown was too short", left)
+        self._note(self.restoring.all_uses())
 
     def _close(self) -> None:
         self._router.close()
