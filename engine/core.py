@@ -21,6 +21,8 @@ from hicache.engine.blocks import State
 from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Fetching, Positions
+from hicache.engine.gate import WriteGate
+from hicache.engine.hints import Hints
 from hicache.engine.history import History
 from hicache.engine.identity import Identities
 from hicache.engine.lease import Lease
@@ -67,7 +69,8 @@ class CacheEngine:
         self.prefill = self.estimates.prefill
         self.hop_s_per_byte = self.estimates.hop_s_per_byte
         self.planner = Planner(settings.planner, rng)
-        self.evictor = Evictor(self.residency, settings.max_moving_bytes)
+        self.gate = WriteGate(history, settings.min_return, settings.write_bytes_per_s)
+        self.evictor = Evictor(self.residency, settings.max_moving_bytes, self.gate)
         self.writedown = WriteDown(self.residency, self.evictor)
         self.evictor.durable = self.writedown
         self.fetching = Fetching(self.residency, self.evictor, self.links)
@@ -87,12 +90,13 @@ class CacheEngine:
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
         self.uses = Uses(self.residency, self.identities, self.writedown.tier)
         self._restorations: dict[int, Restoration] = {}
+        self.hints = Hints(self.residency, self.evictor, history)
         self._by_digest: dict[bytes, int] = {}
         self._cancel: list[int] = []
         self._handlers: dict[type, Callable[[Any], Any]] = {
             p.OpenNamespace: self._open_namespace,
             p.Match: self.matching.match,
-            p.Stopped: self.matching.stopped,
+            p.Hint: self._hint,
             p.Fetch: self._fetch,
             p.CutShort: self._cut_short,
             p.Release: self._release,
@@ -141,6 +145,7 @@ class CacheEngine:
         self.residency.tiers = tuple(tiers)
         self.planner.settings = settings.planner
         self.evictor.max_moving_bytes = settings.max_moving_bytes
+        self.gate.configure(settings.min_return, settings.write_bytes_per_s)
 
     # --- what an inference engine asks ----------------------------------------------------------
 
@@ -205,7 +210,8 @@ class CacheEngine:
         namespace = house.namespaces[lease.namespace]
         if lease.fetching:
             self.ledger.served(lease, came, namespace.block_tokens, namespace.block_bytes)
-            promote(house, self.links, namespace, lease.ids[:came], self.settings.max_moving_bytes)
+            ids, limit = lease.ids[:came], self.settings.max_moving_bytes
+            promote(house, self.evictor, self.links, namespace, ids, limit)
         lost = lease.ids[house.blocks.tags[lease.ids] == 0]
         if len(lost):
             house.settle(lost)
@@ -229,6 +235,10 @@ class CacheEngine:
         lease = self.residency.leases.leases.get(event.lease)
         if lease is not None:
             lease.failed_at = min(lease.failed_at, event.num_blocks)
+
+    def _hint(self, event: p.Hint) -> None:
+        self.hints.take(event)
+        self._make_progress()
 
     def _observe(self, event: p.Observe) -> None:
         self.record.prefilled(
@@ -275,6 +285,7 @@ class CacheEngine:
         return forgotten
 
     def _put(self, event: p.Put) -> p.Placed:
+        self.gate.pass_time(event.now_s)
         placed = self.storing.put(event)
         self._make_progress()
         return placed
@@ -410,6 +421,7 @@ class CacheEngine:
 
     def _tick(self, event: p.Tick) -> p.Arrivals:
         self.residency.backoff.tick(event.now_s)
+        self.gate.pass_time(event.now_s)
         leases, tickets = self.residency.leases.expired(event.now_s)
         for ticket in tickets:
             self.storing.abort(p.Abort(ticket, event.now_s, writer_gone=False))

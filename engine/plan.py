@@ -21,6 +21,8 @@ from hicache.tiers.block import Ids, StoredRows
 Answer = TypeVar("Answer", covariant=True)
 
 DecisionName = Literal["reload", "partial", "recompute"]
+Ended = Literal["", "turn", "tool_call", "conversation"]
+"""A turn, whose answer waits for a person; a turn that waits for a tool; the whole conversation."""
 
 
 class Priority(IntEnum):
@@ -237,14 +239,21 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped(Event[None]):
-    """The inference engine's answer to this prompt has ended: `stop` says why (a small number that
-    means the same every time, 0 where it is not known). Advice only."""
+class Hint(Event[None]):
+    """What the inference engine knows about when, and whether, this prompt will go on. Advice only:
+    a wrong one costs hits.
+
+    `ended`: what has ended with the answer to it; `finish_reason`: why, in the inference engine's
+    own word; `return_s`: the prompt is expected again in so many seconds (0: not known); not to
+    `keep`: what nobody has asked for since it was stored is given up."""
 
     namespace: int
     tokens: bytes
-    stop: int
     now_s: float
+    ended: Ended = ""
+    finish_reason: str = ""
+    return_s: float = 0.0
+    keep: bool = True
 
 
 @dataclass(slots=True)

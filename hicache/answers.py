@@ -7,7 +7,7 @@ anything that is not as docs/protocol.md says; the client treats that as a miss.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec

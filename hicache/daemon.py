@@ -37,7 +37,9 @@ from hicache.engine import plan as p
 from hicache.fitting import Fitter
 from hicache.instance import Instance
 from hicache.keys import NamespaceSpec
+from hicache.recording import Recorder
 from hicache.restoring import Restoring
+from hicache.sampling import Sample
 from hicache.service import Asked, Service
 from hicache.session import Sessions
 from hicache.transfer.mover import (
@@ -68,7 +70,12 @@ class Daemon:
     """Serves until `stop`. `load()` reads the configuration again (for SIGHUP and `reload`)."""
 
     def __init__(
-        self, config: Config, parts: Parts, instance: Instance, load: Callable[[str], LoadedConfig]
+        self,
+        config: Config,
+        parts: Parts,
+        instance: Instance,
+        load: Callable[[str], LoadedConfig],
+        recorder: Recorder | None = None,
     ) -> None:
         self.config = config
         self.parts = parts
@@ -106,6 +113,10 @@ class Daemon:
             self._dispatch,
             self._describe,
         )
+        self._recorder = recorder
+        smallest_bytes = min(spec.capacity_bytes for spec in parts.tiers)
+        self._sample = Sample(smallest_bytes) if config.what_if else None
+        self.service.witnesses = [w for w in (self._sample, recorder) if w is not None]
         self._context = zmq.Context()
         self._doorkeeper = self._hire_doorkeeper()
         self._router = self._open_socket()
@@ -198,6 +209,8 @@ class Daemon:
             self._fitter.tick()
         if now_s - self._kept_s >= remembering.EVERY_S:
             self._keep_estimates(now_s)
+        if self._recorder is not None:
+            self._recorder.flush()
         if self.config.debug.check:
             self.engine.validate()
 
@@ -469,6 +482,20 @@ class Daemon:
             "workers": self.mover.pids(),
         }
 
+    def _what_if(self, _: Any) -> dict[str, Any]:
+        """What was asked for lately, for somebody else to replay with other sizes."""
+        if self._sample is None:
+            raise WireError("refused", "what_if is false in the configuration")
+        tiers: list[dict[str, Any]] = [
+            {
+                "name": spec.name,
+                "bytes": pool.capacity_bytes,
+                "eviction": getattr(self.config.tiers, spec.name).eviction,
+            }
+            for spec, pool in zip(self.parts.tiers, self.parts.pools, strict=True)
+        ]
+        return {"tiers": tiers, **self._sample.report()}
+
     def _health(self, _: Any) -> dict[str, Any]:
         """Healthy while every configured tier serves and takes blocks; one that does not, says
         why."""
@@ -544,7 +571,7 @@ class Daemon:
         if diff.live:
             tiers = self.config.tiers.model_copy(
                 update={
-                    spec.name: _with_watermarks(
+                    spec.name: _with_live_keys(
                         getattr(self.config.tiers, spec.name), getattr(config.tiers, spec.name)
                     )
                     for spec in self.parts.tiers
@@ -612,6 +639,8 @@ class Daemon:
         self._router.close()
         if self._fitter is not None:
             self._fitter.close()
+        if self._recorder is not None:
+            self._recorder.close()
         left_s = max(2.0, self.config.deadlines.shutdown_s / 2)
         self.mover.close(left_s)
         self.sessions.close_all()
@@ -629,6 +658,7 @@ _ADMIN: Final[Mapping[str, Callable[[Daemon, Any], dict[str, Any]]]] = {
     "stats": Daemon._stats,
     "health": Daemon._health,
     "explain": Daemon._explain,
+    "what_if": Daemon._what_if,
     "reload": Daemon._reload,
 }
 
@@ -646,6 +676,6 @@ def _peer_pid(frame: zmq.Frame) -> int:
     return pid if pid > 0 else 0
 
 
-def _with_watermarks(old: Any, new: Any) -> Any:
-    update = {"high_watermark": new.high_watermark, "low_watermark": new.low_watermark}
-    return old.model_copy(update=update)
+def _with_live_keys(old: Any, new: Any) -> Any:
+    live = ("high_watermark", "low_watermark", "write_budget_bytes_per_day", "min_return")
+    return old.model_copy(update={name: getattr(new, name) for name in live if hasattr(new, name)})
