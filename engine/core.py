@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -27,15 +28,17 @@ from hicache.engine.identity import Identities
 from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger, TierCounts
 from hicache.engine.matching import Estimates, Matching
+from hicache.engine.memory import Memory
 from hicache.engine.node import Node
 from hicache.engine.planner import Planner
 from hicache.engine.policies.base import EvictionPolicy
 from hicache.engine.policies.lru import Lru
 from hicache.engine.promotion import promote
 from hicache.engine.residency import Namespace, Residency
-from hicache.engine.restore import restore
+from hicache.engine.restore import Restoration
 from hicache.engine.settings import EngineSettings
 from hicache.engine.storing import Storing
+from hicache.engine.uses import Uses
 from hicache.engine.writedown import WriteDown
 from hicache.tiers.block import SlotPool, TierSpec, slot_bytes_for
 
@@ -82,7 +85,11 @@ class CacheEngine:
             settings,
             history,
         )
+        self.record = self.matching.record
+        self.memory = Memory(self.residency, self.estimates)
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
+        self.uses = Uses(self.residency, self.identities, self.writedown.tier)
+        self._restorations: dict[int, Restoration] = {}
         self.hints = Hints(self.residency, self.evictor, history)
         self._by_digest: dict[bytes, int] = {}
         self._cancel: list[int] = []
@@ -91,6 +98,7 @@ class CacheEngine:
             p.Match: self.matching.match,
             p.Hint: self._hint,
             p.Fetch: self._fetch,
+            p.CutShort: self._cut_short,
             p.Release: self._release,
             p.Put: self._put,
             p.Commit: self._commit,
@@ -102,6 +110,8 @@ class CacheEngine:
             p.MovesDone: self._moves_done,
             p.LinkMeasured: self._link_measured,
             p.Restore: self._restore,
+            p.Restored: self._restored,
+            p.TakeUses: self.uses.take,
             p.TierDown: self._tier_down,
             p.TierUp: self._tier_up,
             p.Tick: self._tick,
@@ -154,10 +164,14 @@ class CacheEngine:
             idle = self.residency.namespaces[number]
             assert not idle.root.children, "a namespace with blocks was to be forgotten"
             del self._by_digest[idle.digest]
+            self.record.forget(number)
+            self.memory.forget(number)
             self.residency.namespaces[number] = self._new_namespace(event, number, idle.root)
             self.prefill[number] = PrefillCost(self.settings.prior)
             self.hop_s_per_byte[number] = 1.0 / self.settings.hop_bytes_per_s
         self._by_digest[event.digest] = number
+        with suppress(ValueError):  # damaged: it is learned anew
+            self.memory.greet(number)
         return number
 
     def _new_namespace(self, event: p.OpenNamespace, number: int, root: Node) -> Namespace:
@@ -169,17 +183,24 @@ class CacheEngine:
     def _fetch(self, event: p.Fetch) -> p.Fetched:
         lease = self._lease(event.lease)
         lease.started_s = event.now_s
-        ready, expected_s = self.fetching.fetch(lease, event.deadline_s)
+        lease.deadline_s = event.deadline_s
+        ready, expected_s = self.fetching.fetch(lease, self.settings.planner)
         self._make_progress()
         unplaced = len(lease.ids) - lease.unplaced if lease.id in self.fetching.unplaced else 0
         self.fetching.take_ended()  # the answer says so itself
-        return p.Fetched(tuple(ready), len(lease.awaited), unplaced, expected_s)
+        waiting = len(lease.awaited)
+        return p.Fetched(tuple(ready), waiting, unplaced, expected_s, lease.deadline_s)
 
     def _release(self, event: p.Release) -> bool:
         house = self.residency
         lease = house.leases.close(event.lease)
         if lease is None:
             return False
+        came = self.fetching.prefix_blocks(lease) if lease.fetching else 0
+        if lease.fetching:
+            self.record.reloaded(lease.id, came, lease.took_s or None)
+        else:
+            self.record.dropped(lease.id)
         for move in self.fetching.forget(lease):
             block = house.moves[move].block
             dst = house.number_of(cast(str, house.moves[move].dst))
@@ -188,7 +209,6 @@ class CacheEngine:
                 self._cancel.append(move)
         namespace = house.namespaces[lease.namespace]
         if lease.fetching:
-            came = min(lease.failed_at, len(lease.ids))
             self.ledger.served(lease, came, namespace.block_tokens, namespace.block_bytes)
             ids, limit = lease.ids[:came], self.settings.max_moving_bytes
             promote(house, self.evictor, self.links, namespace, ids, limit)
@@ -211,11 +231,19 @@ class CacheEngine:
         self._make_progress()  # what it was writing has made room, even if it held no lease
         return freed
 
+    def _cut_short(self, event: p.CutShort) -> None:
+        lease = self.residency.leases.leases.get(event.lease)
+        if lease is not None:
+            lease.failed_at = min(lease.failed_at, event.num_blocks)
+
     def _hint(self, event: p.Hint) -> None:
         self.hints.take(event)
         self._make_progress()
 
     def _observe(self, event: p.Observe) -> None:
+        self.record.prefilled(
+            event.namespace, event.num_requests, event.sum_n, event.sum_nc, event.seconds
+        )
         self.prefill[event.namespace].observe(
             event.num_requests, event.sum_n, event.sum_nc, event.seconds
         )
@@ -228,7 +256,7 @@ class CacheEngine:
             self.hop_s_per_byte[lease.namespace], event.hop_bytes, event.hop_seconds
         )
         if is_measurable(event.total_seconds):
-            self.ledger.judged(lease.decision.reload_s, event.total_seconds)
+            lease.took_s = event.total_seconds
 
     def _clear(self, event: p.Clear) -> int:
         """Forget what nobody holds: leaves first, as far as leases and moves let it."""
@@ -236,6 +264,8 @@ class CacheEngine:
         namespace = house.namespaces[event.namespace]
         nodes = list(house.index.subtree(namespace.root))
         forgotten = 0
+        for restoration in self._restorations.values():
+            restoration.cleared.add(event.namespace)
         for node in reversed(nodes):
             if node.is_root or node.children or node.parent is None:
                 continue
@@ -275,7 +305,12 @@ class CacheEngine:
     def _moves_done(self, event: p.MovesDone) -> p.Arrivals:
         told, came, num_changed = self._apply(event.outcomes, event.now_s)
         self._make_progress()
-        return self._arrivals(told, came, num_changed > 0)
+        arrivals = self._arrivals(told, came, num_changed > 0)
+        for number in arrivals.finished:
+            lease = self.residency.leases.leases.get(number)
+            if lease is not None:  # unless its client says better
+                lease.took_s = event.now_s - lease.started_s
+        return arrivals
 
     def _apply(
         self, outcomes: Iterable[p.Outcome], now_s: float
@@ -334,9 +369,18 @@ class CacheEngine:
     def _restore(self, event: p.Restore) -> list[bytes]:
         tier = self.residency.number_of(event.tier)
         namespace = self.residency.namespaces[event.namespace]
-        homeless = restore(self.residency, namespace, tier, event.rows, event.now_s)
+        if tier not in self._restorations:
+            self._restorations[tier] = Restoration(self.residency, tier)
+        restoration = self._restorations[tier]
+        homeless = restoration.add(namespace, event.rows, event.now_s, event.zero_s)
         self._make_progress()
         return homeless
+
+    def _restored(self, event: p.Restored) -> None:
+        tier = self.residency.number_of(event.tier)
+        self._restorations.pop(tier, None)
+        self.residency.restoring &= ~(1 << tier)
+        self._make_progress()
 
     def _tier_down(self, event: p.TierDown) -> p.Arrivals:
         """Its moves have failed (their outcomes, if any still come, are ignored), and what it held
@@ -344,6 +388,8 @@ class CacheEngine:
         house = self.residency
         tier = house.number_of(event.tier)
         house.up &= ~(1 << tier)
+        house.restoring &= ~(1 << tier)
+        self._restorations.pop(tier, None)
         mine = [m.id for m in house.moves.values() if event.tier in (m.src, m.dst)]
         failed = [p.Outcome(move, False, error="tier down") for move in mine]
         told, _, _ = self._apply(failed, event.now_s)
@@ -367,6 +413,10 @@ class CacheEngine:
     def _tier_up(self, event: p.TierUp) -> None:
         tier = self.residency.number_of(event.tier)
         self.residency.up |= 1 << tier
+        self._restorations.pop(tier, None)
+        if event.is_restoring:
+            self.residency.restoring |= 1 << tier
+            self._restorations[tier] = Restoration(self.residency, tier)
         self.residency.backoff.took(tier)
 
     def _tick(self, event: p.Tick) -> p.Arrivals:
@@ -385,7 +435,10 @@ class CacheEngine:
     def _flush(self, event: p.Flush) -> int:
         self.writedown.flush()
         self._make_progress()
-        return len(self.writedown.pending) + len(self.residency.moves)
+        house = self.residency
+        durable = {tier.name for tier in house.tiers if tier.durable}
+        reads = sum([m.src in durable and m.dst is not None for m in house.moves.values()])
+        return len(self.writedown.pending) + len(house.moves) - reads
 
     # --- after every event ----------------------------------------------------------------------
 

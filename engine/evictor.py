@@ -80,18 +80,24 @@ class Evictor:
         pool = house.pools[tier]
         self.evacuations.watch()
         available = pool.available(slot_bytes)
-        num_used = pool.num_used(slot_bytes)
-        if not num_used and not pool.can_hold(slot_bytes):
-            return 0  # nothing may go for what can never be placed
         if available >= count or self._making_room_in >> tier & 1 or not house.is_up(tier):
             return min(available, count)
         if self.evacuations.is_for(tier, slot_bytes):
             return available
+        wanted = 0
+        if pool.num_used(slot_bytes):
+            coming = house.draining_bytes[tier] - pool.clearing_bytes
+            wanted = (count - available) * slot_bytes - coming
+            wanted -= self._forget_plain(tier, wanted, worth)
+            available = pool.available(slot_bytes)
+            if available >= count:
+                return count
+        elif not pool.can_hold(slot_bytes):
+            return 0  # nothing may go for what can never be placed
         self._making_room_in |= 1 << tier
         may_drop, self._may_drop = self._may_drop, True
         try:
-            if num_used:
-                self._take_victims(tier, slot_bytes, count, available, worth)
+            self._take_victims(tier, slot_bytes, count, wanted, worth)
             available = pool.available(slot_bytes)
             # What is held and worth more is not moved about for what is worth less.
             may_empty = worth == ALWAYS or not pool.num_used(slot_bytes)
@@ -104,19 +110,16 @@ class Evictor:
         return min(available, count)
 
     def _take_victims(
-        self, tier: int, slot_bytes: int, count: int, available: int, worth: float
+        self, tier: int, slot_bytes: int, count: int, wanted_bytes: int, worth: float
     ) -> None:
         """Give up the coldest, of whatever size, until their bytes would do for `count` slots."""
         house = self.residency
         pool = house.pools[tier]
-        coming = house.draining_bytes[tier] - pool.clearing_bytes
-        wanted = (count - available) * slot_bytes - coming
-        wanted -= self._forget_plain(tier, wanted, worth)
-        while wanted > 0 and pool.available(slot_bytes) < count:
+        while wanted_bytes > 0 and pool.available(slot_bytes) < count:
             node = house.coldest(tier, worth)
             if node is None:
                 break
-            wanted -= self._give_up(node, tier, wanted)
+            wanted_bytes -= self._give_up(node, tier, wanted_bytes)
 
     def may_displace(self, tier: int, num_bytes: int, worth: float) -> bool:
         """Whether so many bytes more would make nothing go that is worth as much or more."""

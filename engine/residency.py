@@ -33,6 +33,8 @@ from hicache.engine.plan import Move, Outcome, Priority
 from hicache.engine.policies.base import ALWAYS, EvictionPolicy
 from hicache.tiers.block import Ids, SlotPool, TierSpec
 
+TRAVELLING_BYTES = 32 << 20
+"""At most, over one link (`transfer/lane.py`)."""
 NO_TIER = 255
 DISMISSED_S: Final = -1.0
 """When a block that is not expected to be used again was last used: before all others."""
@@ -74,11 +76,13 @@ class Residency:
         self.policies = [new_policy(number) for number in range(len(tiers))]
         self.namespaces: list[Namespace] = []
         self.up = 0
+        self.restoring = 0
         self.backoff = Backoff()
         self.moves: dict[int, Move] = {}
         self.outbox: list[Move] = []
         self.moves_of: dict[int, list[Move]] = {}
         self.num_moving = {link: [0, 0, 0] for link in self.links}
+        self.progress_s: dict[tuple[int, int], float] = {}
         self.draining_bytes = [0] * len(tiers)
         self.num_draining: list[Counter[int]] = [Counter() for _ in tiers]  # by slot size
         self.promoted = [0] * len(tiers)
@@ -104,8 +108,10 @@ class Residency:
         return bool(self.up >> tier & 1)
 
     def takes(self, tier: int) -> bool:
-        """Whether the tier serves and takes new blocks now."""
-        return self.is_up(tier) and self.backoff.takes(tier)
+        """Whether the tier serves and takes new blocks now. One whose rows are still being told
+        takes none: nobody knows yet how much room it has."""
+        is_known = self.is_up(tier) and not self.restoring >> tier & 1
+        return is_known and self.backoff.takes(tier)
 
     def fastest(self, bits: int) -> int:
         """The fastest tier of a bit set that is up, NO_TIER if none."""
@@ -127,6 +133,15 @@ class Residency:
     def bytes_moving(self, link: tuple[int, int], at_most: Priority) -> int:
         """Bytes in the link's queue of this priority or a more urgent one."""
         return sum(self.num_moving[link][: at_most + 1])
+
+    def bytes_ahead(self, link: tuple[int, int]) -> int:
+        """Bytes that a demand waits for: other demand, and what travels already, whatever it is."""
+        demand, *others = self.num_moving[link]
+        return demand + min(sum(others), TRAVELLING_BYTES)
+
+    def silent_s(self, link: tuple[int, int], now_s: float) -> float:
+        """For how long nothing has come over a link that a demand waits for."""
+        return now_s - self.progress_s.get(link, now_s)
 
     def where(self, ids: Ids, tier: int, state: State) -> Ids:
         """Those of `ids` whose copy in `tier` is in `state`."""
@@ -212,7 +227,12 @@ class Residency:
                 self.rescue(ids, src)
             return move
         dst = self._numbers[move.dst]
-        self.num_moving[src, dst][move.priority] -= move.block_bytes
+        moving = self.num_moving[src, dst]
+        moving[move.priority] -= move.block_bytes
+        if any(moving):
+            self.progress_s[src, dst] = now_s
+        else:
+            self.progress_s.pop((src, dst), None)
         if outcome.ok:
             self.blocks.change(dst, ids, State.READY)
             (self.demoted if dst > src else self.promoted)[dst] += 1

@@ -202,11 +202,12 @@ class AsyncClient:
         transport: Transport = "auto",
         name: str = "",
         curve: CurveKeys | None = None,
+        group: bytes = b"",
     ) -> None:
         self.endpoint = endpoint or default_endpoint(os.environ, os.getuid())
         port = AsyncChannel(self.endpoint, spec.block_bytes, curve)
         timeouts = Timeouts(timeout_s, fetch_timeout_s, put_timeout_s)
-        self._connection = Connection(spec, self.endpoint, port, timeouts, transport, name)
+        self._connection = Connection(spec, self.endpoint, port, timeouts, transport, name, group)
         self._dialogue = Dialogue(self._connection)
 
     @property
@@ -234,6 +235,9 @@ class AsyncClient:
         return await self._dialogue.match(
             tokens, request, skip_blocks, hop_bytes_per_s, explain, conversation
         )
+
+    async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
+        return await self._dialogue.adopt(lease, blocks, group, epoch)
 
     def fetch_runs(self, match: Match) -> AsyncGenerator[FetchedRun, None]:
         return self._dialogue.fetch_runs(match)

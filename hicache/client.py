@@ -65,7 +65,7 @@ class Client:
     a put (its copying is not interrupted). `transport`: `arena` maps the daemon's memory, `frames`
     sends blocks through the socket, `auto` prefers the first on `ipc://`. `name` shows in logs.
     `curve`: the keys for a daemon on `tcp://` that asks for them; without the right ones every call
-    is a miss.
+    is a miss. `group`: another client's `greeting.group`, to share its leases.
     """
 
     def __init__(
@@ -79,11 +79,12 @@ class Client:
         transport: Transport = "auto",
         name: str = "",
         curve: CurveKeys | None = None,
+        group: bytes = b"",
     ) -> None:
         self.endpoint = endpoint or default_endpoint(os.environ, os.getuid())
         port = Channel(self.endpoint, spec.block_bytes, curve)
         timeouts = Timeouts(timeout_s, fetch_timeout_s, put_timeout_s)
-        self._connection = Connection(spec, self.endpoint, port, timeouts, transport, name)
+        self._connection = Connection(spec, self.endpoint, port, timeouts, transport, name, group)
         self._dialogue = Dialogue(self._connection)
 
     @property
@@ -124,6 +125,12 @@ class Client:
                 tokens, request, skip_blocks, hop_bytes_per_s, explain, conversation
             )
         )
+
+    def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
+        """A match that another session of the same group made: its lease can be fetched and
+        released here. `blocks` of it will be read; `group`, `epoch`: as its maker's greeting says.
+        A miss if this client is not of that group, or the daemon is another by now."""
+        return run_now(self._dialogue.adopt(lease, blocks, group, epoch))
 
     def fetch_runs(self, match: Match) -> Iterator[FetchedRun]:
         """The leased blocks as they become readable, in runs; ends early on any trouble.

@@ -24,6 +24,7 @@ import numpy as np
 
 from hicache.answers import (
     Bytes2D,
+    Decision,
     Fetched,
     FetchedRun,
     Match,
@@ -93,6 +94,21 @@ class Dialogue:
             return Match.miss(self._connection.failed(trouble, started_s))
         self._connection.succeeded()
         return match
+
+    async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
+        started_s = time.monotonic()
+        try:
+            self._connection.begin(started_s)
+            deadline_s = started_s + self._connection.timeouts.call_s
+            greeting = await self._connection.greeted(deadline_s)
+        except TROUBLE as trouble:
+            return Match.miss(self._connection.failed(trouble, started_s))
+        self._connection.succeeded()
+        if greeting.epoch != epoch or greeting.group != group:
+            return Match.miss("the lease is of another group, or of another run of the daemon")
+        return Match(
+            lease, blocks, (), Decision("reload", blocks, "adopted"), session=greeting.session
+        )
 
     async def fetch_runs(self, match: Match) -> AsyncGenerator[FetchedRun, None]:
         """Ends early on any trouble: what did not come is a miss."""

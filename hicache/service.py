@@ -220,8 +220,8 @@ class Service:
             raise WireError("spec", "protocol 1 holds models with one layer group, not several")
         if spec.groups[0].window:
             raise WireError("spec", "protocol 1 holds full attention, not a sliding window")
-        if spec.tp_size != 1 or spec.pp_size != 1:
-            raise WireError("spec", "protocol 1 holds one rank, not several")
+        if spec.tp_rank >= spec.tp_size or spec.pp_rank >= spec.pp_size:
+            raise WireError("spec", "tp_rank and pp_rank count from 0 to below tp_size and pp_size")
         mapped = [tier for tier in self.engine.residency.tiers if tier.mapped]
         too_small = self.engine.too_small_for(spec.block_bytes)
         if all(tier in too_small for tier in mapped):
@@ -336,7 +336,7 @@ class Service:
         fetched = self.do(p.Fetch(lease, asked.now_s, deadline_s))
         leased = self.engine.residency.leases.leases[lease]
         fetch = WaitingFetch(
-            asked.peer, session.token, lease, deadline_s, bytearray(len(leased.ids))
+            asked.peer, session.token, lease, fetched.deadline_s, bytearray(len(leased.ids))
         )
         is_last = not fetched.waiting and not fetched.unplaced
         if not self.delivery.tell(fetch, session, fetched.ready, is_last):
@@ -529,12 +529,16 @@ class Service:
         for session in self.sessions.silent(now_s):
             self.end(session, now_s)
         self.news(self.do(p.Tick(now_s)), now_s)
-        for fetch in self.waiting.overdue_fetches(now_s):
-            self._give_up(fetch)
+        self.end_overdue_fetches(now_s)
         for commit in self.waiting.overdue_commits(now_s):
             self._reply(commit.peer, committed=commit.committed, durable=False)
         if any(put.deadline_s <= now_s for put in self.waiting.puts):
             self._try_puts(now_s)
+
+    def end_overdue_fetches(self, now_s: float) -> None:
+        """Their clients go on with what has come."""
+        for fetch in self.waiting.overdue_fetches(now_s):
+            self._give_up(fetch)
 
     def send_more(self) -> None:
         """Clients may have read what was sent to them: what waits for that goes on."""
@@ -547,6 +551,7 @@ class Service:
         if fetch.unsent:
             self.errors["unread"] += 1
         self.delivery.give_up(fetch, self._session_of(fetch))
+        self.do(p.CutShort(fetch.lease, fetch.prefix_blocks()))
 
     def _session_of(self, fetch: WaitingFetch) -> Session:
         return self.sessions.by_token[fetch.session]

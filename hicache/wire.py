@@ -125,6 +125,7 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
     "clear": {},
     "stats": {},
     "health": {},
+    "explain": {"last": Field(int, 10, low=1, high=256)},
     "what_if": {},
     "reload": {"file": Field(str, "", high=4096)},
 }
@@ -134,6 +135,7 @@ NEEDS_SESSION: Final = frozenset(OPS) - {
     "ping",
     "stats",
     "health",
+    "explain",
     "what_if",
     "reload",
 }

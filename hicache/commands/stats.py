@@ -161,6 +161,7 @@ def render(stats: Stats) -> RenderableType:
         parts.append(_links(stats))
     if stats.get("planner"):
         parts.append(_planner(stats["planner"]))
+        parts += _judged(stats)
     if stats.get("namespaces"):
         parts.append(_namespaces(stats))
     parts.append(_counts(stats))
@@ -277,6 +278,37 @@ def _planner(planner: Stats) -> Table:
         "–" if speed is None else f"{speed:,.0f} tokens/s",
     )
     return table
+
+
+def _judged(stats: Stats) -> Iterator[RenderableType]:
+    """How far off the planner's estimates were, and its decisions in hindsight."""
+    planner = stats["planner"]
+    names = {space.get("digest"): space.get("name") for space in stats.get("namespaces") or ()}
+    if planner.get("errors"):
+        table = _table(
+            "estimates", "namespace", "of", "judged", "mean error", "relative", "bias", "within"
+        )
+        for row in planner["errors"]:
+            digest = row.get("namespace")
+            table.add_row(
+                str(names.get(digest) or digest)[:24],
+                str(row.get("of", "–")),
+                _number(row.get("judged")),
+                _seconds(row.get("mean_abs_error_s")),
+                *(f"{row.get(key, 0.0):.1%}" for key in ("mean_relative_error", "bias")),
+                f"{row.get('within_doubt', 0.0):.0%}",
+            )
+        yield table
+    regret, tried = planner.get("regret") or {}, planner.get("tried") or {}
+    if regret.get("judged"):
+        yield Text(
+            f"in hindsight {_number(regret.get('wrong'))} of {_number(regret['judged'])} decisions "
+            f"should have been others, which cost {_seconds(regret.get('regret_s'))} "
+            f"({regret.get('share') or 0.0:.1%}).\n"
+            f"{_number(tried.get('decisions'))} were tries, expected to cost "
+            f"{_seconds(tried.get('expected_cost_s'))}; {_number(planner.get('cut_short'))} loads "
+            "were cut short"
+        )
 
 
 def _namespaces(stats: Stats) -> Table:

@@ -6,6 +6,7 @@ writes it (`lease_ttl: 30s`). Nothing here looks at the machine: a size may stil
 piece (`config.tiers.disk`), never the whole.
 """
 
+import math
 import os
 from typing import Literal, Self
 
@@ -211,11 +212,30 @@ class PlannerConfig(Section):
     recompute_band: float = Field(
         default=0.05, ge=0, le=1, description="Gains below this share count as a tie: recompute."
     )
+    doubt_band: float = Field(
+        default=0.10,
+        ge=0,
+        le=1,
+        description="Gains below this share must be larger than the estimates may be off.",
+    )
     exploration: float = Field(
         default=0.01,
         ge=0,
         le=0.5,
-        description="Share of decisions taken the other way, to keep learning.",
+        description="Share of all time to first token that may be spent on trying the other way, "
+        "to keep learning.",
+    )
+    deadline_share: float = Field(
+        default=1.0,
+        ge=0,
+        le=100,
+        description="A load may take so much longer than expected; what has not come by then is "
+        "recomputed. 1 is twice as long.",
+    )
+    min_deadline_s: Deadline = Field(
+        default=0.1,
+        validation_alias="min_deadline",
+        description="Time that every load has, however short it is expected to be.",
     )
     probe_links: bool = Field(default=True, description="Measure each tier's speed at start.")
 
@@ -269,6 +289,41 @@ class LimitsConfig(Section):
     )
 
 
+class LinkSpeeds(Section):
+    """Bytes per second, by link."""
+
+    hbm_to_dram: Bytes | None = Field(default=None, ge=1, description="From hbm.")
+    dram_to_hbm: Bytes | None = Field(default=None, ge=1, description="To hbm.")
+    disk_to_dram: Bytes | None = Field(default=None, ge=1, description="From disk.")
+    dram_to_disk: Bytes | None = Field(default=None, ge=1, description="To disk.")
+
+
+class LinkStalls(Section):
+    """By link."""
+
+    hbm_to_dram: bool = Field(default=False, description="Nothing arrives from hbm.")
+    dram_to_hbm: bool = Field(default=False, description="Nothing arrives in hbm.")
+    disk_to_dram: bool = Field(default=False, description="Nothing arrives from disk.")
+    dram_to_disk: bool = Field(default=False, description="Nothing arrives on disk.")
+
+
+class DebugConfig(Section):
+    check: bool = Field(default=False, description="Check every invariant when idle; slow.")
+    throttle_bytes_per_s: LinkSpeeds = Field(
+        default=LinkSpeeds(), description="Copy no faster than this, as a slower device would."
+    )
+    stall: LinkStalls = Field(
+        default=LinkStalls(), description="Links on which copies begin and never end."
+    )
+
+    def bytes_per_s(self, link: str) -> float:
+        """Of `disk_to_dram` or another link: infinity where nothing is said, 0 where it stalls."""
+        if getattr(self.stall, link):
+            return 0.0
+        said = getattr(self.throttle_bytes_per_s, link)
+        return math.inf if said is None else float(said)
+
+
 class Config(Section):
     socket: SocketConfig = Field(default=SocketConfig(), description="How clients connect.")
     block_tokens: int = Field(default=16, ge=1, le=4096, description="Tokens per block.")
@@ -293,4 +348,6 @@ class Config(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least important message shown."
     )
-    debug: bool = Field(default=False, description="Check every invariant when idle; slow.")
+    debug: DebugConfig = Field(
+        default=DebugConfig(), description="For tests and demonstrations; `true` checks invariants."
+    )

@@ -227,8 +227,15 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def recover(self) -> None:
         for tier in sorted(self.down):
-            self.world.recover(tier)
+            self.world.begin_recovery(tier)
         self.down.clear()
+
+    @rule(times=st.integers(1, 5))
+    def tell_more(self, times: int) -> None:
+        """A durable tier that is back tells some of what it holds, while others store and read."""
+        for _ in range(times):
+            if self.world.is_telling:
+                self.world.tell_more()
 
     @rule(tokens=prompts, namespace=namespaces, data=st.data())
     def reshape(self, tokens: bytes, namespace: int, data: st.DataObject) -> None:
