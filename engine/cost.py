@@ -164,13 +164,16 @@ class LinkCost:
         return self.latency_s + (queued_bytes + num_bytes) * self._s_per_byte
 
     def doubt_s(self, num_bytes: float, queued_bytes: float = 0.0) -> float:
-        """Standard deviation of that. It grows while nothing is copied."""
+        """Standard deviation of that. It grows while nothing is copied, and a first copy or two
+        may have been stragglers."""
         if num_bytes <= 0:
             return 0.0
         self._num_unchecked += 1
         x = (1.0, (queued_bytes + num_bytes) * _PER_BYTE)
         expected_s = self._fit.expect(x)
-        return sqrt(self._fit.variance(x) + DRIFT * self._num_unchecked * expected_s * expected_s)
+        few = 1.0 / max(self.num_measured, 1)
+        relative = DRIFT * self._num_unchecked + few * few
+        return sqrt(self._fit.variance(x) + relative * expected_s * expected_s)
 
     def snapshot(self) -> dict[str, Any]:
         """What was learned, as plain values."""
