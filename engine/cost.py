@@ -24,9 +24,9 @@ from typing import Any, Final
 
 from hicache.engine.fit import LEAST_NOISE_S, Fit, Habits
 
-OF_PREFILLS: Final = Habits(common=3.0, alone=1.0, steps=8, factor=5.0)
+OF_PREFILLS: Final = Habits(common=3.0, alone=1.0, first_steps=8, steps=8, factor=5.0)
 """Steps of different kinds may be off by less than five times, in rows, without a change."""
-OF_LINKS: Final = Habits(common=0.0, alone=3.0, steps=4, factor=1.6)
+OF_LINKS: Final = Habits(common=0.0, alone=3.0, first_steps=2, steps=4, factor=1.6)
 """One copy in fifty is a straggler; four in a row are none."""
 MAX_MEASURED_S: Final = 3600.0
 MAX_STEP_TOKENS: Final = 1e8
