@@ -21,6 +21,8 @@ from hicache.engine.blocks import State
 from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Fetching, Positions
+from hicache.engine.gate import WriteGate
+from hicache.engine.hints import Hints
 from hicache.engine.history import History
 from hicache.engine.identity import Identities
 from hicache.engine.lease import Lease
@@ -33,9 +35,10 @@ from hicache.engine.policies.base import EvictionPolicy
 from hicache.engine.policies.lru import Lru
 from hicache.engine.promotion import promote
 from hicache.engine.residency import Namespace, Residency
-from hicache.engine.restore import restore
+from hicache.engine.restore import Restoration
 from hicache.engine.settings import EngineSettings
 from hicache.engine.storing import Storing
+from hicache.engine.uses import Uses
 from hicache.engine.writedown import WriteDown
 from hicache.tiers.block import SlotPool, TierSpec, slot_bytes_for
 
@@ -66,7 +69,8 @@ class CacheEngine:
         self.prefill = self.estimates.prefill
         self.hop_s_per_byte = self.estimates.hop_s_per_byte
         self.planner = Planner(settings.planner, rng)
-        self.evictor = Evictor(self.residency, settings.max_moving_bytes)
+        self.gate = WriteGate(history, settings.min_return, settings.write_bytes_per_s)
+        self.evictor = Evictor(self.residency, settings.max_moving_bytes, self.gate)
         self.writedown = WriteDown(self.residency, self.evictor)
         self.evictor.durable = self.writedown
         self.fetching = Fetching(self.residency, self.evictor, self.links)
@@ -84,12 +88,15 @@ class CacheEngine:
         self.record = self.matching.record
         self.memory = Memory(self.residency, self.estimates)
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
+        self.uses = Uses(self.residency, self.identities, self.writedown.tier)
+        self._restorations: dict[int, Restoration] = {}
+        self.hints = Hints(self.residency, self.evictor, history)
         self._by_digest: dict[bytes, int] = {}
         self._cancel: list[int] = []
         self._handlers: dict[type, Callable[[Any], Any]] = {
             p.OpenNamespace: self._open_namespace,
             p.Match: self.matching.match,
-            p.Stopped: self.matching.stopped,
+            p.Hint: self._hint,
             p.Fetch: self._fetch,
             p.CutShort: self._cut_short,
             p.Release: self._release,
@@ -103,6 +110,8 @@ class CacheEngine:
             p.MovesDone: self._moves_done,
             p.LinkMeasured: self._link_measured,
             p.Restore: self._restore,
+            p.Restored: self._restored,
+            p.TakeUses: self.uses.take,
             p.TierDown: self._tier_down,
             p.TierUp: self._tier_up,
             p.Tick: self._tick,
@@ -136,6 +145,7 @@ class CacheEngine:
         self.residency.tiers = tuple(tiers)
         self.planner.settings = settings.planner
         self.evictor.max_moving_bytes = settings.max_moving_bytes
+        self.gate.configure(settings.min_return, settings.write_bytes_per_s)
 
     # --- what an inference engine asks ----------------------------------------------------------
 
@@ -200,7 +210,8 @@ class CacheEngine:
         namespace = house.namespaces[lease.namespace]
         if lease.fetching:
             self.ledger.served(lease, came, namespace.block_tokens, namespace.block_bytes)
-            promote(house, self.links, namespace, lease.ids[:came], self.settings.max_moving_bytes)
+            ids, limit = lease.ids[:came], self.settings.max_moving_bytes
+            promote(house, self.evictor, self.links, namespace, ids, limit)
         lost = lease.ids[house.blocks.tags[lease.ids] == 0]
         if len(lost):
             house.settle(lost)
@@ -224,6 +235,10 @@ class CacheEngine:
         lease = self.residency.leases.leases.get(event.lease)
         if lease is not None:
             lease.failed_at = min(lease.failed_at, event.num_blocks)
+
+    def _hint(self, event: p.Hint) -> None:
+        self.hints.take(event)
+        self._make_progress()
 
     def _observe(self, event: p.Observe) -> None:
         self.record.prefilled(
@@ -249,6 +264,8 @@ class CacheEngine:
         namespace = house.namespaces[event.namespace]
         nodes = list(house.index.subtree(namespace.root))
         forgotten = 0
+        for restoration in self._restorations.values():
+            restoration.cleared.add(event.namespace)
         for node in reversed(nodes):
             if node.is_root or node.children or node.parent is None:
                 continue
@@ -268,6 +285,7 @@ class CacheEngine:
         return forgotten
 
     def _put(self, event: p.Put) -> p.Placed:
+        self.gate.pass_time(event.now_s)
         placed = self.storing.put(event)
         self._make_progress()
         return placed
@@ -351,9 +369,18 @@ class CacheEngine:
     def _restore(self, event: p.Restore) -> list[bytes]:
         tier = self.residency.number_of(event.tier)
         namespace = self.residency.namespaces[event.namespace]
-        homeless = restore(self.residency, namespace, tier, event.rows, event.now_s)
+        if tier not in self._restorations:
+            self._restorations[tier] = Restoration(self.residency, tier)
+        restoration = self._restorations[tier]
+        homeless = restoration.add(namespace, event.rows, event.now_s, event.zero_s)
         self._make_progress()
         return homeless
+
+    def _restored(self, event: p.Restored) -> None:
+        tier = self.residency.number_of(event.tier)
+        self._restorations.pop(tier, None)
+        self.residency.restoring &= ~(1 << tier)
+        self._make_progress()
 
     def _tier_down(self, event: p.TierDown) -> p.Arrivals:
         """Its moves have failed (their outcomes, if any still come, are ignored), and what it held
@@ -361,6 +388,8 @@ class CacheEngine:
         house = self.residency
         tier = house.number_of(event.tier)
         house.up &= ~(1 << tier)
+        house.restoring &= ~(1 << tier)
+        self._restorations.pop(tier, None)
         mine = [m.id for m in house.moves.values() if event.tier in (m.src, m.dst)]
         failed = [p.Outcome(move, False, error="tier down") for move in mine]
         told, _, _ = self._apply(failed, event.now_s)
@@ -384,10 +413,15 @@ class CacheEngine:
     def _tier_up(self, event: p.TierUp) -> None:
         tier = self.residency.number_of(event.tier)
         self.residency.up |= 1 << tier
+        self._restorations.pop(tier, None)
+        if event.is_restoring:
+            self.residency.restoring |= 1 << tier
+            self._restorations[tier] = Restoration(self.residency, tier)
         self.residency.backoff.took(tier)
 
     def _tick(self, event: p.Tick) -> p.Arrivals:
         self.residency.backoff.tick(event.now_s)
+        self.gate.pass_time(event.now_s)
         leases, tickets = self.residency.leases.expired(event.now_s)
         for ticket in tickets:
             self.storing.abort(p.Abort(ticket, event.now_s, writer_gone=False))

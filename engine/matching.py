@@ -148,20 +148,6 @@ class Matching:
         if path.num_blocks:
             self._touch(path, namespace, event.now_s)
 
-    def stopped(self, event: p.Stopped) -> None:
-        """Why an answer ended says something about when the conversation goes on."""
-        if self.history is None:
-            return
-        house = self.residency
-        namespace = house.namespaces[event.namespace]
-        symbols = symbols_of(event.tokens, namespace.step)
-        ghosts = self.history.stopped(event.namespace, symbols, event.stop)
-        path = house.index.match(namespace.root, event.tokens, namespace.step)
-        nodes = path.nodes[:-1] if path.partial else path.nodes
-        house.index.mark(nodes, list(self.history.marks(ghosts)), namespace.step)
-        for node in nodes:
-            house.queue(node)
-
     def _touch(self, path: Path, namespace: Namespace, now_s: float) -> None:
         """The path is used: youngest, and written down if one hit more makes it worth it."""
         house = self.residency
@@ -173,7 +159,8 @@ class Matching:
         durable = self.writedown.tier
         if self.settings.write_policy == "write_through_selective" and durable is not None:
             wanted = last.tiers and not last.tiers >> durable & 1
-            if wanted and hits[int(last.block_ids()[0])] >= self.settings.selective_hits:
+            is_worth_it = hits[int(last.block_ids()[0])] >= self.settings.selective_hits
+            if wanted and is_worth_it and self.writedown.evictor.gate.admits(last):
                 self.writedown.want(last)
                 self.writedown.advance()
 

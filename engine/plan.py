@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, Literal, TypeVar
 
-from hicache.tiers.block import Ids
+from hicache.tiers.block import Ids, StoredRows
 
 Answer = TypeVar("Answer", covariant=True)
 
 DecisionName = Literal["reload", "partial", "recompute"]
+Ended = Literal["", "turn", "tool_call", "conversation"]
+"""A turn, whose answer waits for a person; a turn that waits for a tool; the whole conversation."""
 
 
 class Priority(IntEnum):
@@ -237,14 +239,21 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped(Event[None]):
-    """The inference engine's answer to this prompt has ended: `stop` says why (a small number that
-    means the same every time, 0 where it is not known). Advice only."""
+class Hint(Event[None]):
+    """What the inference engine knows about when, and whether, this prompt will go on. Advice only:
+    a wrong one costs hits.
+
+    `ended`: what has ended with the answer to it; `finish_reason`: why, in the inference engine's
+    own word; `return_s`: the prompt is expected again in so many seconds (0: not known); not to
+    `keep`: what nobody has asked for since it was stored is given up."""
 
     namespace: int
     tokens: bytes
-    stop: int
     now_s: float
+    ended: Ended = ""
+    finish_reason: str = ""
+    return_s: float = 0.0
+    keep: bool = True
 
 
 @dataclass(slots=True)
@@ -360,27 +369,46 @@ class LinkMeasured(Event[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """One row of a durable tier's own index, read back at start."""
-
-    key: bytes
-    parent: bytes
-    tokens: bytes
-    block_bytes: int
-    hits: int
-
-
-@dataclass(frozen=True, slots=True)
 class Restore(Event[list[bytes]]):
-    """All blocks of one namespace found in a durable tier, in any order.
+    """Some of the blocks of one namespace that were found in a durable tier. `zero_s`: when the
+    clock of `now_s` stood at 0, in seconds since 1970.
 
-    Answer: keys that found no place (no parent, no room), to be removed from the tier.
+    Answer: keys that found no place (their parent has gone, no room), to be removed from the tier.
     """
 
     tier: str
     namespace: int
-    rows: Sequence[StoredBlock]
+    rows: StoredRows
     now_s: float
+    zero_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restored(Event[None]):
+    """All rows of the tier were told: from now on it takes blocks."""
+
+    tier: str
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How often a stored block was used in all, and when last (of the daemon's clock)."""
+
+    slot_bytes: int
+    key: bytes
+    hits: int
+    used_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TakeUses(Event[list[Use]]):
+    """What of the durable tier's blocks was used and has not been written back: some `limit` of
+    them. Empty: it is all known there, or the tier does not serve. `again` looks through all blocks
+    for more; without, what was found then is told to its end."""
+
+    limit: int
+    again: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,10 +425,12 @@ class TierDown(Event[Arrivals]):
 
 @dataclass(frozen=True, slots=True)
 class TierUp(Event[None]):
-    """The tier's worker is ready."""
+    """The tier's worker is ready. `is_restoring`: its rows are still to come (`Restore`, at the end
+    `Restored`); until then it serves what is known of it, and takes nothing."""
 
     tier: str
     now_s: float
+    is_restoring: bool = False
 
 
 @dataclass(frozen=True, slots=True)

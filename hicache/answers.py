@@ -7,7 +7,7 @@ anything that is not as docs/protocol.md says; the client treats that as a miss.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -143,6 +143,7 @@ class Greeting:
     heartbeat_s: float
     max_message_bytes: int
     max_prompt_tokens: int
+    group: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +253,7 @@ def read_greeting(reply: Mapping[str, Any], block_tokens: int, block_bytes: int)
         heartbeat_s=_seconds(reply, "heartbeat_s"),
         max_message_bytes=_count(reply, "max_message_bytes"),
         max_prompt_tokens=_count(reply, "max_prompt_tokens"),
+        group=_get(reply, "group", bytes),
     )
     if len(greeting.session) != SESSION_BYTES:
         raise WireError("malformed", f"session: {len(greeting.session)} bytes, not {SESSION_BYTES}")

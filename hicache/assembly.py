@@ -6,6 +6,7 @@ Adding a tier means one more `_…_tier` here, its link's WorkerConfig, and its 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,6 +85,8 @@ def engine_settings(config: Config) -> EngineSettings:
     """The cache engine's own piece of the configuration."""
     planner = config.planner
     default = PrefillPrior()
+    disk = config.tiers.disk
+    budget = disk.write_budget_bytes_per_day if disk is not None else None
     return EngineSettings(
         write_policy=config.write_policy,
         selective_hits=config.selective_hits,
@@ -101,6 +104,8 @@ def engine_settings(config: Config) -> EngineSettings:
             planner.prior_per_token_squared_s or default.per_pair_s,
             is_guess=planner.prior_per_token_s is None,
         ),
+        min_return=disk.min_return if disk is not None else 0.0,
+        write_bytes_per_s=math.inf if budget is None else budget / 86400,
         max_moving_bytes=min(config.limits.max_queued_bytes, 256 << 20),
     )
 
@@ -117,12 +122,14 @@ def paces_of(config: Config) -> dict[str, tuple[float, float]]:
 def new_engine(config: Config, parts: Parts) -> CacheEngine:
     """A cache engine over these parts."""
     tiers: list[TierConfig] = [getattr(config.tiers, spec.name) for spec in parts.tiers]
-    new_policy, history = policies_of([tier.eviction for tier in tiers])
+    settings = engine_settings(config)
+    is_gated = settings.min_return > 0 or settings.write_bytes_per_s < math.inf
+    new_policy, history = policies_of([tier.eviction for tier in tiers], wants_model=is_gated)
     return CacheEngine(
         parts.tiers,
         parts.pools,
         parts.links,
-        engine_settings(config),
+        settings,
         random.random,
         new_policy,
         history,

@@ -71,6 +71,7 @@ class Connection:
         timeouts: Timeouts,
         transport: Transport,
         name: str,
+        group: bytes = b"",
     ) -> None:
         if transport not in ("auto", "arena", "frames"):
             raise ValueError(f"transport must be auto, arena or frames, not {transport!r}")
@@ -87,6 +88,7 @@ class Connection:
         is_remote = transport == "auto" and ipc_path(endpoint) is None
         self._wished: str = "frames" if is_remote else transport
         self._name = name[:200]
+        self._group = group
         self._retired: list[Arena] = []
         self._num_copying = 0
         self._breaker = Breaker()
@@ -350,6 +352,7 @@ class Connection:
             "client": self._name,
             "spec": self._spec_fields,
             "transport": transport,
+            "group": self._group,
         }
         try:
             reply, _ = await self.exchange("hello", body, deadline_s, None)

@@ -82,7 +82,7 @@ class NamespaceSpec:
     """Everything that changes KV bytes. Two specs that differ in any field never share a block.
 
     `weights_digest` samples the content of every tensor (`digest_weights`), never a path.
-    Protocol 1 holds one layer group and one rank; more are refused with a sentence.
+    Protocol 1 holds one layer group; more are refused with a sentence. Ranks have one spec each.
     """
 
     model_digest: str

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -18,6 +18,7 @@ import xxhash
 from hicache import __version__
 from hicache.config import DeadlinesConfig, LimitsConfig
 from hicache.config.units import format_size
+from hicache.conversations import Conversations
 from hicache.delivery import Delivery, Part, Send
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
@@ -31,6 +32,12 @@ from hicache.wire import PROTOCOL, DecisionReply, MatchReply, Request, WireError
 
 Answer = TypeVar("Answer")
 TRANSPORTS: Final = ("auto", "arena", "frames")
+ENDED: Final[Mapping[str, p.Ended]] = {
+    "": "",
+    "turn": "turn",
+    "tool_call": "tool_call",
+    "conversation": "conversation",
+}
 
 
 @dataclass(slots=True)
@@ -42,6 +49,16 @@ class Asked:
     parts: Sequence[Part]
     pid: int
     now_s: float
+
+
+class Witness(Protocol):
+    """Somebody who notes what was asked for, when the answer has left."""
+
+    def asked(self, session: Session, tokens: bytes, conversation: str, now_s: float) -> None:
+        """A prompt came."""
+
+    def hinted(self, session: Session, conversation: str, stop: str, now_s: float) -> None:
+        """An answer of a conversation ended, for this reason."""
 
 
 class Service:
@@ -70,6 +87,8 @@ class Service:
         self.limits = limits
         self.delivery = Delivery(engine, arenas, send, limits.max_unread_bytes)
         self.waiting = Waiting()
+        self.conversations = Conversations()
+        self.witnesses: Sequence[Witness] = ()
         self.namespaces: dict[bytes, NamespaceSpec] = {}
         self.requests: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -85,6 +104,7 @@ class Service:
             "commit": self._commit,
             "abort": self._abort,
             "observe": self._observe,
+            "hint": self._hint,
             "heartbeat": self._heartbeat,
             "bye": self._bye,
             "clear": self._clear,
@@ -171,7 +191,7 @@ class Service:
             heartbeat_s=self.limits.session_ttl_s / 3,
             max_message_bytes=self.limits.max_message_bytes,
             max_prompt_tokens=self.limits.max_prompt_tokens,
-            capabilities=["match", "fetch", "put", "durable", "observe", "frames", "clear"],
+            capabilities=["match", "fetch", "put", "durable", "observe", "hint", "frames", "clear"],
         )
 
     def _open_namespace(self, digest: bytes, spec: NamespaceSpec) -> int:
@@ -200,8 +220,8 @@ class Service:
             raise WireError("spec", "protocol 1 holds models with one layer group, not several")
         if spec.groups[0].window:
             raise WireError("spec", "protocol 1 holds full attention, not a sliding window")
-        if spec.tp_size != 1 or spec.pp_size != 1:
-            raise WireError("spec", "protocol 1 holds one rank, not several")
+        if spec.tp_rank >= spec.tp_size or spec.pp_rank >= spec.pp_size:
+            raise WireError("spec", "tp_rank and pp_rank count from 0 to below tp_size and pp_size")
         mapped = [tier for tier in self.engine.residency.tiers if tier.mapped]
         too_small = self.engine.too_small_for(spec.block_bytes)
         if all(tier in too_small for tier in mapped):
@@ -298,6 +318,17 @@ class Service:
                 body["request"], RememberedMatch(digest, body["skip_blocks"], matched.lease, reply)
             )
         self._send(asked.peer, reply, ())
+        if body["conversation"]:
+            self._went_on(session, body["conversation"], body["tokens"], asked.now_s)
+        for witness in self.witnesses:
+            witness.asked(session, body["tokens"], body["conversation"], asked.now_s)
+
+    def _went_on(self, session: Session, conversation: str, tokens: bytes, now_s: float) -> None:
+        """Nobody asks again for what a conversation has left behind."""
+        step = 4 * session.spec.block_tokens
+        left = self.conversations.went_on(session.namespace, conversation, tokens, step)
+        if left:
+            self.do(p.Hint(session.namespace, left, now_s, "conversation", "superseded"))
 
     def _is_same(self, known: RememberedMatch, tokens: bytes, skip_blocks: int) -> bool:
         """Idempotent: the same request asking the same gets the same lease while it lasts."""
@@ -437,6 +468,36 @@ class Service:
             )
         )
         self._confirm(asked)
+
+    def _hint(self, asked: Asked, session: Session) -> None:
+        """About the prompt of `tokens`, or the newest one of the conversation."""
+        body = asked.request.body
+        tokens, conversation = body["tokens"], body["conversation"]
+        ended = ENDED.get(body["ended"])
+        if ended is None:
+            raise WireError("malformed", f"ended: must be one of {', '.join(ENDED)[2:]}")
+        self._check_tokens(tokens)
+        if conversation and tokens:
+            self._went_on(session, conversation, tokens, asked.now_s)
+        known = tokens or self.conversations.newest(session.namespace, conversation)
+        if known:
+            self.do(
+                p.Hint(
+                    session.namespace,
+                    known,
+                    asked.now_s,
+                    ended,
+                    body["finish_reason"],
+                    body["return_s"],
+                    body["keep"],
+                )
+            )
+        stop = " ".join(filter(None, (ended, body["finish_reason"])))
+        for witness in self.witnesses:
+            witness.hinted(session, conversation, stop, asked.now_s)
+        if conversation and ended == "conversation":
+            self.conversations.ended(session.namespace, conversation)
+        self._confirm(asked, known=bool(known))
 
     # --- those who wait -------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ ERRORS: Final = {
     "internal": "a fault in the daemon, logged there",
 }
 
-RESERVED_OPS: Final = frozenset({"hint", "pin", "unpin", "warm", "score", "tree", "events"})
+RESERVED_OPS: Final = frozenset({"pin", "unpin", "warm", "score", "tree", "events"})
 
 
 class WireError(ValueError):
@@ -71,6 +71,7 @@ class Field(NamedTuple):
 
 U32S = Field(bytes, multiple=4)
 COUNT = Field(int)
+NAME = Field(str, "", high=200)
 QUIET = Field(bool, False, high=1)
 """Whether an answer is wanted only if it is an error."""
 
@@ -89,6 +90,7 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
         "skip_blocks": Field(int, 0),
         "hop_bytes_per_s": Field(float, 0.0, high=1e15),
         "explain": Field(bool, False, high=1),
+        "conversation": NAME,
     },
     "fetch": {"lease": COUNT},
     "release": {
@@ -109,18 +111,34 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
         "seconds": Field(float, high=1e6),
         "quiet": QUIET,
     },
+    "hint": {
+        "tokens": Field(bytes, b"", multiple=4),
+        "conversation": NAME,
+        "ended": Field(str, "", high=20),
+        "finish_reason": NAME,
+        "return_s": Field(float, 0.0, high=1e9),
+        "keep": Field(bool, True, high=1),
+        "quiet": QUIET,
+    },
     "heartbeat": {},
     "bye": {"quiet": QUIET},
     "clear": {},
     "stats": {},
     "health": {},
     "explain": {"last": Field(int, 10, low=1, high=256)},
+    "what_if": {},
     "reload": {"file": Field(str, "", high=4096)},
 }
 
-NEEDS_SESSION: Final = frozenset(
-    {"match", "fetch", "release", "put", "commit", "abort", "observe", "heartbeat", "bye", "clear"}
-)
+NEEDS_SESSION: Final = frozenset(OPS) - {
+    "hello",
+    "ping",
+    "stats",
+    "health",
+    "explain",
+    "what_if",
+    "reload",
+}
 
 _COMMON: Final[Mapping[str, Field]] = {
     "deadline_s": Field(float, 0.0, high=3600.0),

@@ -4,7 +4,8 @@
 
 The main thread reads the daemon's messages. Each direction has threads of its own (direction.py):
 from the device, and to it, each in the order of its batches, so a demand read never waits behind a
-write. All of them send; a lock keeps their messages whole, and nothing but a send happens under it.
+write. One more tells what a durable device held, at start, while the others work. All of them send;
+a lock keeps their messages whole, and nothing but a send happens under it.
 
 How it ends, and what the daemon sees:
 1. `stop`: batches already here are finished, the device is left in order, exit 0.
@@ -40,12 +41,15 @@ from hicache.transfer.messages import (
     pack_rows,
     unpack_batch,
     unpack_keys,
+    unpack_uses,
 )
 from hicache.transfer.pace import Pace
 
 EXIT_BROKEN = 3
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _RECEIVE_BYTES = 1 << 20
+MAX_UNTAKEN = 2
+"""Messages of rows that the daemon has not taken in: one is on its way while it takes another."""
 
 
 class Worker:
@@ -62,6 +66,8 @@ class Worker:
         self._medium = medium
         self._sending = threading.Lock()  # guards the socket's write side
         self._cut_off = threading.Event()
+        self._is_ending = threading.Event()
+        self._untaken = threading.Semaphore(MAX_UNTAKEN)
         more = (self.send, self._fail, self._cut_off)
         self._read_pace, self._write_pace = Pace(read_bytes_per_s), Pace(write_bytes_per_s)
         self._read = Direction("read", medium.readers, *more, self._read_pace)
@@ -77,7 +83,7 @@ class Worker:
             self._cut_off.set()
 
     def introduce(self, probe_bytes: int, block_bytes: int) -> None:
-        """Say what was opened, how fast it is and what it holds, then that work may come."""
+        """Say what was opened and how fast it is, then that work may come."""
         if probe_bytes:
             try:
                 for m in self._medium.probe(probe_bytes, block_bytes):
@@ -89,14 +95,17 @@ class Worker:
                 raise
             except (TierError, OSError) as error:
                 self._medium.notes.append(f"the probe failed: {error}")
-        for namespace, rows in self._medium.stored():
-            self.send(pack_rows(namespace, rows))
-        self.send(pack("ready", detail=self._medium.detail, notes=list(self._medium.notes)))
+        medium = self._medium
+        notes, remembers = list(medium.notes), medium.remembers
+        self.send(pack("ready", detail=medium.detail, notes=notes, restoring=remembers))
 
     def serve(self, stream: Stream, early: Sequence[Message]) -> None:
         """Until `stop` or the end of the stream; then nothing is on its way."""
         self._read.start()
         self._write.start()
+        telling = threading.Thread(target=self._tell_stored, name="hicache-scan")
+        if self._medium.remembers:
+            telling.start()
         is_stopped = any(self._handle(message) for message in early)
         while not is_stopped:
             data = self._sock.recv(_RECEIVE_BYTES)
@@ -107,6 +116,22 @@ class Worker:
         self._set_paces(inf, inf)  # nothing is held for ever
         self._read.finish()
         self._write.finish()
+        self._is_ending.set()
+        self._untaken.release()
+        if self._medium.remembers:
+            telling.join()
+
+    def _tell_stored(self) -> None:
+        """What the medium held, as fast as the daemon takes it in, while requests are served."""
+        try:
+            for rows in self._medium.stored():
+                self._untaken.acquire()
+                if self._is_ending.is_set() or self._cut_off.is_set():
+                    return
+                self.send(pack_rows(rows))
+        except Exception as error:  # one that ended quietly would leave the tier half restored
+            self._break(error)
+        self.send(pack("restored", notes=list(self._medium.notes)))
 
     def _handle(self, message: Message) -> bool:
         """True when this was `stop`."""
@@ -117,6 +142,10 @@ class Worker:
             (self._read if is_read else self._write).put(batch)
         elif kind == "forget":
             self._write.put(partial(self._medium.forget, unpack_keys(message)))
+        elif kind == "note":
+            self._write.put(partial(self._medium.note, unpack_uses(message)))
+        elif kind == "taken":
+            self._untaken.release()
         elif kind == "describe":
             namespace, about = message.get("namespace"), message.get("about")
             if type(namespace) is not bytes or not isinstance(about, dict):
@@ -137,10 +166,13 @@ class Worker:
 
     def _fail(self, error: Exception) -> None:
         """What a direction's thread met: the end of this process, but for a record that could not
-        be removed (`forget` alone raises such an error here)."""
+        be removed or a use that could not be noted (they alone raise such errors here)."""
         if isinstance(error, TierError) and not isinstance(error, TierBroken):
             print(f"hicache worker: {error}", file=sys.stderr, flush=True)
             return
+        self._break(error)
+
+    def _break(self, error: Exception) -> None:
         is_damaged = isinstance(error, TierDamaged)
         self.send(pack("broken", error=str(error) or repr(error), damaged=is_damaged))
         os._exit(EXIT_BROKEN)

@@ -12,7 +12,7 @@ from hicache.config.models import Config
 
 _LIVE_KEYS = frozenset({"write_policy", "selective_hits", "log_level"})
 _LIVE_SECTIONS = frozenset({"planner", "deadlines", "limits", "debug"})
-_LIVE_TIER_KEYS = frozenset({"high_watermark", "low_watermark"})
+_LIVE_TIER_KEYS = frozenset({"high_watermark", "low_watermark", "write_budget", "min_return"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hicache.config.fields import Bytes, Deadline, FilePath, Seconds, TierSize, wrong
+from hicache.config.fields import Bytes, Deadline, FilePath, Rate, Seconds, TierSize, wrong
 from hicache.config.units import GIB, MIB, Share, format_size
 from hicache.endpoint import (
     MAX_IPC_PATH_BYTES,
@@ -157,6 +157,20 @@ class DiskConfig(TierConfig):
     )
     min_free_bytes: Bytes = Field(
         default=256 * MIB, validation_alias="min_free", ge=0, description="Left free on the volume."
+    )
+
+    write_budget_bytes_per_day: Rate | None = Field(
+        default=None,
+        validation_alias="write_budget",
+        ge=1,
+        description="What the device may be worn by: of what memory gives up, no more than this is "
+        "written, the likeliest to return first.",
+    )
+    min_return: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="What memory gives up is written only if it returns with this probability.",
     )
 
     @model_validator(mode="after")
@@ -327,6 +341,10 @@ class Config(Section):
         default=DeadlinesConfig(), description="Longest time to a reply."
     )
     limits: LimitsConfig = Field(default=LimitsConfig(), description="What is refused.")
+    what_if: bool = Field(
+        default=True,
+        description="Remember a sample of what is asked for, for `hicache stats --what-if`.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least important message shown."
     )

@@ -47,6 +47,7 @@ class Memory:
     backwards: bool = False
     leases: int = 0
     observed: list[tuple[float, float, float]] = field(default_factory=list)
+    hinted: list[tuple[int | None, str, str]] = field(default_factory=list)
     released: list[tuple[float, float, float]] = field(default_factory=list)
 
     def connect(self, spec: NamespaceSpec) -> "MemoryClient":
@@ -59,7 +60,9 @@ class MemoryClient:
         self._namespace = spec.digest()
         self._prompt = b""
 
-    def match(self, tokens: Sequence[int], *, explain: bool = False) -> Match:
+    def match(
+        self, tokens: Sequence[int], *, explain: bool = False, conversation: str = ""
+    ) -> Match:
         self._check("match")
         self._prompt = encode_tokens(tokens)
         hit = 0
@@ -118,6 +121,17 @@ class MemoryClient:
     def observe(self, *, sum_n: float, sum_nc: float, seconds: float) -> None:
         self._check("observe")
         self.memory.observed.append((sum_n, sum_nc, seconds))
+
+    def hint(
+        self,
+        tokens: Sequence[int] | None = None,
+        *,
+        conversation: str = "",
+        finish_reason: str = "",
+    ) -> None:
+        self._check("hint")
+        said = None if tokens is None else len(tokens)
+        self.memory.hinted.append((said, conversation, finish_reason))
 
     def close(self) -> None:
         pass

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,14 +124,10 @@ class Soak:
                     if not np.array_equal(out[:came], load.blocks(spec, tokens, 0, came)):
                         self.troubles.append(f"wrong bytes at the end, {spec.model_digest}")
 
-        def is_quiet() -> bool:
-            stats = house.stats()
-            held = stats["sessions"] + stats["leases"] + stats["tickets"] + stats["waiting"]
-            return not held and not any(
-                tier["quarantined_bytes"] or tier["queue_depth"] for tier in stats["tiers"]
-            )
-
-        wait_for(is_quiet, "nothing held by anybody")
+        with suppress(AssertionError):
+            wait_for(lambda: not _held(house), "nothing held by anybody")
+        if held := _held(house):
+            self.troubles.append(f"held by nobody who lives: {held}")
         if before is not None:
             after = _holdings(house)
             for what, count in after.items():
@@ -152,6 +149,16 @@ class Soak:
         if growth > MAX_GROWTH:
             self.troubles.append(f"memory grew by {growth:.1%}")
         return round(growth, 4)
+
+
+def _held(house: Household) -> dict[str, int]:
+    """What clients hold, by what it is."""
+    stats = house.stats()
+    held = {what: stats[what] for what in ("sessions", "leases", "tickets", "waiting")}
+    for tier in stats["tiers"]:
+        held[f"{tier['name']} quarantined"] = tier["quarantined_bytes"]
+        held[f"{tier['name']} moves"] = tier["queue_depth"]
+    return {what: count for what, count in held.items() if count}
 
 
 def _holdings(house: Household) -> dict[str, int]:
