@@ -86,7 +86,7 @@ class IndexRow:
 
 @dataclass(frozen=True, slots=True)
 class DiskRow:
-    """Values in GB (10⁹ bytes) per second, best of several rounds, beside raw reads or writes."""
+    """Values in GB (10⁹ bytes) per second, median of several rounds, beside raw reads or writes."""
 
     op: str
     temperature: str
@@ -97,7 +97,27 @@ class DiskRow:
     ratio: float
 
 
-Row = RpcRow | StoreRow | IndexRow | DiskRow
+@dataclass(frozen=True, slots=True)
+class RestartRow:
+    """A start of the daemon, in seconds from its launch: until it answers, until the first hit is
+    served, until all blocks are known again; the longest round trip of a match meanwhile."""
+
+    blocks: int
+    answers_s: float
+    first_hit_s: float
+    all_s: float
+    longest_match_s: float
+    num_matches: int
+
+    @classmethod
+    def of(
+        cls, blocks: int, seconds: tuple[float, float, float, float], num_matches: int
+    ) -> RestartRow:
+        answers_s, first_hit_s, all_s, longest_s = (round(s, 3) for s in seconds)
+        return cls(blocks, answers_s, first_hit_s, all_s, longest_s, num_matches)
+
+
+Row = RpcRow | StoreRow | IndexRow | DiskRow | RestartRow
 
 
 class Step(Protocol):
