@@ -18,7 +18,7 @@ STAMP := $(VENV)/.up-to-date
 PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test check-all gpu-check clean
+.PHONY: help env demo check test check-all soak gpu-check clean
 
 help: ## Show this list
 	@echo 'hicache: make TARGET'
@@ -47,6 +47,10 @@ test: $(STAMP) ## The whole suite, except the long tests (under 20 minutes)
 check-all: test ## test, then the long crash, stress and packaging tests
 	@echo '==> long tests'
 	@$(BIN)/python -m pytest -m 'slow and not system' --timeout=1800 $(PYTEST_ARGS)
+
+SEED = $(if $(SOAK_SEED),--seed $(SOAK_SEED))
+soak: $(STAMP) ## Many clients, everything killed, stopped and squeezed at random (10 minutes); DURATION=30m
+	@$(BIN)/python -m tests.soak --duration $(or $(DURATION),10m) $(SEED) $(if $(JSON),--json $(JSON))
 
 # A machine with a GPU may have no network, and its own Python with CuPy and torch: PYTHON=python3
 # given on the command line uses that one and makes no environment.

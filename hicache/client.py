@@ -33,7 +33,7 @@ from hicache.answers import (
 from hicache.channel import Channel, DaemonAbsent, run_now
 from hicache.connection import Connection, DaemonError, Timeouts, Transport
 from hicache.curve import CurveKeys
-from hicache.dialogue import Dialogue
+from hicache.dialogue import Dialogue, Ended
 from hicache.endpoint import default_endpoint
 from hicache.keys import LayerGroup, NamespaceSpec, Tokens
 from hicache.storing import Fill
@@ -45,6 +45,7 @@ __all__ = [
     "DaemonAbsent",
     "DaemonError",
     "Decision",
+    "Ended",
     "Fetched",
     "FetchedRun",
     "LayerGroup",
@@ -64,7 +65,7 @@ class Client:
     a put (its copying is not interrupted). `transport`: `arena` maps the daemon's memory, `frames`
     sends blocks through the socket, `auto` prefers the first on `ipc://`. `name` shows in logs.
     `curve`: the keys for a daemon on `tcp://` that asks for them; without the right ones every call
-    is a miss.
+    is a miss. `group`: another client's `greeting.group`, to share its leases.
     """
 
     def __init__(
@@ -78,11 +79,12 @@ class Client:
         transport: Transport = "auto",
         name: str = "",
         curve: CurveKeys | None = None,
+        group: bytes = b"",
     ) -> None:
         self.endpoint = endpoint or default_endpoint(os.environ, os.getuid())
         port = Channel(self.endpoint, spec.block_bytes, curve)
         timeouts = Timeouts(timeout_s, fetch_timeout_s, put_timeout_s)
-        self._connection = Connection(spec, self.endpoint, port, timeouts, transport, name)
+        self._connection = Connection(spec, self.endpoint, port, timeouts, transport, name, group)
         self._dialogue = Dialogue(self._connection)
 
     @property
@@ -108,15 +110,27 @@ class Client:
         skip_blocks: int = 0,
         hop_bytes_per_s: float = 0.0,
         explain: bool = False,
+        conversation: str = "",
     ) -> Match:
         """What the cache has of this prompt, and how much of it to reload.
 
         `request`: the same id and prompt again get the same lease. `skip_blocks` blocks at the
         front are held by the inference engine itself. `hop_bytes_per_s`: the speed of its own copy
         from the fetched bytes to where it needs them, 0 if that costs nothing or is not known.
-        `explain`: have the daemon word the decision's `sentence`.
+        `explain`: have the daemon word the decision's `sentence`. `conversation`: its name, so that
+        a `hint` needs no tokens.
         """
-        return run_now(self._dialogue.match(tokens, request, skip_blocks, hop_bytes_per_s, explain))
+        return run_now(
+            self._dialogue.match(
+                tokens, request, skip_blocks, hop_bytes_per_s, explain, conversation
+            )
+        )
+
+    def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
+        """A match that another session of the same group made: its lease can be fetched and
+        released here. `blocks` of it will be read; `group`, `epoch`: as its maker's greeting says.
+        A miss if this client is not of that group, or the daemon is another by now."""
+        return run_now(self._dialogue.adopt(lease, blocks, group, epoch))
 
     def fetch_runs(self, match: Match) -> Iterator[FetchedRun]:
         """The leased blocks as they become readable, in runs; ends early on any trouble.
@@ -174,6 +188,27 @@ class Client:
         """Report one prefill step: Σn new tokens and Σ(n·c + n²/2) over its requests, each on a
         context of c tokens, took `seconds`. Sent without waiting."""
         run_now(self._dialogue.observe(num_requests, sum_n, sum_nc, decode_tokens, seconds))
+
+    def hint(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        conversation: str = "",
+        ended: Ended = "",
+        finish_reason: str = "",
+        return_s: float = 0.0,
+        keep: bool = True,
+    ) -> None:
+        """Say what is known about when, and whether, this prompt will go on. Advice only: a wrong
+        hint costs hits, never correctness. Sent without waiting.
+
+        Without `tokens` it is about the newest prompt that was matched under this `conversation`.
+        `ended`: with this answer ended a turn, a turn that waits for a tool call, or the whole
+        conversation. `finish_reason`: why the answer ended, in the inference engine's own word.
+        `return_s`: the next turn is expected in so many seconds. `keep=False`: what was stored of
+        it, and nobody has asked for since, need not be kept.
+        """
+        run_now(self._dialogue.hint(tokens, conversation, ended, finish_reason, return_s, keep))
 
     def ping(self) -> Ping | None:
         """None if no daemon answers."""

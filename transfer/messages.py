@@ -3,7 +3,7 @@
 A stream of msgpack maps over one socket pair, self-delimiting, no pickle. Both sides check types
 and lengths before they act, although both are ours: a damaged worker may say anything.
 
-    daemon → worker   config · batch · forget · note · taken · describe · stop
+    daemon → worker   config · batch · forget · note · taken · describe · pace · stop
     worker → daemon   opening* · measured* · ready · rows* · restored · done* · broken
 
 `rows` are answered `taken`; a worker has few of them unanswered, or the daemon would be busy with
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any, Final, Literal
 
 import msgpack
@@ -40,7 +41,8 @@ class WorkerConfig:
     device's own tier: by `kind` an LMDB device at `far_path` (`disk`), a second arena at
     `far_path` (`memory`), or memory of GPU `gpu` (`cuda`). Paths are absolute.
     `title` (at most 15 bytes) names the process; `probe_bytes` are copied each way at start.
-    `set_aside` is the mover's to set: the last two workers died by a signal.
+    `set_aside` is the mover's to set: the last two workers died by a signal. From and to the device
+    no more than `read_bytes_per_s` and `write_bytes_per_s`, 0 for nothing (pace.py).
     """
 
     device: str
@@ -61,6 +63,8 @@ class WorkerConfig:
     probe_bytes: int = 8 << 20
     probe_block_bytes: int = 1 << 20
     set_aside: bool = False
+    read_bytes_per_s: float = inf
+    write_bytes_per_s: float = inf
 
     def __post_init__(self) -> None:
         if self.kind not in ("disk", "memory", "cuda"):

@@ -234,6 +234,20 @@ class Mover:
         if found.process is not None:
             found.process.send(pack("describe", namespace=namespace, about=dict(about)))
 
+    def pace(self, tier: str, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
+        """Copy no faster from and to this tier's devices, from now on: infinity for as fast as they
+        can, 0 for not at all (pace.py)."""
+        for device in self._devices.values():
+            if device.config.far == tier:
+                device.config = replace(
+                    device.config,
+                    read_bytes_per_s=read_bytes_per_s,
+                    write_bytes_per_s=write_bytes_per_s,
+                )
+                if device.process is not None:
+                    told = pack("pace", read=read_bytes_per_s, write=write_bytes_per_s)
+                    device.process.send(told)
+
     def close(self, timeout_s: float) -> list[Outcome]:
         """Stop every worker in order, kill those that take longer, and fail what is left. The one
         call that waits; the mover is of no use afterwards."""

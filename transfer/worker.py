@@ -26,6 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 from hicache.tiers.arena import Arena, ArenaError
 from hicache.tiers.base import TierBroken, TierDamaged, TierError
@@ -42,6 +43,7 @@ from hicache.transfer.messages import (
     unpack_keys,
     unpack_uses,
 )
+from hicache.transfer.pace import Pace
 
 EXIT_BROKEN = 3
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -53,7 +55,13 @@ MAX_UNTAKEN = 2
 class Worker:
     """The conversation with the daemon, and the two directions that do the work."""
 
-    def __init__(self, sock: socket.socket, medium: Medium) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        medium: Medium,
+        read_bytes_per_s: float = inf,
+        write_bytes_per_s: float = inf,
+    ) -> None:
         self._sock = sock
         self._medium = medium
         self._sending = threading.Lock()  # guards the socket's write side
@@ -61,8 +69,9 @@ class Worker:
         self._is_ending = threading.Event()
         self._untaken = threading.Semaphore(MAX_UNTAKEN)
         more = (self.send, self._fail, self._cut_off)
-        self._read = Direction("read", medium.readers, *more)
-        self._write = Direction("write", medium.writers, *more)
+        self._read_pace, self._write_pace = Pace(read_bytes_per_s), Pace(write_bytes_per_s)
+        self._read = Direction("read", medium.readers, *more, self._read_pace)
+        self._write = Direction("write", medium.writers, *more, self._write_pace)
         self._reads = {(link.src, link.dst) for link in medium.readers}
 
     def send(self, message: bytes) -> None:
@@ -78,7 +87,9 @@ class Worker:
         if probe_bytes:
             try:
                 for m in self._medium.probe(probe_bytes, block_bytes):
-                    fields = {"bytes": m.num_bytes, "seconds": m.seconds}
+                    pace = self._read_pace if (m.src, m.dst) in self._reads else self._write_pace
+                    seconds = max(m.seconds, pace.least_s(m.num_bytes))
+                    fields = {"bytes": m.num_bytes, "seconds": seconds}
                     self.send(pack("measured", src=m.src, dst=m.dst, **fields))
             except TierBroken:
                 raise
@@ -102,6 +113,7 @@ class Worker:
                 self._cut_off.set()
                 break
             is_stopped = any(self._handle(message) for message in stream.feed(data))
+        self._set_paces(inf, inf)  # nothing is held for ever
         self._read.finish()
         self._write.finish()
         self._is_ending.set()
@@ -139,9 +151,18 @@ class Worker:
             if type(namespace) is not bytes or not isinstance(about, dict):
                 raise MalformedMessage("describe: a namespace and a map")
             self._write.put(partial(self._medium.describe, namespace, about))
+        elif kind == "pace":
+            read, write = message.get("read"), message.get("write")
+            if type(read) is not float or type(write) is not float:
+                raise MalformedMessage("pace: bytes per second, read and write")
+            self._set_paces(read, write)
         elif kind != "stop":
             raise MalformedMessage(f"unknown message {kind!r}")
         return bool(kind == "stop")
+
+    def _set_paces(self, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
+        self._read_pace.set(read_bytes_per_s)
+        self._write_pace.set(write_bytes_per_s)
 
     def _fail(self, error: Exception) -> None:
         """What a direction's thread met: the end of this process, but for a record that could not
@@ -215,7 +236,7 @@ def main(fd: int) -> int:
             near = Arena.attach(config.near_path)
             unit = "blocks" if config.kind == "disk" else "bytes"
             medium = _open(config, near, partial(_tell_progress, sock, unit))
-            worker = Worker(sock, medium)
+            worker = Worker(sock, medium, config.read_bytes_per_s, config.write_bytes_per_s)
             threading.Thread(target=near.populate, name="hicache-touch", daemon=True).start()
             worker.introduce(config.probe_bytes, config.probe_block_bytes)
             worker.serve(stream, messages[1:])

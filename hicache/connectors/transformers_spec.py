@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,22 +19,16 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from hicache.connectors.model_config import (
+    MOVING_ROPE,
+    canonical,
+    plain,
+    quantisation,
+    rope_types,
+)
 from hicache.keys import LayerGroup, NamespaceSpec, digest_weights, sample_bytes
 
 LAYOUT = "hf:[layer,kv,head,token,dim]"
-
-# Fields of a config that name, place or describe the model, or steer what happens after the
-# logits: they change no KV byte. A field that is not listed here counts.
-# fmt: off
-_COSMETIC = frozenset((
-    "_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype",
-    "torch_dtype", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
-    "id2label", "label2id", "problem_type", "bos_token_id", "eos_token_id", "pad_token_id",
-    "sep_token_id", "decoder_start_token_id", "task_specific_params", "finetuning_task",
-    "tokenizer_class", "gguf_file", "quantization_config",
-))
-# fmt: on
-_MOVING_ROPE = frozenset(("dynamic", "longrope"))
 
 
 class Unsupported(ValueError):
@@ -112,19 +106,19 @@ def namespace_spec(
 ) -> NamespaceSpec:
     """The namespace of everything that changes this model's KV bytes."""
     fields = json.loads(model.config.to_json_string(use_diff=False))
-    counted = {"class": type(model).__name__, "dtype": str(model.dtype), "config": _plain(fields)}
+    counted = {"class": type(model).__name__, "dtype": str(model.dtype), "config": plain(fields)}
     group = LayerGroup(shape.layers, shape.kv_heads, shape.head_dim, LAYOUT)
     return NamespaceSpec(
-        model_digest=hashlib.blake2b(_canonical(counted).encode(), digest_size=32).hexdigest(),
+        model_digest=hashlib.blake2b(canonical(counted).encode(), digest_size=32).hexdigest(),
         weights_digest=digest_weights(_tensors(model)),
         dtype=str(shape.dtype).removeprefix("torch."),
         groups=(group,),
         block_tokens=block_tokens,
         block_bytes=int(np.prod(shape.block(block_tokens))) * shape.dtype.itemsize,
         weights_version=weights_version,
-        rope=_canonical({key: value for key, value in fields.items() if "rope" in key}),
+        rope=canonical({key: value for key, value in fields.items() if "rope" in key}),
         lora_digest=lora_digest,
-        quantisation=_quantisation(fields.get("quantization_config")),
+        quantisation=quantisation(fields.get("quantization_config")),
         cache_salt=cache_salt,
         name=str(getattr(model.config, "model_type", "")) or type(model).__name__,
     )
@@ -143,19 +137,11 @@ def _refuse_by_config(model: Any) -> None:
     kind = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
     if kind not in (None, "dynamic"):
         raise Unsupported(f"a {kind} cache is not held: only the plain growing one is")
-    for kind in _rope_types(config.to_dict()):
-        if kind in _MOVING_ROPE:
+    for kind in rope_types(config.to_dict()):
+        if kind in MOVING_ROPE:
             raise Unsupported(
                 f"{kind} RoPE is not held: a prefix's KV depends on how long the prompt is"
             )
-
-
-def _rope_types(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if key in ("rope_type", "type") and isinstance(inner, str):
-                yield inner
-            yield from _rope_types(inner)
 
 
 def _empty_cache(config: Any) -> DynamicCache:
@@ -171,23 +157,6 @@ def _empty_cache(config: Any) -> DynamicCache:
             f"layers of the kind {', '.join(sorted(strange))} are not held: only plain attention is"
         )
     return cache
-
-
-def _quantisation(config: Mapping[str, Any] | None) -> str:
-    return _canonical(_plain(config)) if config else ""
-
-
-def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the cosmetic fields, at every depth."""
-    return {
-        key: _plain(value) if isinstance(value, Mapping) else value
-        for key, value in fields.items()
-        if key not in _COSMETIC
-    }
-
-
-def _canonical(fields: Mapping[str, Any]) -> str:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":")) if fields else ""
 
 
 class _DeviceBytes:

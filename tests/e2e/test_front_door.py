@@ -335,7 +335,7 @@ def test_hello_refuses_what_it_cannot_hold(house: Household, peer: Peer) -> None
     cases = [
         (replace(SPEC, groups=(group, group)), "one layer group"),
         (replace(SPEC, groups=(replace(group, window=128),)), "sliding window"),
-        (replace(SPEC, tp_size=2), "one rank"),
+        (replace(SPEC, tp_rank=2, tp_size=2), "count from 0"),
         (replace(SPEC, block_bytes=1 << 30), "larger tiers"),
     ]
     for spec, sentence in cases:

@@ -125,6 +125,10 @@ class Rig:
         assert len(ids) == len(set(ids)), "a move had two outcomes"
         return outcomes
 
+    def heard_of(self, moves: Sequence[Move]) -> bool:
+        """Whether any of these has an outcome."""
+        return bool({outcome.move for outcome in self.heard()} & {move.id for move in moves})
+
     def wait(self, until: Callable[[], bool]) -> None:
         """Turn the loop until something is true."""
         poller = select.poll()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -241,3 +244,44 @@ def test_a_worker_has_its_name(rig: Rig) -> None:
     for device, title in ((DISK, "hicache-disk-0"), (GPU, "hicache-gpu-0")):
         pid = rig.mover.pids()[device]
         assert Path(f"/proc/{pid}/comm").read_text().strip() == title
+
+
+def test_a_throttled_link_looks_as_slow_as_it_is_told(rig: Rig) -> None:
+    """To the meters, and in what its probe says after a restart."""
+    rig.fill("dram", *range(8))
+    assert all(o.ok for o in rig.run(*[rig.move("dram", "disk", n) for n in range(8)]))
+    rig.mover.pace("disk", 4e6, inf)
+    rig.news.clear()
+    assert all(o.ok for o in rig.run(*[rig.move("disk", "dram", n) for n in range(8)]))
+    (measured,) = (n for n in rig.news if isinstance(n, WorkerMeasured))
+    assert measured.num_bytes / measured.seconds <= 4e6
+    os.kill(rig.mover.pids()[DISK], signal.SIGKILL)
+    rig.wait(lambda: any(isinstance(n, WorkerUp) for n in rig.news))
+    probes = [n for n in rig.news if isinstance(n, WorkerMeasured) and n.is_probe]
+    speeds = {n.src: n.num_bytes / n.seconds for n in probes}
+    assert speeds["disk"] <= 4e6 < speeds["dram"]
+
+
+def test_a_stalled_link_goes_on_when_it_may(rig: Rig) -> None:
+    """What travels is not called back, what is queued can be; the other direction is free."""
+    rig.fill("dram", *range(100))
+    assert all(o.ok for o in rig.run(*[rig.move("dram", "disk", n) for n in range(100)]))
+    rig.mover.pace("disk", 0.0, inf)
+    late = [rig.move("disk", "dram", n) for n in range(100)]
+    assert not rig.submit(*late)
+    assert rig.run(rig.move("dram", "disk", 100))[0].ok
+    assert not rig.heard_of(late)
+    cancelled = rig.mover.cancel([move.id for move in late])
+    assert len(cancelled) == 100 - 2 * 32, "but for two batches"
+    rig.news += cancelled
+    rig.mover.pace("disk", inf, inf)
+    assert [outcome.ok for outcome in rig.outcomes(*late)] == [True] * 64 + [False] * 36
+
+
+def test_a_stalled_worker_stops_in_order(rig: Rig) -> None:
+    rig.fill("dram", 1)
+    rig.mover.pace("disk", inf, 0.0)
+    move = rig.move("dram", "disk", 1)
+    assert not rig.submit(move)
+    outcomes = rig.mover.close(10.0)
+    assert [(o.move, o.ok) for o in outcomes] == [(move.id, True)]

@@ -1,0 +1,356 @@
+"""The class that vLLM loads: its words for the two sides, and everything that needs vLLM itself.
+
+An exception in `get_num_new_matched_tokens` ends the whole engine, one in a worker the step: so
+every call that vLLM makes while it serves comes back with "nothing", whatever happens inside. What
+can be wrong from the start, an operator's mistake, is said at the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from hicache.aio import AsyncClient
+from hicache.connectors.vllm.announcing import Announcements
+from hicache.connectors.vllm.asking import Asking
+from hicache.connectors.vllm.background import Background, Trouble
+from hicache.connectors.vllm.namespace import (
+    EngineFacts,
+    namespace_spec,
+    refuse_by_cache,
+    refuse_by_config,
+)
+from hicache.connectors.vllm.options import Options, check_failure_policy
+from hicache.connectors.vllm.orders import Orders, Report
+from hicache.connectors.vllm.pages import Unsupported, pages_of
+from hicache.connectors.vllm.scheduling import SchedulerSide
+from hicache.connectors.vllm.working import WorkerSide
+from hicache.keys import NamespaceSpec
+
+log = logging.getLogger("hicache.vllm")
+
+CLOSE_S: Final = 3.0
+TROUBLE: Final = Trouble()
+"""Both sides may live in one process, which should warn once."""
+_SOURCES: Final = {
+    "hbm": CacheHitSource.HOST,
+    "dram": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+}
+
+
+@dataclass
+class Introduction(KVConnectorHandshakeMetadata):  # type: ignore[misc] # nor is its type
+    """What a rank tells the scheduler's side once: its namespace, or why it has none."""
+
+    spec: dict[str, Any] | None
+    refusal: str = ""
+
+
+class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not installed here
+    """See the package's docstring and docs/vllm.md. Raises ValueError for a mistaken setting."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._options = Options.of(transfer.kv_connector_extra_config)
+        check_failure_policy(transfer.kv_load_failure_policy)
+        self._refusal = ""
+        self._worker: WorkerSide | None = None
+        self._spec: NamespaceSpec | None = None
+        self._side: SchedulerSide | None = None
+        self._bad_pages: set[int] = set()
+        try:
+            refuse_by_config(vllm_config)
+            refuse_by_cache(kv_cache_config.kv_cache_groups)
+        except Unsupported as why:
+            self._refuse(str(why))
+            return
+        if role == KVConnectorRole.SCHEDULER:
+            self._side = self._scheduler_side(transfer)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what is not stored is computed again."""
+        return False
+
+    def _refuse(self, why: str) -> None:
+        self._refusal = why
+        log.warning("hicache: vLLM serves without it: %s", why)
+
+    # --- the scheduler's side -------------------------------------------------------------------
+
+    def _scheduler_side(self, transfer: Any) -> SchedulerSide:
+        config = self._kv_cache_config
+        block_tokens = config.kv_cache_groups[0].kv_cache_spec.block_size
+        events = self._vllm_config.kv_events_config
+        has_events = (
+            events is not None
+            and events.enable_kv_cache_events
+            and config.hash_block_size in (None, block_tokens)
+        )
+        return SchedulerSide(
+            block_tokens,
+            config.num_blocks,
+            self._vllm_config.parallel_config.tensor_parallel_size,
+            self._options.lookup_s,
+            self._options.store_share,
+            may_load=transfer.is_kv_consumer,
+            may_store=transfer.is_kv_producer,
+            announcements=Announcements() if has_events else None,
+            trouble=TROUBLE,
+        )
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Every rank has introduced itself: from now on the daemon can be asked."""
+        if self._side is None:
+            return
+        with TROUBLE.harmless("the ranks' introductions"):
+            ranks = [metadata[rank] for rank in sorted(metadata)]
+            refusals = [rank.refusal for rank in ranks if rank.refusal]
+            if refusals or len(ranks) != self._vllm_config.parallel_config.tensor_parallel_size:
+                self._refuse((refusals or ["not all ranks introduced themselves"])[0])
+                return
+            specs = [NamespaceSpec.from_wire(rank.spec) for rank in ranks]
+            background = Background("hicache-ask", TROUBLE)
+            self._side.asking = Asking(specs, self._asker, background)
+            name, block_bytes = specs[0].name, specs[0].block_bytes
+            log.info("hicache: %s, blocks of %d bytes, %d ranks", name, block_bytes, len(specs))
+
+    def _asker(self, spec: NamespaceSpec) -> AsyncClient:
+        options = self._options
+        wait_s = options.lookup_s
+        name = "vllm scheduler"
+        return AsyncClient(spec, options.endpoint or None, timeout_s=wait_s, name=name)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._side is not None:
+            self._side.pool = gpu_block_pool
+
+    def on_new_request(self, request: Any) -> None:
+        if self._side is not None:
+            with TROUBLE.harmless("a new request"):
+                self._side.arrived(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._side is not None:
+            with TROUBLE.harmless("a lookup"):
+                return self._side.matched(request, num_computed_tokens)
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        # Not harmless: vLLM would wait for a load that nobody begins.
+        if self._side is not None:
+            self._side.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        sources: dict[CacheHitSource, int] = {}
+        with TROUBLE.harmless("the sources of a hit"):
+            if self._side is not None and num_external_tokens:
+                for tier, tokens in self._side.sources(request, num_external_tokens).items():
+                    source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+                    sources[source] = sources.get(source, 0) + tokens
+        return sources
+
+    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+        side = self._side
+        if side is None:
+            return Orders()
+        state = scheduler_output.kv_connector_block_state
+
+        def pages_of_request(request_id: str) -> Sequence[int]:
+            pages: Sequence[int] = state.resolve_block_ids(request_id)[0]
+            return pages
+
+        return side.orders(scheduler_output.num_scheduled_tokens, pages_of_request)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if self._side is not None and isinstance(report, Report):
+            with TROUBLE.harmless("a report"):
+                self._side.reported(report)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._side is not None:
+            with TROUBLE.harmless("the end of a request"):
+                is_good = request.status.name != "FINISHED_ERROR"
+                self._side.finished(request, block_ids, is_good=is_good)
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        return self._side is not None and self._side.frees_soon
+
+    def has_pending_push_work(self) -> bool:
+        return self._side is not None and self._side.has_stores
+
+    def reset_cache(self) -> bool | None:
+        """vLLM forgets its own cache, as after an update of the weights: from now on the namespace
+        is one that nobody else can know."""
+        if self._side is not None:
+            self._side.start_over(secrets.randbits(62))
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        if self._side is None or self._side.announcements is None:
+            return ()
+        block_tokens = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        events: list[Any] = []
+        with TROUBLE.harmless("events"):
+            for news in self._side.announcements.take():
+                hashes = [maybe_convert_block_hash(name) for name in news.hashes]
+                if news.is_gone:
+                    events.append(BlockRemoved(block_hashes=hashes, medium=news.medium))
+                    continue
+                parent = None if news.parent is None else maybe_convert_block_hash(news.parent)
+                events.append(
+                    BlockStored(
+                        block_hashes=hashes,
+                        parent_block_hash=parent,
+                        token_ids=[],
+                        block_size=block_tokens,
+                        lora_id=None,
+                        medium=news.medium,
+                        lora_name=None,
+                    )
+                )
+        return events
+
+    # --- the worker's side ----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._refusal:
+            return
+        try:
+            names = self._kv_cache_config.kv_cache_groups[0].layer_names
+            # A layer that shares another's cache is no layer of its own.
+            caches = list({kv_caches[name].data_ptr(): kv_caches[name] for name in names}.values())
+            pages = pages_of(caches, self._kv_cache_config.num_blocks)
+            self._spec = namespace_spec(self._facts(names[0]), caches)
+        except (Unsupported, KeyError) as why:
+            self._refuse(str(why))
+            return
+        background = Background("hicache-move", TROUBLE)
+        rank, load_s = self._spec.tp_rank, self._options.load_s
+        self._worker = WorkerSide(self._spec, rank, pages, self._mover, background, load_s)
+
+    def _mover(self, spec: NamespaceSpec, group: bytes) -> AsyncClient:
+        options = self._options
+        return AsyncClient(
+            spec,
+            options.endpoint or None,
+            timeout_s=options.lookup_s,
+            fetch_timeout_s=options.load_s,
+            put_timeout_s=options.store_s,
+            name=f"vllm worker {spec.tp_rank}",
+            group=group,
+        )
+
+    def _facts(self, layer: str) -> EngineFacts:
+        config = self._vllm_config
+        model = config.model_config
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        parallel = config.parallel_config
+        attention = config.compilation_config.static_forward_context[layer]
+        arranging = [attention.get_attn_backend().get_name(), getattr(attention, "isa", "")]
+        layout = getattr(self._kv_cache_config, "kv_cache_layout", None)
+        return EngineFacts(
+            vllm_version=vllm_version,
+            hf_config=model.hf_config.to_dict(),
+            architectures=model.architectures,
+            model_dtype=str(model.dtype),
+            cache_dtype=str(config.cache_config.cache_dtype),
+            quantisation=str(model.quantization or ""),
+            max_model_len=model.max_model_len,
+            attention=[*arranging, str(layout or "")],
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_size,
+            block_tokens=spec.block_size,
+            tp_rank=get_tensor_model_parallel_rank(),
+            tp_size=parallel.tensor_parallel_size,
+            model=model.model,
+            revision=model.revision,
+            load_format=str(config.load_config.load_format),
+            weights_digest=self._options.weights_digest,
+        )
+
+    def get_handshake_metadata(self) -> Introduction:
+        spec = self._spec.to_wire() if self._spec is not None else None
+        return Introduction(spec, self._refusal)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begun by `bind_connector_metadata`, before the forward pass."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are over before their request is scheduled."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Stores begin when the whole step is over."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.after(self._orders())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        loaded, self._bad_pages = self._worker.finished(is_idle=self._orders().is_idle)
+        return None, loaded or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        bad, self._bad_pages = self._bad_pages, set()
+        return bad
+
+    def build_connector_worker_meta(self) -> Report | None:
+        return self._worker.report() if self._worker is not None else None
+
+    def _orders(self) -> Orders:
+        orders = self._connector_metadata
+        assert isinstance(orders, Orders)
+        return orders
+
+    # --- both -----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close(CLOSE_S)
+        if self._side is not None:
+            self._side.close(CLOSE_S)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return None
+
+    @classmethod
+    def build_prom_metrics(cls, *_: Any, **__: Any) -> KVConnectorPromMetrics | None:
+        return None

@@ -1,0 +1,467 @@
+"""What to load and what to store: the scheduler's side, in vLLM's scheduling loop.
+
+Nothing here waits for the daemon. A request's way, in the order in which vLLM calls:
+
+    arrived ──▶ matched ──▶ allocated ──▶ orders ──▶ [loaded] ──▶ orders … ──▶ finished
+                 │  ▲ later     │             │                     │
+                 └──┘           load          store of the blocks   store of the rest
+                                              that this step fills
+
+- `matched` answers "later" until the daemon has said what it holds, at most `lookup_s` in all.
+- One question, one lease per request and prefix; whoever ends a request gives its lease back.
+- After a load every block counts as loaded; those that failed vLLM computes (`recompute`). Once it
+  has, the request is not loaded for again: a block that fails again and again costs one try.
+- Blocks on their way to the daemon are held in vLLM's pool (one reference each) until all ranks
+  have reported, so that a preempted or ended request's pages are not overwritten before. At most a
+  share of all blocks is held so; what finds no room is offered with the next block.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from hicache.connectors.vllm.announcing import Announcements
+from hicache.connectors.vllm.asking import Asking, Question, salted
+from hicache.connectors.vllm.background import Trouble
+from hicache.connectors.vllm.orders import Identity, Load, Orders, Report, Step, Store
+
+IDLE_WAIT_S: Final = 0.001
+MAX_OPEN_EARLY: Final = 64
+"""Requests asked for on arrival. Of a longer queue the rest is asked for when its turn comes: a
+lease should not be held by whoever waits for minutes."""
+FRESH_S: Final = 5.0
+"""An older answer is asked for anew: what it leased may have expired with its lease."""
+PATIENT_S: Final = 0.05
+"""How long a store under way is waited for instead of preempting a request."""
+
+
+class Request(Protocol):
+    """vLLM's request, as far as it concerns us."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_preemptions: int
+    cache_salt: str | None
+    lora_request: Any
+    mm_features: Sequence[Any]
+    prompt_embeds: Any
+    resumable: bool
+    pooling_params: Any
+
+    @property
+    def block_hashes(self) -> Sequence[Any]: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+
+class Pool(Protocol):
+    """vLLM's block pool: blocks with a reference are not given to anybody else."""
+
+    @property
+    def blocks(self) -> Sequence[Any]: ...
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
+
+
+PagesOf = Callable[[str], Sequence[int]]
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request between its arrival and its end. `stored`: blocks handed over, from the first on.
+
+    `waited_since_s`: when it first had to wait for the daemon, 0 before that. `tries`: loads begun.
+    `sources`: the tokens of the last load by tier.
+    """
+
+    request: Request
+    is_cached: bool
+    stored: int = 0
+    tries: int = 0
+    is_loading: bool = False
+    has_given_up: bool = False
+    waited_since_s: float = 0.0
+    question: Question | None = None
+    sources: dict[str, int] = field(default_factory=dict)
+    tokens: bytearray = field(default_factory=bytearray)
+
+    def encoded(self, num_tokens: int) -> bytes:
+        """Its first tokens as little-endian u32; each is encoded once."""
+        have = len(self.tokens) // 4
+        if have < num_tokens:
+            more = array("I", self.request.all_token_ids[have:num_tokens])
+            if sys.byteorder == "big":
+                more.byteswap()
+            self.tokens += more.tobytes()
+        return bytes(self.tokens[: 4 * num_tokens])
+
+
+@dataclass(slots=True)
+class _Held:
+    """A store under way: its blocks in the pool, the ranks that have not reported. `fresh`: so many
+    of the last ones the daemon did not have."""
+
+    request: str
+    first: int
+    blocks: Sequence[Any]
+    ranks_left: int
+    since_s: float
+    hashes: Sequence[Any] = ()
+    fresh: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the last time they were taken, for vLLM's metrics."""
+
+    lookups: int = 0
+    lookups_unanswered: int = 0
+    loads: int = 0
+    load_tokens: int = 0
+    stores: int = 0
+    store_tokens: int = 0
+    stores_refused: int = 0
+
+
+class SchedulerSide:
+    """`asking` is None where nothing can be held; then every request is left alone."""
+
+    def __init__(
+        self,
+        block_tokens: int,
+        num_blocks: int,
+        num_ranks: int,
+        lookup_s: float,
+        store_share: float,
+        *,
+        may_load: bool = True,
+        may_store: bool = True,
+        announcements: Announcements | None = None,
+        trouble: Trouble | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.asking: Asking | None = None
+        self.pool: Pool | None = None
+        self.counters = Counters()
+        self.announcements = announcements
+        self._trouble = trouble or Trouble()
+        self._block_tokens = block_tokens
+        self._num_ranks = num_ranks
+        self._lookup_s = lookup_s
+        self._max_held = max(1, int(num_blocks * store_share))
+        self._may_load = may_load
+        self._may_store = may_store
+        self._clock = clock
+        self._requests: dict[str, _Tracked] = {}
+        self._loads: list[Load] = []
+        self._stores: list[Store] = []
+        self._held: dict[int, _Held] = {}
+        self._num_held = 0
+        self._serial = 0
+        self._version = 0
+
+    # --- the life of a request ------------------------------------------------------------------
+
+    def arrived(self, request: Request) -> None:
+        """vLLM has a new request. Asked for at once, so that the answer is there in time."""
+        tracked = self._tracked(request)
+        num_open = sum(1 for other in self._requests.values() if other.question is not None)
+        if self._can_load(tracked, 0) and num_open < MAX_OPEN_EARLY:
+            self._ask(tracked, 0)
+
+    def matched(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
+        """How many tokens behind the computed ones to load, and that it happens by itself.
+
+        None: not known yet. Whole blocks, and at least one token is left to compute.
+        """
+        tracked = self._tracked(request)
+        skip = num_computed // self._block_tokens
+        if num_computed % self._block_tokens or not self._can_load(tracked, skip):
+            self._drop_question(tracked)
+            return 0, False
+        question = tracked.question
+        if question is None or not self._is_current(question, tracked, skip):
+            if not self._ask(tracked, skip):
+                return self._later(tracked)
+            question = tracked.question
+        assert question is not None
+        answer = question.answer
+        if answer is None:
+            return self._later(tracked)
+        if not answer.is_answered:
+            self.counters.lookups_unanswered += 1
+            tracked.has_given_up = True
+        elif self.announcements is not None and not question.is_told:
+            question.is_told = True
+            self.announcements.seen(request.block_hashes, answer.runs)
+        if question.skip_blocks != skip:  # vLLM has more itself than is held
+            return 0, False
+        blocks = min(answer.blocks, self._loadable(tracked) - skip)
+        if blocks < 1:
+            return 0, False
+        return blocks * self._block_tokens, True
+
+    def allocated(self, request: Request, pages: Sequence[int], num_external: int) -> None:
+        """vLLM has pages for these tokens, or (0) loads nothing. Called again after a load."""
+        tracked = self._tracked(request)
+        if num_external == 0:
+            self._drop_question(tracked)
+            return
+        question, tracked.question = tracked.question, None
+        skip = question.skip_blocks if question else 0
+        count = num_external // self._block_tokens
+        leases = question.answer.leases if question and question.answer else ()
+        identity = question.identity if question else Identity()
+        wanted = tuple(pages[skip : skip + count])
+        self._loads.append(Load(request.request_id, identity, leases, wanted))
+        if question and question.answer:
+            tracked.sources = self._by_tier(question.answer.runs, skip, count)
+        tracked.is_loading = True
+        tracked.tries += 1
+        tracked.waited_since_s = 0.0
+        self.counters.loads += 1
+        self.counters.load_tokens += num_external
+
+    def sources(self, request: Request, num_external: int) -> dict[str, int]:
+        """The tokens of the load just allocated by the tier they lay in when it was decided."""
+        sources = self._tracked(request).sources
+        return sources if sum(sources.values()) == num_external else {}
+
+    def finished(self, request: Request, pages: Sequence[int], *, is_good: bool) -> None:
+        """The request ends, for whatever reason. Its pages are still its own."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return
+        self._drop_question(tracked)
+        if is_good and not tracked.is_loading:
+            known = min(request.num_computed_tokens, request.num_tokens)
+            self._store(tracked, known // self._block_tokens, pages)
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def orders(self, scheduled: Mapping[str, int], pages_of: PagesOf) -> Orders:
+        """For the step that computes `scheduled` tokens of each request."""
+        if not scheduled and self.asking is not None:
+            self.asking.wait_a_little(IDLE_WAIT_S)
+        orders = Orders(self._loads, is_idle=not scheduled)
+        self._loads = []
+        with self._trouble.harmless("a step's stores"):
+            orders.step = self._step(scheduled)
+            self._store_filled(scheduled, pages_of)
+        orders.stores, self._stores = self._stores, []
+        return orders
+
+    def _store_filled(self, scheduled: Mapping[str, int], pages_of: PagesOf) -> None:
+        for name, num_new in scheduled.items():
+            tracked = self._requests.get(name)
+            if tracked is None:
+                continue
+            tracked.is_loading = False
+            request = tracked.request
+            if request.num_computed_tokens < tracked.stored * self._block_tokens:
+                tracked.stored = 0  # computed again after a preemption or a failed load
+            # Tokens that are guessed, or not sampled yet, are not among those it knows.
+            known = min(request.num_computed_tokens + num_new, request.num_tokens)
+            full = known // self._block_tokens
+            if full > tracked.stored:
+                self._store(tracked, full, pages_of(name))
+
+    def reported(self, report: Report) -> None:
+        """What the ranks say of stores: the blocks of ended ones go back to vLLM."""
+        for number, ranks in report.ended.items():
+            held = self._held.get(number)
+            if held is None:
+                continue
+            held.ranks_left -= ranks
+            tracked = self._requests.get(held.request)
+            held.fresh = max(held.fresh, report.fresh.get(number, 0))
+            if number in report.refused:
+                held.hashes = ()
+                self.counters.stores_refused += 1
+                if tracked is not None:  # offered again with its next block
+                    tracked.stored = min(tracked.stored, held.first)
+            if held.ranks_left <= 0:
+                del self._held[number]
+                self._num_held -= len(held.blocks)
+                if self.pool is not None:
+                    self.pool.free_blocks(list(reversed(held.blocks)))
+                if self.announcements is not None:
+                    self.announcements.stored(held.hashes, held.fresh)
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether blocks are held that a report will give back: vLLM should go on stepping."""
+        return bool(self._held)
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether such blocks may come back so soon that nobody need be preempted for room."""
+        return any(self._clock() - held.since_s < PATIENT_S for held in self._held.values())
+
+    # --- everything at once ---------------------------------------------------------------------
+
+    def start_over(self, version: int) -> None:
+        """The weights may have changed: nothing held until now is asked for or added to again, by
+        anybody who does not know this `version`."""
+        self._version = version
+        for tracked in self._requests.values():
+            self._drop_question(tracked)
+            tracked.is_cached = False  # some of its KV is of the old weights
+
+    def close(self, patience_s: float) -> None:
+        if self.asking is not None:
+            self.asking.close(patience_s)
+
+    # --- asking ---------------------------------------------------------------------------------
+
+    def _tracked(self, request: Request) -> _Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            # Placeholders of images are the same tokens whatever the image, embedded prompts have
+            # no tokens, a session that is resumed takes tokens back, and an adapter that is
+            # replaced in place cannot be told from its predecessor.
+            lora = request.lora_request
+            is_plain = not (
+                request.mm_features
+                or request.prompt_embeds is not None
+                or request.resumable
+                or request.pooling_params is not None
+                or (lora is not None and lora.load_inplace)
+            )
+            tracked = _Tracked(request, is_plain)
+            self._requests[request.request_id] = tracked
+        return tracked
+
+    def _can_load(self, tracked: _Tracked, skip: int) -> bool:
+        return (
+            self._may_load
+            and self.asking is not None
+            and tracked.is_cached
+            and not tracked.has_given_up
+            and tracked.tries <= tracked.request.num_preemptions
+            and self._loadable(tracked) > skip
+        )
+
+    def _loadable(self, tracked: _Tracked) -> int:
+        """Whole blocks that leave a token to compute, which says what comes next."""
+        return (tracked.request.num_tokens - 1) // self._block_tokens
+
+    def _is_current(self, question: Question, tracked: _Tracked, skip: int) -> bool:
+        is_old = (
+            question.answer is not None
+            and question.answer.blocks > 0
+            and self._clock() - question.answered_s > FRESH_S
+        )
+        is_same = question.skip_blocks == skip or (
+            # What is held ends before what vLLM has itself.
+            question.answer is not None and sum(count for _, count in question.answer.runs) <= skip
+        )
+        return is_same and not is_old and len(question.tokens) == 4 * tracked.request.num_tokens
+
+    def _ask(self, tracked: _Tracked, skip: int) -> bool:
+        """False: whom to ask is not known yet, or cannot be."""
+        self._drop_question(tracked)
+        identity = self._identity(tracked)
+        if identity is None or self.asking is None:
+            return False
+        request = tracked.request
+        tokens = tracked.encoded(request.num_tokens)
+        tracked.question = Question(request.request_id, identity, tokens, skip, self._clock())
+        self.counters.lookups += 1
+        self.asking.ask(tracked.question)
+        return True
+
+    def _identity(self, tracked: _Tracked) -> Identity | None:
+        """None while an adapter's files are being read."""
+        lora, digest = tracked.request.lora_request, ""
+        if lora is not None:
+            assert self.asking is not None
+            known = self.asking.adapter_digest(lora.lora_int_id, lora.lora_path)
+            if not known:
+                tracked.is_cached = known is None
+                return None
+            digest = known
+        return Identity(digest, salted(tracked.request.cache_salt), self._version)
+
+    def _later(self, tracked: _Tracked) -> tuple[int | None, bool]:
+        now_s = self._clock()
+        if not tracked.waited_since_s:
+            tracked.waited_since_s = now_s
+        if tracked.is_cached and now_s - tracked.waited_since_s < self._lookup_s:
+            return None, False
+        tracked.has_given_up = True
+        self.counters.lookups_unanswered += 1
+        self._drop_question(tracked)
+        return 0, False
+
+    def _drop_question(self, tracked: _Tracked) -> None:
+        question, tracked.question = tracked.question, None
+        if question is not None and self.asking is not None:
+            self.asking.give_back(question)
+
+    # --- storing --------------------------------------------------------------------------------
+
+    def _store(self, tracked: _Tracked, last: int, pages: Sequence[int]) -> None:
+        """Hand over the blocks before `last` that were not, as many as there is room for."""
+        if not (self._may_store and tracked.is_cached and self.asking and self.pool):
+            return
+        last = min(last, tracked.stored + self._max_held - self._num_held, len(pages))
+        first = tracked.stored
+        if last <= first:
+            return
+        identity = self._identity(tracked)
+        if identity is None:
+            return
+        wanted = tuple(pages[first:last])
+        blocks = [self.pool.blocks[page] for page in wanted]
+        self.pool.touch(blocks)
+        self._serial += 1
+        tokens = tracked.encoded(last * self._block_tokens)
+        self._stores.append(Store(self._serial, identity, tokens, first, wanted))
+        hashes = tuple(tracked.request.block_hashes[first:last]) if self.announcements else ()
+        name = tracked.request.request_id
+        self._held[self._serial] = _Held(
+            name, first, blocks, self._num_ranks, self._clock(), hashes
+        )
+        self._num_held += len(blocks)
+        tracked.stored = last
+        self.counters.stores += 1
+        self.counters.store_tokens += (last - first) * self._block_tokens
+
+    def _by_tier(self, runs: Sequence[tuple[str, int]], first: int, count: int) -> dict[str, int]:
+        """Tokens of blocks `first … first + count - 1` by where they lie."""
+        found: Counter[str] = Counter()
+        start = 0
+        for tier, length in runs:
+            inside = min(start + length, first + count) - max(start, first)
+            if inside > 0:
+                found[tier] += inside * self._block_tokens
+            start += length
+        return dict(found)
+
+    def _step(self, scheduled: Mapping[str, int]) -> Step | None:
+        """The prefill of a step; None if it has none."""
+        num_requests, decoded, sum_n, sum_nc = 0, 0, 0.0, 0.0
+        for name, num_new in scheduled.items():
+            tracked = self._requests.get(name)
+            if tracked is None:
+                continue
+            context = tracked.request.num_computed_tokens
+            if context >= tracked.request.num_tokens - 1:
+                decoded += 1
+                continue
+            num_requests += 1
+            sum_n += num_new
+            sum_nc += num_new * context + num_new * num_new / 2
+        if not num_requests:
+            return None
+        whose = Identity(weights_version=self._version)
+        return Step(whose, num_requests, sum_n, sum_nc, decoded)

@@ -1,0 +1,115 @@
+"""The connector's two sides on a real daemon, which is killed, stopped, restarted and filled."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hicache.aio import AsyncClient
+from hicache.keys import NamespaceSpec
+from tests.connectors.test_vllm_sides import check, request, tokens
+from tests.connectors.vllm_engine import Engine
+from tests.e2e.household import Household
+
+pytestmark = pytest.mark.e2e
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def house() -> Iterator[Household]:
+    with Household(hbm=None, dram={"size": "16MiB"}) as house:
+        yield house
+
+
+@pytest.fixture
+def engine(house: Household) -> Iterator[Make]:
+    made: list[Engine] = []
+
+    def make(wait_s: float = 10.0, **more: Any) -> Engine:
+        def asker(spec: NamespaceSpec) -> AsyncClient:
+            return AsyncClient(spec, house.endpoint, timeout_s=wait_s)
+
+        def mover(spec: NamespaceSpec, group: bytes) -> AsyncClient:
+            return AsyncClient(
+                spec,
+                house.endpoint,
+                timeout_s=wait_s,
+                fetch_timeout_s=wait_s,
+                put_timeout_s=wait_s,
+                group=group,
+            )
+
+        made.append(Engine(asker, mover, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_load_with_the_schedulers_leases(
+    house: Household, engine: Make, num_ranks: int
+) -> None:
+    prompts = [tokens(seed, 30 + 11 * seed) for seed in range(3)]
+    one = engine(num_ranks=num_ranks)
+    check(one.run(*(request(f"a{i}", p) for i, p in enumerate(prompts))), num_ranks)
+    two = engine(num_ranks=num_ranks)
+    two.run(request("b", prompts[2][:25]))
+    again = two.run(*(request(f"c{i}", p) for i, p in enumerate(prompts)))
+    check(again, num_ranks)
+    assert [r.num_cached for r in again] == [(len(p) - 1) // 4 * 4 for p in prompts]
+    assert two.num_loads_failed == 0
+    assert house.stats()["leases"] == 0
+
+
+def test_a_daemon_killed_and_started_again(house: Household, engine: Make) -> None:
+    """Absent it costs nothing but time; back, it serves from disk, and is told of new blocks."""
+    one, prompt = engine(), tokens(1, 61)
+    one.run(request("a", prompt))
+    house.settle()
+    house.kill()
+    one.forget_local()
+    check(one.run(request("b", prompt), request("c", tokens(2, 61))))
+    house.start()
+    one.forget_local()
+    name = 0
+    while True:  # until the circuit breakers try again
+        name += 1
+        (again,) = one.run(request(f"d{name}", prompt))
+        check([again])
+        one.forget_local()
+        if again.num_cached == 60:
+            break
+    (other,) = one.run(request("e", tokens(2, 61)))
+    check([other])
+
+
+def test_a_daemon_killed_while_blocks_are_loading(house: Household, engine: Make) -> None:
+    one, prompt = engine(num_ranks=2), tokens(1, 121)
+    one.run(request("a", prompt))
+    one.forget_local()
+    loading = request("b", prompt)
+    one.add(loading)
+    while loading.status != "loading":
+        one.step()
+    house.kill()
+    one.run()
+    check([loading], num_ranks=2)
+
+
+def test_a_daemon_that_is_stopped(house: Household, engine: Make) -> None:
+    one, prompt = engine(wait_s=0.2, lookup_s=0.3, load_s=0.3), tokens(1, 61)
+    one.run(request("a", prompt))
+    one.forget_local()
+    os.kill(house.pid, signal.SIGSTOP)
+    try:
+        check(one.run(*(request(f"b{i}", prompt) for i in range(3))))
+    finally:
+        os.kill(house.pid, signal.SIGCONT)
+    check(one.run(request("c", prompt)))
