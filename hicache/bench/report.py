@@ -86,7 +86,7 @@ class IndexRow:
 
 @dataclass(frozen=True, slots=True)
 class DiskRow:
-    """Values in GB (10⁹ bytes) per second, best of several rounds, beside raw reads or writes."""
+    """Values in GB (10⁹ bytes) per second, median of several rounds, beside raw reads or writes."""
 
     op: str
     temperature: str
@@ -119,7 +119,27 @@ class ReloadRow:
         return self.of_best <= 1.1 or self.of_best - 1.0 <= self.spread
 
 
-Row = RpcRow | StoreRow | IndexRow | DiskRow | ReloadRow
+@dataclass(frozen=True, slots=True)
+class RestartRow:
+    """A start of the daemon, in seconds from its launch: until it answers, until the first hit is
+    served, until all blocks are known again; the longest round trip of a match meanwhile."""
+
+    blocks: int
+    answers_s: float
+    first_hit_s: float
+    all_s: float
+    longest_match_s: float
+    num_matches: int
+
+    @classmethod
+    def of(
+        cls, blocks: int, seconds: tuple[float, float, float, float], num_matches: int
+    ) -> RestartRow:
+        answers_s, first_hit_s, all_s, longest_s = (round(s, 3) for s in seconds)
+        return cls(blocks, answers_s, first_hit_s, all_s, longest_s, num_matches)
+
+
+Row = RpcRow | StoreRow | IndexRow | DiskRow | ReloadRow | RestartRow
 
 
 class Step(Protocol):

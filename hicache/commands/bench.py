@@ -9,6 +9,7 @@ from hicache.bench import disk as disk_bench
 from hicache.bench import engine as engine_bench
 from hicache.bench import index as index_bench
 from hicache.bench import planner as planner_bench
+from hicache.bench import restart as restart_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
 from hicache.bench.lodging import Running
@@ -153,7 +154,7 @@ def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:
 
 @bench.command()
 @click.option("--path", type=click.Path(path_type=Path), help="A folder on the disk to measure.")
-@click.option("--rounds", default=3, show_default=True, help="Rounds per row; the best counts.")
+@click.option("--rounds", default=5, show_default=True, help="Rounds per row; the median counts.")
 @click.option("--total", default=128, show_default=True, help="MiB of values per size.")
 @click.option(
     "--durability", type=click.Choice(["fast", "batched"]), default="batched", show_default=True
@@ -167,6 +168,17 @@ def disk(
     with ProgressLine() as step:
         rows, churn = disk_bench.run(path, plan, step)
     tell(rows, "values beside raw reads and writes", json_target, {"churn": churn})
+
+
+@bench.command()
+@click.option("--path", type=click.Path(path_type=Path), help="A folder on the disk to measure.")
+@click.option("--blocks", default=1_000_000, show_default=True, help="Blocks that are stored.")
+@_json_option
+def restart(path: Path | None, blocks: int, json_target: str | None) -> None:
+    """A daemon's start on a disk tier full of small blocks: how soon it serves, and all of it."""
+    with ProgressLine() as step:
+        row = restart_bench.run(path, blocks, step)
+    tell([row], "a start on a full disk tier", json_target)
 
 
 for _command in (rpc, store):
