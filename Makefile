@@ -23,7 +23,7 @@ INSTALL := -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARG
 PIP := $(BIN)/python $(INSTALL)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test check-all test-vllm ttft-vllm gpu-check clean
+.PHONY: help env demo check test check-all test-vllm ttft-vllm soak gpu-check clean
 
 help: ## Show this list
 	@echo 'hicache: make TARGET'
@@ -59,6 +59,10 @@ test-vllm: $(VLLM_STAMP) ## With a real vLLM on the CPU, in .venv-vllm/ (under 1
 
 ttft-vllm: $(VLLM_STAMP) ## Time to first token with vLLM: cold, local hit, from memory, from disk
 	@HICACHE_TEST_CHECKPOINT=$(VLLM_VENV)/model $(VLLM_BIN)/python -m tests.vllm.ttft
+
+SEED = $(if $(SOAK_SEED),--seed $(SOAK_SEED))
+soak: $(STAMP) ## Many clients, everything killed, stopped and squeezed at random (10 minutes); DURATION=30m
+	@$(BIN)/python -m tests.soak --duration $(or $(DURATION),10m) $(SEED) $(if $(JSON),--json $(JSON))
 
 # A machine with a GPU may have no network, and its own Python with CuPy and torch: PYTHON=python3
 # given on the command line uses that one and makes no environment.

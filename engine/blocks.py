@@ -74,6 +74,7 @@ class BlockTable:
         self.depth = np.empty(0, np.int32)
         self.leases = np.empty(0, np.int32)
         self.hits = np.empty(0, np.uint32)
+        self.noted_hits = np.empty(0, np.uint32)  # those that the durable tier knows of
         self.tags = np.empty(0, np.uint16)
         self.state: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8) for _ in tiers]
         self.slot: list[Ids] = [np.empty(0, np.int32) for _ in tiers]
@@ -203,7 +204,7 @@ class BlockTable:
 
     def num_bytes(self) -> int:
         """Memory of all per-block state."""
-        arrays = (self.node, self.depth, self.leases, self.hits, self.tags)
+        arrays = (self.node, self.depth, self.leases, self.hits, self.noted_hits, self.tags)
         per_tier = sum(a.nbytes for a in self.state) + sum(a.nbytes for a in self.slot)
         return sum(a.nbytes for a in arrays) + per_tier
 
@@ -214,7 +215,7 @@ class BlockTable:
     def _grow(self, count: int) -> None:
         old = self.ids.size
         new = max(1024, old + count, old + old // 4)
-        for name in ("node", "depth", "leases", "hits", "tags"):
+        for name in ("node", "depth", "leases", "hits", "noted_hits", "tags"):
             setattr(self, name, _extended(getattr(self, name), new))
         self.node[old:] = -1
         self.state = [_extended(array, new) for array in self.state]

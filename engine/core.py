@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -20,20 +21,24 @@ from hicache.engine.blocks import State
 from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Fetching, Positions
+from hicache.engine.gate import WriteGate
+from hicache.engine.hints import Hints
 from hicache.engine.history import History
 from hicache.engine.identity import Identities
 from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger, TierCounts
 from hicache.engine.matching import Estimates, Matching
+from hicache.engine.memory import Memory
 from hicache.engine.node import Node
 from hicache.engine.planner import Planner
 from hicache.engine.policies.base import EvictionPolicy
 from hicache.engine.policies.lru import Lru
 from hicache.engine.promotion import promote
 from hicache.engine.residency import Namespace, Residency
-from hicache.engine.restore import restore
+from hicache.engine.restore import Restoration
 from hicache.engine.settings import EngineSettings
 from hicache.engine.storing import Storing
+from hicache.engine.uses import Uses
 from hicache.engine.writedown import WriteDown
 from hicache.tiers.block import SlotPool, TierSpec, slot_bytes_for
 
@@ -64,7 +69,8 @@ class CacheEngine:
         self.prefill = self.estimates.prefill
         self.hop_s_per_byte = self.estimates.hop_s_per_byte
         self.planner = Planner(settings.planner, rng)
-        self.evictor = Evictor(self.residency, settings.max_moving_bytes)
+        self.gate = WriteGate(history, settings.min_return, settings.write_bytes_per_s)
+        self.evictor = Evictor(self.residency, settings.max_moving_bytes, self.gate)
         self.writedown = WriteDown(self.residency, self.evictor)
         self.evictor.durable = self.writedown
         self.fetching = Fetching(self.residency, self.evictor, self.links)
@@ -79,14 +85,20 @@ class CacheEngine:
             settings,
             history,
         )
+        self.record = self.matching.record
+        self.memory = Memory(self.residency, self.estimates)
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
+        self.uses = Uses(self.residency, self.identities, self.writedown.tier)
+        self._restorations: dict[int, Restoration] = {}
+        self.hints = Hints(self.residency, self.evictor, history)
         self._by_digest: dict[bytes, int] = {}
         self._cancel: list[int] = []
         self._handlers: dict[type, Callable[[Any], Any]] = {
             p.OpenNamespace: self._open_namespace,
             p.Match: self.matching.match,
-            p.Stopped: self.matching.stopped,
+            p.Hint: self._hint,
             p.Fetch: self._fetch,
+            p.CutShort: self._cut_short,
             p.Release: self._release,
             p.Put: self._put,
             p.Commit: self._commit,
@@ -98,6 +110,8 @@ class CacheEngine:
             p.MovesDone: self._moves_done,
             p.LinkMeasured: self._link_measured,
             p.Restore: self._restore,
+            p.Restored: self._restored,
+            p.TakeUses: self.uses.take,
             p.TierDown: self._tier_down,
             p.TierUp: self._tier_up,
             p.Tick: self._tick,
@@ -131,6 +145,7 @@ class CacheEngine:
         self.residency.tiers = tuple(tiers)
         self.planner.settings = settings.planner
         self.evictor.max_moving_bytes = settings.max_moving_bytes
+        self.gate.configure(settings.min_return, settings.write_bytes_per_s)
 
     # --- what an inference engine asks ----------------------------------------------------------
 
@@ -149,10 +164,14 @@ class CacheEngine:
             idle = self.residency.namespaces[number]
             assert not idle.root.children, "a namespace with blocks was to be forgotten"
             del self._by_digest[idle.digest]
+            self.record.forget(number)
+            self.memory.forget(number)
             self.residency.namespaces[number] = self._new_namespace(event, number, idle.root)
             self.prefill[number] = PrefillCost(self.settings.prior)
             self.hop_s_per_byte[number] = 1.0 / self.settings.hop_bytes_per_s
         self._by_digest[event.digest] = number
+        with suppress(ValueError):  # damaged: it is learned anew
+            self.memory.greet(number)
         return number
 
     def _new_namespace(self, event: p.OpenNamespace, number: int, root: Node) -> Namespace:
@@ -164,17 +183,24 @@ class CacheEngine:
     def _fetch(self, event: p.Fetch) -> p.Fetched:
         lease = self._lease(event.lease)
         lease.started_s = event.now_s
-        ready, expected_s = self.fetching.fetch(lease, event.deadline_s)
+        lease.deadline_s = event.deadline_s
+        ready, expected_s = self.fetching.fetch(lease, self.settings.planner)
         self._make_progress()
         unplaced = len(lease.ids) - lease.unplaced if lease.id in self.fetching.unplaced else 0
         self.fetching.take_ended()  # the answer says so itself
-        return p.Fetched(tuple(ready), len(lease.awaited), unplaced, expected_s)
+        waiting = len(lease.awaited)
+        return p.Fetched(tuple(ready), waiting, unplaced, expected_s, lease.deadline_s)
 
     def _release(self, event: p.Release) -> bool:
         house = self.residency
         lease = house.leases.close(event.lease)
         if lease is None:
             return False
+        came = self.fetching.prefix_blocks(lease) if lease.fetching else 0
+        if lease.fetching:
+            self.record.reloaded(lease.id, came, lease.took_s or None)
+        else:
+            self.record.dropped(lease.id)
         for move in self.fetching.forget(lease):
             block = house.moves[move].block
             dst = house.number_of(cast(str, house.moves[move].dst))
@@ -183,9 +209,9 @@ class CacheEngine:
                 self._cancel.append(move)
         namespace = house.namespaces[lease.namespace]
         if lease.fetching:
-            came = min(lease.failed_at, len(lease.ids))
             self.ledger.served(lease, came, namespace.block_tokens, namespace.block_bytes)
-            promote(house, self.links, namespace, lease.ids[:came], self.settings.max_moving_bytes)
+            ids, limit = lease.ids[:came], self.settings.max_moving_bytes
+            promote(house, self.evictor, self.links, namespace, ids, limit)
         lost = lease.ids[house.blocks.tags[lease.ids] == 0]
         if len(lost):
             house.settle(lost)
@@ -205,7 +231,19 @@ class CacheEngine:
         self._make_progress()  # what it was writing has made room, even if it held no lease
         return freed
 
+    def _cut_short(self, event: p.CutShort) -> None:
+        lease = self.residency.leases.leases.get(event.lease)
+        if lease is not None:
+            lease.failed_at = min(lease.failed_at, event.num_blocks)
+
+    def _hint(self, event: p.Hint) -> None:
+        self.hints.take(event)
+        self._make_progress()
+
     def _observe(self, event: p.Observe) -> None:
+        self.record.prefilled(
+            event.namespace, event.num_requests, event.sum_n, event.sum_nc, event.seconds
+        )
         self.prefill[event.namespace].observe(
             event.num_requests, event.sum_n, event.sum_nc, event.seconds
         )
@@ -218,7 +256,7 @@ class CacheEngine:
             self.hop_s_per_byte[lease.namespace], event.hop_bytes, event.hop_seconds
         )
         if is_measurable(event.total_seconds):
-            self.ledger.judged(lease.decision.reload_s, event.total_seconds)
+            lease.took_s = event.total_seconds
 
     def _clear(self, event: p.Clear) -> int:
         """Forget what nobody holds: leaves first, as far as leases and moves let it."""
@@ -226,6 +264,8 @@ class CacheEngine:
         namespace = house.namespaces[event.namespace]
         nodes = list(house.index.subtree(namespace.root))
         forgotten = 0
+        for restoration in self._restorations.values():
+            restoration.cleared.add(event.namespace)
         for node in reversed(nodes):
             if node.is_root or node.children or node.parent is None:
                 continue
@@ -245,6 +285,7 @@ class CacheEngine:
         return forgotten
 
     def _put(self, event: p.Put) -> p.Placed:
+        self.gate.pass_time(event.now_s)
         placed = self.storing.put(event)
         self._make_progress()
         return placed
@@ -264,7 +305,12 @@ class CacheEngine:
     def _moves_done(self, event: p.MovesDone) -> p.Arrivals:
         told, came, num_changed = self._apply(event.outcomes, event.now_s)
         self._make_progress()
-        return self._arrivals(told, came, num_changed > 0)
+        arrivals = self._arrivals(told, came, num_changed > 0)
+        for number in arrivals.finished:
+            lease = self.residency.leases.leases.get(number)
+            if lease is not None:  # unless its client says better
+                lease.took_s = event.now_s - lease.started_s
+        return arrivals
 
     def _apply(
         self, outcomes: Iterable[p.Outcome], now_s: float
@@ -323,9 +369,18 @@ class CacheEngine:
     def _restore(self, event: p.Restore) -> list[bytes]:
         tier = self.residency.number_of(event.tier)
         namespace = self.residency.namespaces[event.namespace]
-        homeless = restore(self.residency, namespace, tier, event.rows, event.now_s)
+        if tier not in self._restorations:
+            self._restorations[tier] = Restoration(self.residency, tier)
+        restoration = self._restorations[tier]
+        homeless = restoration.add(namespace, event.rows, event.now_s, event.zero_s)
         self._make_progress()
         return homeless
+
+    def _restored(self, event: p.Restored) -> None:
+        tier = self.residency.number_of(event.tier)
+        self._restorations.pop(tier, None)
+        self.residency.restoring &= ~(1 << tier)
+        self._make_progress()
 
     def _tier_down(self, event: p.TierDown) -> p.Arrivals:
         """Its moves have failed (their outcomes, if any still come, are ignored), and what it held
@@ -333,6 +388,8 @@ class CacheEngine:
         house = self.residency
         tier = house.number_of(event.tier)
         house.up &= ~(1 << tier)
+        house.restoring &= ~(1 << tier)
+        self._restorations.pop(tier, None)
         mine = [m.id for m in house.moves.values() if event.tier in (m.src, m.dst)]
         failed = [p.Outcome(move, False, error="tier down") for move in mine]
         told, _, _ = self._apply(failed, event.now_s)
@@ -356,10 +413,15 @@ class CacheEngine:
     def _tier_up(self, event: p.TierUp) -> None:
         tier = self.residency.number_of(event.tier)
         self.residency.up |= 1 << tier
+        self._restorations.pop(tier, None)
+        if event.is_restoring:
+            self.residency.restoring |= 1 << tier
+            self._restorations[tier] = Restoration(self.residency, tier)
         self.residency.backoff.took(tier)
 
     def _tick(self, event: p.Tick) -> p.Arrivals:
         self.residency.backoff.tick(event.now_s)
+        self.gate.pass_time(event.now_s)
         leases, tickets = self.residency.leases.expired(event.now_s)
         for ticket in tickets:
             self.storing.abort(p.Abort(ticket, event.now_s, writer_gone=False))
@@ -373,7 +435,10 @@ class CacheEngine:
     def _flush(self, event: p.Flush) -> int:
         self.writedown.flush()
         self._make_progress()
-        return len(self.writedown.pending) + len(self.residency.moves)
+        house = self.residency
+        durable = {tier.name for tier in house.tiers if tier.durable}
+        reads = sum([m.src in durable and m.dst is not None for m in house.moves.values()])
+        return len(self.writedown.pending) + len(house.moves) - reads
 
     # --- after every event ----------------------------------------------------------------------
 

@@ -4,12 +4,12 @@ Prefill of n new tokens on context c takes, for r requests in one step,
 
     seconds = t0·r + a·Σn + b·Σ(n·c + n²/2)
 
-(attention is the quadratic term; docs/planner.md derives it). The three coefficients are
-fitted per namespace by regularised least squares in scaled units: shrunk towards a prior that never
-fades (so constant chunk sizes, which leave t0 and a unidentifiable, cannot wind anything up),
-forgetting old steps, non-negative, and robust to stragglers (Huber weights on the relative error).
+(attention is the quadratic term; docs/planner.md derives it). A link copies so many bytes in
 
-A link copies `bytes` in `latency + bytes / bandwidth`; a hop is the client's own last copy.
+    seconds = latency + bytes / bandwidth
+
+and a hop is the client's own last copy. Coefficients are fitted (`fit.py`), per namespace and per
+link; both say how far off they may be (`doubt_s`, one standard deviation).
 
 Clients send their measurements, and one that errs or lies must not spoil what its namespace is
 planned by: what no machine could have done is not believed, nothing becomes infinite, and whatever
@@ -19,31 +19,26 @@ was learned wrongly is forgotten after a few right ones. Pure: measurements come
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Final
+from math import sqrt
+from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
+from hicache.engine.fit import LEAST_NOISE_S, Fit, Habits
 
-Vector = npt.NDArray[np.float64]
-
-FORGET: Final = 0.97
-RELATIVE_NOISE: Final = 0.2
-HUBER: Final = 3.0
-LEAST_NOISE_S: Final = 1e-6
-"""No step is timed more finely; weights of less noise would drown the prior and the solver."""
-MAX_WRONG: Final = 5.0
-"""A prior that is off by more than this at the first step only says how the terms compare."""
-MAX_STRANGE: Final = 8
-"""So many steps in a row that are off by more than that: what was learned is of another machine."""
+OF_PREFILLS: Final = Habits(common=3.0, alone=1.0, steps=8, factor=5.0)
+"""Steps of different kinds may be off by less than five times, in rows, without a change."""
+OF_LINKS: Final = Habits(common=0.0, alone=3.0, steps=4, factor=1.6)
+"""One copy in fifty is a straggler; four in a row are none."""
 MAX_MEASURED_S: Final = 3600.0
 MAX_STEP_TOKENS: Final = 1e8
 MAX_CONTEXT_TOKENS: Final = 1e8
 MIN_HOP_BYTES_PER_S, MAX_HOP_BYTES_PER_S = 1e4, 1e14
 MAX_HOP_CHANGE: Final = 8.0
 """One hop that is off by more than this counts as off by this."""
-_SCALE: Final = np.array([1.0, 1e-3, 1e-6])
-"""Features in requests, thousands of tokens, millions of token pairs: all near 1 in use."""
+DRIFT: Final = 0.005
+"""Relative variance that a link's speed gains with each estimate that no copy has checked: after
+some two hundred it may be three times as fast by now."""
+# Features in requests, thousands of tokens and millions of token pairs, in MB: all near 1 in use.
+_PER_TOKEN, _PER_PAIR, _PER_BYTE = 1e-3, 1e-6, 1e-6
 
 
 def is_measurable(seconds: float) -> bool:
@@ -82,136 +77,112 @@ class PrefillPrior:
 
 
 class PrefillCost:
-    """One namespace's prefill time. `num_observed` steps have been seen."""
+    """One namespace's prefill time. `num_observed` steps have been seen; `is_known`: it rests on a
+    measurement, or at least on an operator's word."""
 
     def __init__(self, prior: PrefillPrior) -> None:
-        self._info = np.zeros((3, 3))
-        self._vector = np.zeros(3)
-        self._is_stale = False
-        self._is_given = not prior.is_guess
-        self.num_observed = 0
-        self._num_strange = 0
+        self.is_known = not prior.is_guess
         if not (prior.fixed_s or prior.per_token_s or prior.per_pair_s):
             prior = PrefillPrior()  # nothing takes no time: that would never be unlearned
-        self._shape = np.array([prior.fixed_s, prior.per_token_s, prior.per_pair_s]) / _SCALE
-        self._assume(self._shape)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it rests on a measurement, or at least on an operator's word."""
-        return self._is_given or self.num_observed > 0
-
-    def _assume(self, theta: Vector) -> None:
-        """The prior speaks with the weight of one observation of a 1,000-token prefill, loosely."""
-        spread = np.maximum(theta, 0.02 * max(theta.max(), 1e-6)) * 2.0
-        self._prior_info = np.diag(1.0 / spread**2) * 0.25
-        self._prior_vector = self._prior_info @ theta
-        self._theta: Vector = theta
-        self._seconds_per: list[float] = (theta * _SCALE).tolist()
+        theta = prior.fixed_s, prior.per_token_s / _PER_TOKEN, prior.per_pair_s / _PER_PAIR
+        self._fit = Fit(theta, OF_PREFILLS)
+        self._take_over()
 
     def observe(self, num_requests: int, sum_n: float, sum_nc: float, seconds: float) -> None:
         """Learn from one step. One without tokens or time, or beyond all reason, says nothing."""
         if not 1 <= sum_n <= MAX_STEP_TOKENS or not is_measurable(seconds):
             return
-        x = np.array([num_requests, sum_n, min(sum_nc, sum_n * MAX_CONTEXT_TOKENS)]) * _SCALE
-        expected = float(x @ self._solve())
-        is_strange = seconds > MAX_WRONG * expected or expected > MAX_WRONG * seconds
-        self._num_strange = self._num_strange + 1 if is_strange else 0
-        if is_strange and (not self.num_observed or self._num_strange >= MAX_STRANGE):
-            expected = self._start_anew(x, seconds) or expected
-        scale = RELATIVE_NOISE * (max(expected, 0.25 * seconds) if self.num_observed else seconds)
-        scale = max(scale, LEAST_NOISE_S)
-        surprise = abs(seconds - expected) / scale
-        weight = min(1.0, HUBER / surprise) if self.num_observed > 2 and surprise else 1.0
-        weight /= scale * scale
-        self._info = FORGET * self._info + weight * np.outer(x, x)
-        self._vector = FORGET * self._vector + weight * seconds * x
-        self._is_stale = True
-        self.num_observed += 1
-
-    def _start_anew(self, x: Vector, seconds: float) -> float:
-        """Another kind of machine: the prior's shape is kept, not its size, and nothing that was
-        learned. Returns what is expected for `x` now, 0 where the prior says nothing about it."""
-        usual = float(x @ self._shape)
-        if usual <= 0:
-            return 0.0
-        self._info[:] = 0.0
-        self._vector[:] = 0.0
-        self._assume(self._shape * (seconds / usual))
-        self._is_stale = False
-        self._num_strange = 0
-        return seconds
+        pairs = min(sum_nc, sum_n * MAX_CONTEXT_TOKENS)
+        self._fit.learn((num_requests, sum_n * _PER_TOKEN, pairs * _PER_PAIR), seconds)
+        self._take_over()
 
     def seconds(self, new_tokens: float, context_tokens: float) -> float:
         """Expected seconds to prefill `new_tokens` of one request on `context_tokens`."""
         if new_tokens <= 0:
             return 0.0
-        if self._is_stale:
-            self._solve()
-        fixed_s, per_token_s, per_pair_s = self._seconds_per
-        pairs = new_tokens * context_tokens + new_tokens * new_tokens / 2
-        return fixed_s + per_token_s * new_tokens + per_pair_s * pairs
+        pairs = new_tokens * (context_tokens + new_tokens / 2)
+        return self._fixed_s + self._per_token_s * new_tokens + self._per_pair_s * pairs
+
+    def doubt_s(self, n: float, c: float, other_n: float, other_c: float) -> float:
+        """Standard deviation of the difference between two prefills, of n tokens on c each."""
+        pairs = n * (c + n / 2) - other_n * (other_c + other_n / 2)
+        x = (n > 0) - (other_n > 0), (n - other_n) * _PER_TOKEN, pairs * _PER_PAIR
+        return sqrt(self._fit.variance(x))
+
+    def foreseen(self, num_requests: int, sum_n: float, sum_nc: float) -> tuple[float, float]:
+        """Expected seconds of a step, and their standard deviation."""
+        x = num_requests, sum_n * _PER_TOKEN, sum_nc * _PER_PAIR
+        return self._fit.expect(x), sqrt(self._fit.variance(x))
 
     def tokens_per_s(self, new_tokens: int = 1024) -> float:
         """Prefill speed at a round size, for people to read."""
         return new_tokens / max(self.seconds(new_tokens, 0), 1e-9)
 
-    def _solve(self) -> Vector:
-        if self._is_stale:
-            self._theta = _non_negative(
-                self._info + self._prior_info, self._vector + self._prior_vector
-            )
-            self._seconds_per = (self._theta * _SCALE).tolist()
-            self._is_stale = False
-        return self._theta
+    def snapshot(self) -> dict[str, Any]:
+        """What was learned, as plain values."""
+        return self._fit.snapshot()
 
+    def restore(self, known: object, kept: float) -> None:
+        """Go on from a snapshot. Raises ValueError, with nothing changed, if it is none."""
+        self._fit.restore(known, kept)
+        self._take_over()
 
-def _non_negative(info: Vector, vector: Vector) -> Vector:
-    """argmin over θ ≥ 0 of ½ θᵀ·info·θ − vectorᵀ·θ: exact, by trying the 2³ active sets."""
-    best = np.zeros(3)
-    best_value = 0.0
-    for size in (3, 2, 1):
-        for kept in combinations(range(3), size):
-            rows = list(kept)
-            try:
-                part = np.linalg.solve(info[np.ix_(rows, rows)], vector[rows])
-            except np.linalg.LinAlgError:  # what was seen cannot tell these terms apart
-                continue
-            if (part < 0).any():
-                continue
-            value = -0.5 * float(vector[rows] @ part)
-            if value < best_value:
-                best_value = value
-                best = np.zeros(3)
-                best[rows] = part
-        if best_value < 0 and size == 3:
-            break
-    return best
+    def _take_over(self) -> None:
+        self.num_observed = self._fit.num_learned
+        self.is_known |= self.num_observed > 0
+        fixed_s, per_token, per_pair = self._fit.theta
+        self._fixed_s = fixed_s
+        self._per_token_s, self._per_pair_s = per_token * _PER_TOKEN, per_pair * _PER_PAIR
 
 
 class LinkCost:
-    """How fast one link copies. Until it is measured, `bytes_per_s` is a cautious guess."""
+    """How fast one link copies (`bytes_per_s`: long copies). Until it is measured, `num_measured`
+    times, its speed is a cautious guess."""
 
     GUESS_BYTES_PER_S: Final = 5e8
-    WEIGHT: Final = 0.25
+    GUESS_LATENCY_S: Final = 0.0005
 
-    def __init__(self, latency_s: float = 0.0005) -> None:
-        self.latency_s = latency_s
-        self.bytes_per_s = self.GUESS_BYTES_PER_S
-        self.num_measured = 0
+    def __init__(
+        self, latency_s: float = GUESS_LATENCY_S, bytes_per_s: float = GUESS_BYTES_PER_S
+    ) -> None:
+        self._fit = Fit((latency_s, 1.0 / bytes_per_s / _PER_BYTE), OF_LINKS)
+        self._num_unchecked = 0
+        self._take_over()
 
     def measured(self, num_bytes: float, seconds: float) -> None:
-        """Learn from a batch: seconds per byte, averaged with exponential weights."""
-        if num_bytes <= 0 or seconds <= 0:
+        """Learn from a batch."""
+        if num_bytes <= 0 or not is_measurable(seconds):
             return
-        per_byte = max(seconds - self.latency_s, 0.1 * seconds) / num_bytes
-        if self.num_measured:
-            per_byte = self.WEIGHT * per_byte + (1 - self.WEIGHT) / self.bytes_per_s
-        self.bytes_per_s = 1.0 / per_byte
-        self.num_measured += 1
+        self._fit.learn((1.0, num_bytes * _PER_BYTE), seconds)
+        self._num_unchecked = 0
+        self._take_over()
 
     def seconds(self, num_bytes: float, queued_bytes: float = 0.0) -> float:
         """Expected seconds until `num_bytes` behind `queued_bytes` have arrived."""
         if num_bytes <= 0:
             return 0.0
-        return self.latency_s + (queued_bytes + num_bytes) / self.bytes_per_s
+        return self.latency_s + (queued_bytes + num_bytes) * self._s_per_byte
+
+    def doubt_s(self, num_bytes: float, queued_bytes: float = 0.0) -> float:
+        """Standard deviation of that. It grows while nothing is copied."""
+        if num_bytes <= 0:
+            return 0.0
+        self._num_unchecked += 1
+        x = (1.0, (queued_bytes + num_bytes) * _PER_BYTE)
+        expected_s = self._fit.expect(x)
+        return sqrt(self._fit.variance(x) + DRIFT * self._num_unchecked * expected_s * expected_s)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What was learned, as plain values."""
+        return self._fit.snapshot()
+
+    def restore(self, known: object, kept: float) -> None:
+        """Go on from a snapshot. Raises ValueError, with nothing changed, if it is none."""
+        self._fit.restore(known, kept)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        self.num_measured = self._fit.num_learned
+        self.latency_s, per_mb = self._fit.theta
+        self._s_per_byte = per_mb * _PER_BYTE
+        self.bytes_per_s = 1.0 / max(self._s_per_byte, 1e-18)

@@ -4,7 +4,9 @@ A victim, the coldest leaf of its tier by the tier's policy, goes one of three w
 
     another copy stays elsewhere      ──▶ given up at once
     a slower tier can take it         ──▶ demoted: copied down while draining, then given up
-    nothing below, or no room there   ──▶ dropped: the block is forgotten, leaves first
+    nothing below, no room there for
+    what is worth so little, or it is
+    too unlikely to return (WriteGate) ─▶ dropped: the block is forgotten, leaves first
 
 Into a durable tier the whole path goes, ancestors first (`WriteDown`). A durable copy's record is
 deleted before its room counts as free. Where victims by age make no room for a size of slots, slabs
@@ -22,12 +24,14 @@ Races, told once:
 
 from __future__ import annotations
 
+import math
 from typing import Final, Protocol
 
 import numpy as np
 
 from hicache.engine.blocks import State
 from hicache.engine.evacuation import Evacuations
+from hicache.engine.gate import WriteGate
 from hicache.engine.ids import Span, part_of
 from hicache.engine.node import Node
 from hicache.engine.plan import Priority
@@ -42,6 +46,8 @@ MIN_VICTIMS: Final = 8
 class Durable(Protocol):
     """What the evictor needs of WriteDown."""
 
+    tier: int | None
+
     def want(self, node: Node) -> None:
         """Write the path to this node down."""
 
@@ -55,8 +61,11 @@ class Durable(Protocol):
 class Evictor:
     """Makes room in any tier. Owned by the daemon's one loop."""
 
-    def __init__(self, residency: Residency, max_moving_bytes: int) -> None:
+    def __init__(
+        self, residency: Residency, max_moving_bytes: int, gate: WriteGate | None = None
+    ) -> None:
         self.residency = residency
+        self.gate = gate or WriteGate(None, 0.0, math.inf)
         self.max_moving_bytes = max_moving_bytes
         self.dropped = 0
         self._making_room_in = 0
@@ -71,18 +80,24 @@ class Evictor:
         pool = house.pools[tier]
         self.evacuations.watch()
         available = pool.available(slot_bytes)
-        num_used = pool.num_used(slot_bytes)
-        if not num_used and not pool.can_hold(slot_bytes):
-            return 0  # nothing may go for what can never be placed
         if available >= count or self._making_room_in >> tier & 1 or not house.is_up(tier):
             return min(available, count)
         if self.evacuations.is_for(tier, slot_bytes):
             return available
+        wanted = 0
+        if pool.num_used(slot_bytes):
+            coming = house.draining_bytes[tier] - pool.clearing_bytes
+            wanted = (count - available) * slot_bytes - coming
+            wanted -= self._forget_plain(tier, wanted, worth)
+            available = pool.available(slot_bytes)
+            if available >= count:
+                return count
+        elif not pool.can_hold(slot_bytes):
+            return 0  # nothing may go for what can never be placed
         self._making_room_in |= 1 << tier
         may_drop, self._may_drop = self._may_drop, True
         try:
-            if num_used:
-                self._take_victims(tier, slot_bytes, count, available, worth)
+            self._take_victims(tier, slot_bytes, count, wanted, worth)
             available = pool.available(slot_bytes)
             # What is held and worth more is not moved about for what is worth less.
             may_empty = worth == ALWAYS or not pool.num_used(slot_bytes)
@@ -95,19 +110,28 @@ class Evictor:
         return min(available, count)
 
     def _take_victims(
-        self, tier: int, slot_bytes: int, count: int, available: int, worth: float
+        self, tier: int, slot_bytes: int, count: int, wanted_bytes: int, worth: float
     ) -> None:
         """Give up the coldest, of whatever size, until their bytes would do for `count` slots."""
         house = self.residency
         pool = house.pools[tier]
-        coming = house.draining_bytes[tier] - pool.clearing_bytes
-        wanted = (count - available) * slot_bytes - coming
-        wanted -= self._forget_plain(tier, wanted, worth)
-        while wanted > 0 and pool.available(slot_bytes) < count:
-            node = house.policies[tier].pop(worth)
+        while wanted_bytes > 0 and pool.available(slot_bytes) < count:
+            node = house.coldest(tier, worth)
             if node is None:
                 break
-            wanted -= self._give_up(node, tier, wanted)
+            wanted_bytes -= self._give_up(node, tier, wanted_bytes)
+
+    def may_displace(self, tier: int, num_bytes: int, worth: float) -> bool:
+        """Whether so many bytes more would make nothing go that is worth as much or more."""
+        house = self.residency
+        pool = house.pools[tier]
+        staying = pool.used_bytes - house.draining_bytes[tier]
+        if staying + num_bytes <= house.tiers[tier].high_watermark * pool.capacity_bytes:
+            return True
+        node = house.coldest(tier, worth)
+        if node is not None and node.parent is not None:
+            house.queue(node)
+        return node is not None
 
     def room_is_coming(self, tier: int) -> bool:
         """Whether copies of the tier are draining now, or are being copied elsewhere: one that a
@@ -141,7 +165,7 @@ class Evictor:
     def _give_up_excess(self, tier: int, excess_bytes: int) -> None:
         house = self.residency
         while excess_bytes > 0:
-            node = house.policies[tier].pop()
+            node = house.coldest(tier)
             if node is None:
                 break
             excess_bytes -= self._give_up(node, tier, excess_bytes)
@@ -180,6 +204,8 @@ class Evictor:
         is not so plain. Returns the bytes freed."""
         house = self.residency
         if house.tiers[tier].durable or house.moves or house.below(tier) is not None:
+            return 0
+        if house.dismissed[tier]:
             return 0
         policy, is_pinned, only = house.policies[tier], house.blocks.is_pinned, 1 << tier
         pop, namespaces = policy.pop, house.namespaces
@@ -228,27 +254,41 @@ class Evictor:
         house = self.residency
         below = house.below(tier)
         elsewhere = node.staying & ~(1 << tier) & house.up
+        is_kept = elsewhere or self.gate.admits(node)
         if below is not None and not node.tiers >> below & 1:
             if not house.tiers[below].durable:
-                moved = self._demote(node, tier, below)
+                moved = self._demote(node, tier, below, self._worth_below(node, below))
                 if moved:
                     return moved
-            elif not elsewhere and not self._is_hopeless(node):
+            elif not elsewhere and is_kept and not self._is_hopeless(node):
                 house.drain(ids, tier)
                 house.settle(ids)
                 self.write_down(node)
                 return len(ids)
         if elsewhere:
             return self._give_up_copy(ids, tier)
-        if below is not None and self.room_is_coming(below):
+        if below is not None and is_kept and self.room_is_coming(below):
             return 0
         if not self._may_drop:
             self._spared = node
             return 0
         return self.drop(node, tier)
 
-    def _demote(self, node: Node, tier: int, below: int) -> int:
-        """Copy the node's tail down as far as there is room. Returns blocks draining."""
+    def _worth_below(self, node: Node, below: int) -> float:
+        """What a block on its way down is worth in the tier below: anything, where it is to be
+        written to a durable tier by that way; else what the policy there says of it, so that it
+        skips a tier, or goes, where all that is held is worth more."""
+        house = self.residency
+        durable = self.durable
+        if durable is not None and durable.tier is not None:
+            is_written = node.tiers >> durable.tier & 1
+            if not is_written and self.gate.admits(node):
+                return ALWAYS
+        return house.policies[below].worth(node.kind, node.touched_s)
+
+    def _demote(self, node: Node, tier: int, below: int, worth: float) -> int:
+        """Copy the node's tail down as far as there is room for what is worth so much. Returns
+        blocks draining."""
         house = self.residency
         namespace = house.namespace_of(node)
         queued = house.bytes_moving((tier, below), Priority.DEMOTION)
@@ -257,7 +297,7 @@ class Evictor:
         absent = house.where(ids, below, State.ABSENT)
         count = min(len(absent), may_move)
         with house.pinned([node.span]):
-            room = self.make_room(below, namespace.slot_bytes, count) if count else 0
+            room = self.make_room(below, namespace.slot_bytes, count, worth) if count else 0
         if len(absent) and not room:
             return 0
         first = ids[0] if room == len(absent) else absent[len(absent) - room]

@@ -24,6 +24,7 @@ from hicache.engine.cost import LinkCost
 from hicache.engine.evictor import Evictor
 from hicache.engine.lease import Lease
 from hicache.engine.plan import Move, Priority, ReadyRun
+from hicache.engine.planner import PlannerSettings, load_limit_s
 from hicache.engine.residency import NO_TIER, Namespace, Residency
 from hicache.tiers.block import Ids
 
@@ -46,26 +47,44 @@ class Fetching:
         self._fastest_of: dict[int, Ids] = {}
         self._landing = [self._landing_of(src) for src in range(len(residency.tiers))]
 
-    def fetch(self, lease: Lease, deadline_s: float) -> tuple[list[ReadyRun], float]:
-        """Start what has to move. Returns what is readable now and when the rest is expected.
+    def fetch(self, lease: Lease, settings: PlannerSettings) -> tuple[list[ReadyRun], float]:
+        """Start what has to move. Returns what is readable now and when the rest is expected; the
+        lease's deadline is brought forward to the time from which waiting is worth it no more.
 
         The runs are numbered by blocks of the prompt (the lease's first block is `first_block`).
         """
         lease.fetching = True
-        house = self.residency
         mapped = self.mapped_tier(lease.ids)
         ready = self.ready_runs(lease.ids, mapped)
         missing = np.flatnonzero(mapped == NO_TIER)
         if len(missing) == 0:
             return ready, 0.0
         lease.unplaced = len(lease.ids)
-        self._place(lease, missing, deadline_s)
-        expected = 0.0
-        for link, cost in self.links.items():
-            queued = house.bytes_moving(link, Priority.DEMAND)
-            if queued and house.tiers[link[1]].mapped:
-                expected = max(expected, cost.seconds(queued))
-        return ready, expected
+        expected_s, doubt_s = self._expected(lease, lease.ids[missing])
+        if settings.mode != "always_reload":
+            patience_s = load_limit_s(settings, expected_s, doubt_s)
+            lease.deadline_s = min(lease.deadline_s, lease.started_s + patience_s)
+        self._place(lease, missing)
+        return ready, expected_s
+
+    def _expected(self, lease: Lease, ids: Ids) -> tuple[float, float]:
+        """Seconds until these blocks are readable, and how far off that may be: links work side by
+        side, each behind what is queued there."""
+        house = self.residency
+        block_bytes = house.namespaces[lease.namespace].block_bytes
+        src = self._fastest(house.up)[house.blocks.tags[ids] & 0xFF]
+        expected_s = doubt_s = 0.0
+        for number in np.unique(src[src != NO_TIER]).tolist():
+            link = number, self._landing[number]
+            cost = self.links.get(link)
+            if cost is None:
+                continue
+            is_absent = house.blocks.state[link[1]][ids[src == number]] == State.ABSENT
+            num_bytes, ahead = int(is_absent.sum()) * block_bytes, house.bytes_ahead(link)
+            seconds = cost.seconds(max(num_bytes, 1), ahead)
+            if seconds > expected_s:
+                expected_s, doubt_s = seconds, cost.doubt_s(max(num_bytes, 1), ahead)
+        return expected_s, doubt_s
 
     def place_more(self, leases: Iterable[Lease]) -> None:
         """Room was made: place what lacked it."""
@@ -74,13 +93,13 @@ class Fetching:
             mapped = self.mapped_tier(lease.ids)
             missing = np.flatnonzero(mapped == NO_TIER)
             missing = missing[missing >= lease.unplaced]
-            self._place(lease, missing, None)
+            self._place(lease, missing)
             while lease.unplaced < len(lease.ids) and not (
                 house.moves or any(house.draining_bytes)
             ):  # nothing else will make room any more: the lease's own end must
                 self._shorten(lease)
                 missing = missing[(missing >= lease.unplaced) & (missing < len(lease.ids))]
-                self._place(lease, missing, None)
+                self._place(lease, missing)
             if lease.unplaced >= len(lease.ids):
                 self.unplaced.pop(lease.id, None)
                 if not lease.awaited:
@@ -118,6 +137,17 @@ class Fetching:
             return False
         before = set(lease.ids[: lease.failed_at].tolist())
         return not (before & lease.awaited)
+
+    def prefix_blocks(self, lease: Lease) -> int:
+        """How many of its blocks could be read at most: before whatever failed or is still to
+        come."""
+        blocks = min(lease.failed_at, len(lease.ids))
+        if lease.id in self.unplaced:
+            blocks = min(blocks, lease.unplaced)
+        if lease.awaited:
+            is_awaited = np.isin(lease.ids, np.array(list(lease.awaited), np.int32))
+            blocks = min(blocks, int(is_awaited.argmax()) if is_awaited.any() else blocks)
+        return blocks
 
     def forget(self, lease: Lease) -> list[int]:
         """The lease is closed. Returns moves that nobody waits for any more."""
@@ -159,7 +189,7 @@ class Fetching:
         self.residency.leases.shorten(lease, kept)
         self.residency.unpark()
 
-    def _place(self, lease: Lease, missing: Positions, deadline_s: float | None) -> None:
+    def _place(self, lease: Lease, missing: Positions) -> None:
         """Wait for the lease's `missing` positions: join moves under way, start the others."""
         house = self.residency
         namespace = house.namespaces[lease.namespace]
@@ -177,12 +207,15 @@ class Fetching:
             is_absent |= (dst == tier) & (house.blocks.state[tier][ids] == State.ABSENT)
         for block in ids[~is_absent].tolist():
             self._wait(lease, block)
+            for move in house.moves_of.get(block, ()):
+                if move.deadline_s is not None and move.dst is not None:
+                    move.deadline_s = max(move.deadline_s, lease.deadline_s)
         missing, src, dst = missing[is_absent], src[is_absent], dst[is_absent]
         cuts = np.flatnonzero((src[1:] != src[:-1]) | (dst[1:] != dst[:-1])) + 1
         bounds = [0, *cuts.tolist(), len(missing)] if len(missing) else []
         for first, last in itertools.pairwise(bounds):
             link = int(src[first]), int(dst[first])
-            placed = self._start(namespace, lease, missing[first:last], link, deadline_s)
+            placed = self._start(namespace, lease, missing[first:last], link)
             if placed < last - first:
                 lease.unplaced = int(missing[first + placed])
                 self.unplaced[lease.id] = None
@@ -195,7 +228,6 @@ class Fetching:
         lease: Lease,
         positions: Positions,
         link: tuple[int, int],
-        deadline_s: float | None,
     ) -> int:
         house = self.residency
         src, dst = link
@@ -203,7 +235,8 @@ class Fetching:
         slots = house.pools[dst].allocate(namespace.slot_bytes, len(positions))
         if len(slots):
             ids = lease.ids[positions[: len(slots)]]
-            house.start(namespace, ids, src, dst, slots, Priority.DEMAND, deadline_s)
+            house.start(namespace, ids, src, dst, slots, Priority.DEMAND, lease.deadline_s)
+            house.progress_s.setdefault(link, lease.started_s)
             lease.link_bytes += len(slots) * namespace.block_bytes
             for block in ids.tolist():
                 self._wait(lease, block)

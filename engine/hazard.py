@@ -68,16 +68,25 @@ class Snapshot:
 @dataclass(frozen=True, slots=True)
 class Model:
     """`ranks[class][bin]`: uses per second of room, shape [classes, NUM_BINS], as lists: a rank is
-    looked up one at a time. `anybody`: the same for a class that came after the fit, or that is
-    not known (-1)."""
+    looked up one at a time. `returns[class][bin]`: the probability of another use within the time
+    that was observed. `anybody`, `anybody_returns`: the same for a class that came after the fit,
+    or that is not known (-1)."""
 
     ranks: list[list[float]]
     anybody: list[float]
+    returns: list[list[float]]
+    anybody_returns: list[float]
 
     def rank(self, kind: int, age_s: float) -> float:
         """The Gittins index of a class at an age."""
         ranks = self.ranks[kind] if 0 <= kind < len(self.ranks) else self.anybody
         return ranks[bisect_right(_EDGES_S, age_s)]
+
+    def returns_at(self, kind: int, age_s: float) -> float:
+        """The probability that a block of a class, unused for so long, is used again."""
+        is_known = 0 <= kind < len(self.returns)
+        returns = self.returns[kind] if is_known else self.anybody_returns
+        return returns[bisect_right(_EDGES_S, age_s)]
 
 
 def fit(snapshot: Snapshot) -> Model | None:
@@ -89,9 +98,15 @@ def fit(snapshot: Snapshot) -> Model | None:
     total_s = exposure_s.sum(axis=0)
     overall = events.sum() / exposure_s.sum()
     base = (events.sum(axis=0) + 0.3) / (total_s + 0.3 / overall)
-    hazards = base * _factors(snapshot.levels, events, exposure_s * base)[:, _BAND_OF]
-    ranks = gittins(np.vstack((hazards, base)))
-    return Model(ranks[:-1].tolist(), ranks[-1].tolist())
+    factors = _factors(snapshot.levels, events, exposure_s * base)[:, _BAND_OF]
+    factors = np.vstack((factors, np.ones(NUM_BINS)))
+    ranks = gittins(factors * base)
+    # At ages that nobody has reached yet nothing is known to return, whatever the prior says.
+    seen = events.sum(axis=0) / np.maximum(total_s, 1e-9)
+    returns = 1.0 - np.cumprod(np.exp(-factors * seen * WIDTHS_S)[:, ::-1], axis=1)[:, ::-1]
+    return Model(
+        ranks[:-1].tolist(), ranks[-1].tolist(), returns[:-1].tolist(), returns[-1].tolist()
+    )
 
 
 def gittins(hazards: Matrix) -> Matrix:
@@ -118,9 +133,10 @@ def _factors(levels: npt.NDArray[np.int64], events: Matrix, expected: Matrix) ->
     in_band = np.equal.outer(_BAND_OF, np.arange(_NUM_BANDS)).astype(float)
     seen, expected = events @ in_band, expected @ in_band
     product = np.ones_like(seen)
-    factors = [np.ones((column.max() + 1, _NUM_BANDS)) for column in levels.T]
+    told = [column for column in levels.T if (column != column[0]).any()]
+    factors = [np.ones((column.max() + 1, _NUM_BANDS)) for column in told]
     for _ in range(_SWEEPS):
-        for number, column in enumerate(levels.T):
+        for number, column in enumerate(told):
             old = factors[number]
             seen_at, expected_at = np.zeros_like(old), np.zeros_like(old)
             np.add.at(seen_at, column, seen)

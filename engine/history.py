@@ -12,6 +12,7 @@ from now on. A class (`kind`, a small number) stands for the levels of these fea
     new       blocks that had not been seen before
     stop      why the inference engine's last answer ended, where it says so
     touches   of a trunk
+    due       how soon the inference engine expects the next turn, where it says so
 
 At most MAX_KINDS classes are told apart; rarer combinations fall together (`_kind_of`). The nodes
 of the radix index learn their kind and uses from here (`marks`). Advice only: nothing here is
@@ -47,6 +48,8 @@ _GAP_CUTS_S: Final = (10.0, 25.0, 60.0, 150.0)
 _NEW_CUTS: Final = (2, 6, 20)
 _TOUCHES_CUTS: Final = (3, 9, 33, 129)
 _GAP_KEPT: Final = 0.6
+MAX_STOP: Final = 7
+"""Reasons to stop are small numbers, 0: not known, and so many are told apart."""
 
 _NUM_WITNESSES: Final = 1024
 _STRIDE: Final = 397  # any odd number: the witnesses are asked in a scattered order
@@ -56,7 +59,7 @@ _TAIL, _TRUNK, _PARTIAL = range(3)
 Mark = tuple[int, int, int]
 """The block a run ends at, its kind, its uses."""
 
-Levels = tuple[int, int, int, int, int, int, int]
+Levels = tuple[int, int, int, int, int, int, int, int]
 
 
 _MULTIPLIERS: Final = np.random.default_rng(1).integers(1, 1 << 63, 4096, np.uint64) | np.uint64(1)
@@ -82,12 +85,13 @@ class Context(NamedTuple):
     num_blocks: int
     gap_s: float
     num_new: int
-    stop: int
+    stop: int = 0
+    due_s: float = 0.0
 
     def levels(self, role: int, touches: int) -> Levels:
         """The levels of a run of this request."""
         if role == _PARTIAL:
-            return (_PARTIAL, 0, 0, 0, 0, 0, 0)
+            return (_PARTIAL, 0, 0, 0, 0, 0, 0, 0)
         return (
             role,
             min(self.turn, MAX_TURN),
@@ -96,6 +100,7 @@ class Context(NamedTuple):
             1 + bisect_right(_NEW_CUTS, self.num_new),
             self.stop,
             1 + bisect_right(_TOUCHES_CUTS, touches) if role == _TRUNK else 0,
+            1 + bisect_right(_GAP_CUTS_S, self.due_s) if self.due_s else 0,
         )
 
 
@@ -146,12 +151,13 @@ class History:
         self.ghost.trim()
         return path
 
-    def stopped(self, namespace: int, symbols: bytes, stop: int) -> list[Run]:
-        """The answer to a request has ended, for this reason (0: unknown). Returns its path."""
+    def hinted(self, namespace: int, symbols: bytes, stop: int, due_s: float = 0.0) -> list[Run]:
+        """The answer to a request has ended, for this reason, and is expected to go on in `due_s`
+        seconds (0: not known). Returns its path."""
         path = self.ghost.find(namespace, symbols)
         ends = [run for run in path if run.context is not None]
         if ends and ends[-1].context is not None:
-            context = ends[-1].context._replace(stop=stop)
+            context = ends[-1].context._replace(stop=stop, due_s=due_s)
             ends[-1].context = context
             self._classify(path, context)
         return path
@@ -224,8 +230,8 @@ class History:
                 if before.turn > 1:
                     mean = _GAP_KEPT * math.log1p(before.gap_s)
                     gap_s = math.expm1(mean + (1 - _GAP_KEPT) * math.log1p(gap_s))
-                return Context(before.turn + 1, num_blocks, gap_s, num_new, 0)
-        return Context(1, num_blocks, 0.0, num_new, 0)
+                return Context(before.turn + 1, num_blocks, gap_s, num_new)
+        return Context(1, num_blocks, 0.0, num_new)
 
     def _classify(self, path: Sequence[Run], context: Context) -> None:
         """Give the runs of a path their class. Those of one role weigh as much as one run: a long
@@ -256,13 +262,13 @@ class History:
         kind = self._kinds.get(levels)
         if kind is not None:
             return kind
-        role, turn, blocks, gap, new, stop, _ = levels
+        role, turn, blocks, gap, new, stop, _, due = levels
         coarser: tuple[Levels, ...] = (
             levels,
-            (role, turn, blocks, gap, new, stop, 0),
-            (role, turn, 0, gap, new, stop, 0),
-            (role, turn, 0, gap, 0, stop, 0),
-            (role, turn, 0, 0, 0, 0, 0),
+            (role, turn, blocks, gap, new, stop, 0, due),
+            (role, turn, 0, gap, new, stop, 0, due),
+            (role, turn, 0, gap, 0, stop, 0, due),
+            (role, turn, 0, 0, 0, 0, 0, 0),
         )
         for told, limit in zip(coarser, _KIND_LIMITS, strict=True):
             known = self._kinds.get(told, len(self._levels))

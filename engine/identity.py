@@ -69,14 +69,24 @@ class Identities:
             chain = self._chain(node, namespace)
             depth = int(house.blocks.depth[move.block])
             position = depth - node.depth
+            hits = int(house.blocks.hits[move.block])
+            if move.dst in self._durable:
+                house.blocks.noted_hits[move.block] = hits
             move.identity = BlockIdentity(
                 namespace.digest,
                 chain.key(depth),
                 chain.key(depth - 1),
                 node.symbols(namespace.step, position, position + 1),
                 depth,
-                int(house.blocks.hits[move.block]),
+                hits,
             )
+
+    def key_of(self, block: int) -> bytes:
+        """The key of a block that is in the tree."""
+        house = self.residency
+        node = house.index.node_of(block)
+        chain = self._chain(node, house.namespace_of(node))
+        return chain.key(int(house.blocks.depth[block]))
 
     def _chain(self, node: Node, namespace: Namespace) -> _Chain:
         missing = []
@@ -94,7 +104,7 @@ class Identities:
             above = above.parent
         for below in reversed(missing):
             edge = below.symbols(namespace.step, 0, len(below))
-            keys = _hashed(namespace.digest, parent, edge, namespace.step)
+            keys = keys_along(namespace.digest, parent, edge, namespace.step)
             self.num_hashed += len(keys)
             chain = _Chain(below, below.depth, parent, keys)
             self.chains[below.number] = chain
@@ -104,7 +114,7 @@ class Identities:
         return chain
 
 
-def _hashed(namespace: bytes, parent: bytes, edge: bytes, step: int) -> list[bytes]:
+def keys_along(namespace: bytes, parent: bytes, edge: bytes, step: int) -> list[bytes]:
     """BLAKE2b-256(namespace ‖ parent key ‖ tokens), block after block (as hicache.keys)."""
     keys = []
     for start in range(0, len(edge), step):

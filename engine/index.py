@@ -26,7 +26,7 @@ import numpy as np
 
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
 from hicache.engine.ids import Span, ids_along, joined, part_of, size_of
-from hicache.engine.node import Node, Stem, depth_of
+from hicache.engine.node import SPARE_SHARE, Node, Stem, depth_of
 from hicache.tiers.block import Ids
 
 MAX_STEM_BYTES: Final = 256 << 10
@@ -94,11 +94,12 @@ class Index:
         position = 0
         while (child := children.get(tokens[position : position + step])) is not None:
             stem = child.stem  # it is the first of its stem: its parent would be in it too
-            if tokens.startswith(stem.symbols, position):
+            if not stem.spare_bytes and tokens.startswith(stem.symbols, position):
                 nodes += stem.nodes
                 position += len(stem.symbols)
             else:
                 common = _common_blocks(stem.symbols, tokens, position, step)
+                common = min(common, stem.num_bytes // step)
                 position += common * step
                 end = child.depth + common
                 nodes += stem.nodes[: bisect_left(stem.nodes, end, key=depth_of)]
@@ -227,9 +228,11 @@ class Index:
         """Append a stem to the one that it hangs from the end of. False if that is too long."""
         if stem is below:
             return True
-        if len(stem.symbols) + len(below.symbols) > MAX_STEM_BYTES:
+        if stem.num_bytes + below.num_bytes > MAX_STEM_BYTES:
             return False
+        stem.tidy()
         stem.symbols += below.symbols
+        stem.spare_bytes = below.spare_bytes
         stem.nodes += below.nodes
         for node in below.nodes:
             node.stem = stem
@@ -240,6 +243,7 @@ class Index:
         stem = node.stem
         if node is stem.nodes[-1]:
             return
+        stem.tidy()
         kept = stem.nodes.index(node) + 1
         num_bytes = (node.depth + node.num_blocks - stem.nodes[0].depth) * step
         below = Stem(stem.symbols[num_bytes:], stem.nodes[kept:])
@@ -280,12 +284,11 @@ class Index:
     def trim(self, node: Node, count: int, step: int) -> None:
         """Cut the last `count` blocks, not all, off a childless node; they are the caller's to
         forget."""
-        kept = node.num_blocks - count
-        assert kept > 0
+        assert 0 < count < node.num_blocks
         assert not node.children
-        node.span = part_of(node.span, 0, kept)
-        node.num_blocks = kept
-        node.stem.symbols = node.stem.symbols[: -count * step]
+        node.num_blocks -= count
+        node.span = part_of(node.span, 0, node.num_blocks)
+        node.stem.shorten(count * step)
 
     def remove(self, node: Node, step: int) -> Node:
         """Forget a childless node and its blocks, which have no copy left. Returns its parent."""
@@ -304,7 +307,7 @@ class Index:
         else:
             del parent.children[node.symbols(step, 0, 1)]
             stem.nodes.pop()
-            stem.symbols = stem.symbols[: -node.num_blocks * step]
+            stem.shorten(node.num_blocks * step)
         self._drop(node)
         return parent
 
@@ -391,7 +394,8 @@ class Index:
 
     def _validate_stem(self, stem: Stem, step: int) -> None:
         """A chain of nodes with all their symbols, that goes on where few ways part."""
-        assert len(stem.symbols) == sum(map(len, stem.nodes)) * step
+        assert stem.num_bytes == sum(map(len, stem.nodes)) * step
+        assert 0 <= stem.spare_bytes <= SPARE_SHARE * len(stem.symbols)
         assert all(node.stem is stem for node in stem.nodes)
         for above, node in pairwise(stem.nodes):
             assert node.parent is above

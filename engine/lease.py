@@ -22,8 +22,8 @@ class Lease:
     """A leased prefix; `spans` are its `ids` as indices into the arrays.
 
     `awaited`: blocks on their way; `unplaced`: blocks that still lack room, from this position of
-    `ids` on; `failed_at`: the readable prefix ends here at the latest. `started_s` is set by the
-    first fetch.
+    `ids` on; `failed_at`: the readable prefix ends here at the latest. `started_s` and `deadline_s`
+    are set by the first fetch, `took_s` when its end is known.
     """
 
     id: int
@@ -39,6 +39,8 @@ class Lease:
     failed_at: int = 0
     fetching: bool = False
     started_s: float = 0.0
+    deadline_s: float = 0.0
+    took_s: float = 0.0
     link_bytes: int = 0
 
 

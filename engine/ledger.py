@@ -1,4 +1,4 @@
-"""What the cache engine has done, counted: for `stats`, and for the planner's own record.
+"""What the cache engine has done, counted: for `stats`.
 
 Owned by the daemon's one loop.
 """
@@ -31,9 +31,6 @@ class Ledger:
         default_factory=lambda: {"reload": 0, "partial": 0, "recompute": 0}
     )
     reasons: dict[str, int] = field(default_factory=dict)
-    num_judged: int = 0
-    abs_error_s: float = 0.0
-    relative_error: float = 0.0
 
     def decided(self, name: str, reason: str) -> None:
         """A match was answered."""
@@ -54,20 +51,6 @@ class Ledger:
             counts.bytes_served += blocks * block_bytes
             counts.seconds_saved += max(0.0, saved_s) * blocks / total
 
-    def judged(self, predicted_s: float, actual_s: float) -> None:
-        """A reload's prediction beside what it took."""
-        self.num_judged += 1
-        error = abs(predicted_s - actual_s)
-        self.abs_error_s += error
-        self.relative_error += error / max(actual_s, 1e-9)
-
     def planner_summary(self) -> dict[str, Any]:
-        """For `stats`. Errors are None until a reload has been measured."""
-        judged = self.num_judged
-        return {
-            "decisions": dict(self.decisions),
-            "reasons": dict(self.reasons),
-            "judged": judged,
-            "mean_abs_error_s": self.abs_error_s / judged if judged else None,
-            "mean_relative_error": self.relative_error / judged if judged else None,
-        }
+        """For `stats`."""
+        return {"decisions": dict(self.decisions), "reasons": dict(self.reasons)}

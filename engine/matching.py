@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hicache.engine import plan as p
+from hicache.engine.blocks import State
 from hicache.engine.cost import LinkCost, PrefillCost
 from hicache.engine.history import History, symbols_of
 from hicache.engine.ids import ids_along, in_few
@@ -18,7 +19,9 @@ from hicache.engine.index import Path
 from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger
 from hicache.engine.planner import Hit, Planner
-from hicache.engine.residency import NO_TIER, Namespace, Residency
+from hicache.engine.record import Recorder
+from hicache.engine.reloading import Way, reload_over
+from hicache.engine.residency import NO_TIER, TRAVELLING_BYTES, Namespace, Residency
 from hicache.engine.settings import EngineSettings
 from hicache.engine.writedown import WriteDown
 
@@ -39,7 +42,7 @@ class _Unsettled:
     event: p.Match
     path: Path
     lease_id: int
-    runs: tuple[p.TierRun, ...]
+    hit: Hit
     decision: p.Decision
 
 
@@ -64,6 +67,8 @@ class Matching:
         self.ledger = ledger
         self.settings = settings
         self.history = history
+        self.record = Recorder(estimates.prefill, self._reload_again)
+        self._in_place = frozenset(tier.name for tier in residency.tiers if tier.mapped)
         self._unsettled: _Unsettled | None = None
 
     def match(self, event: p.Match) -> p.Matched:
@@ -83,21 +88,25 @@ class Matching:
         hop = event.hop_bytes_per_s
         hop_s = 1.0 / hop if hop else self.estimates.hop_s_per_byte[event.namespace]
         prefill = self.estimates.prefill[event.namespace]
-        decision = self.planner.decide(
-            Hit(
-                num_tokens,
-                namespace.block_tokens,
-                min(event.skip_blocks * namespace.block_tokens, num_tokens),
-                kept,
-                self._reload_seconds(namespace, kept, hop_s),
-                prefill.seconds,
-                prefill.is_known,
-            )
+        hit = Hit(
+            num_tokens,
+            namespace.block_tokens,
+            min(event.skip_blocks * namespace.block_tokens, num_tokens),
+            kept,
+            (),
+            prefill.seconds,
+            prefill.is_known,
+            (),
+            prefill.doubt_s,
+            0.0,
+            event.namespace,
         )
+        self._estimate_reload(hit, namespace, path, event, hop_s)
+        decision = self.planner.decide(hit)
         self.ledger.decided(decision.name, decision.reason)
         lease_id = house.leases.next_id() if decision.reload_blocks else 0
         if path.num_blocks or self.history is not None:
-            self._unsettled = _Unsettled(event, path, lease_id, tuple(kept), decision)
+            self._unsettled = _Unsettled(event, path, lease_id, hit, decision)
         return p.Matched(lease_id, tuple(runs), hit_blocks, decision)
 
     def settle(self) -> None:
@@ -123,11 +132,13 @@ class Matching:
                 ids_along(leased),
                 leased,
                 event.now_s + event.ttl_s,
-                unsettled.runs,
+                tuple(unsettled.hit.runs),
                 decision,
             )
             lease.failed_at = len(lease.ids)
             house.leases.open(lease)
+        if unsettled.hit.runs:
+            self.record.decided(unsettled.hit, decision, unsettled.lease_id, event.now_s)
         if self.history is not None:
             symbols = symbols_of(event.tokens, namespace.step)
             ghosts = self.history.used(event.namespace, symbols, event.now_s, event.is_partial)
@@ -136,20 +147,6 @@ class Matching:
                 path = house.index.match(namespace.root, event.tokens, namespace.step)
         if path.num_blocks:
             self._touch(path, namespace, event.now_s)
-
-    def stopped(self, event: p.Stopped) -> None:
-        """Why an answer ended says something about when the conversation goes on."""
-        if self.history is None:
-            return
-        house = self.residency
-        namespace = house.namespaces[event.namespace]
-        symbols = symbols_of(event.tokens, namespace.step)
-        ghosts = self.history.stopped(event.namespace, symbols, event.stop)
-        path = house.index.match(namespace.root, event.tokens, namespace.step)
-        nodes = path.nodes[:-1] if path.partial else path.nodes
-        house.index.mark(nodes, list(self.history.marks(ghosts)), namespace.step)
-        for node in nodes:
-            house.queue(node)
 
     def _touch(self, path: Path, namespace: Namespace, now_s: float) -> None:
         """The path is used: youngest, and written down if one hit more makes it worth it."""
@@ -162,32 +159,34 @@ class Matching:
         durable = self.writedown.tier
         if self.settings.write_policy == "write_through_selective" and durable is not None:
             wanted = last.tiers and not last.tiers >> durable & 1
-            if wanted and hits[int(last.block_ids()[0])] >= self.settings.selective_hits:
+            is_worth_it = hits[int(last.block_ids()[0])] >= self.settings.selective_hits
+            if wanted and is_worth_it and self.writedown.evictor.gate.admits(last):
                 self.writedown.want(last)
                 self.writedown.advance()
 
     def runs(self, path: Path) -> tuple[list[p.TierRun], int]:
         """The readable prefix of a path, grouped by each block's fastest tier."""
         house = self.residency
+        bits = [node.staying for node in path.nodes]
+        if bits and bits.count(bits[0]) == len(bits):  # by far the most frequent, and the longest
+            tier = house.fastest(bits[0])
+            if tier == NO_TIER:
+                return [], 0
+            return [p.TierRun(house.tiers[tier].name, path.num_blocks)], path.num_blocks
         runs: list[p.TierRun] = []
         total = 0
         position = 0
-        bits = [node.staying for node in path.nodes]
         while position < len(bits):
             alike = bits[position]
             tier = house.fastest(alike)
             if tier == NO_TIER:
                 break
             start = position
-            if bits.count(alike) == len(bits):  # by far the most frequent case, and the longest
-                position = len(bits)
-                count = path.num_blocks
-            else:
-                while position < len(bits) and bits[position] == alike:
-                    position += 1
-                count = sum([node.num_blocks for node in path.nodes[start:position]])
-                if position == len(bits) and path.partial:
-                    count += path.partial - path.nodes[-1].num_blocks
+            while position < len(bits) and bits[position] == alike:
+                position += 1
+            count = sum([node.num_blocks for node in path.nodes[start:position]])
+            if position == len(bits) and path.partial:
+                count += path.partial - path.nodes[-1].num_blocks
             total += count
             if runs and runs[-1].tier == house.tiers[tier].name:
                 runs[-1].num_blocks += count
@@ -195,36 +194,75 @@ class Matching:
                 runs.append(p.TierRun(house.tiers[tier].name, count))
         return runs, total
 
-    def _reload_seconds(
-        self, namespace: Namespace, runs: Sequence[p.TierRun], hop_s_per_byte: float
-    ) -> list[float]:
-        """Per run, expected seconds until it and those before it are in the engine.
+    def _estimate_reload(
+        self, hit: Hit, namespace: Namespace, path: Path, event: p.Match, hop_s_per_byte: float
+    ) -> None:
+        """Fill in what reloading the hit's runs takes."""
+        blocks, seconds = 0, []
+        s_per_block = namespace.block_bytes * hop_s_per_byte
+        for run in hit.runs:
+            if run.tier not in self._in_place:
+                break
+            blocks += run.num_blocks
+            seconds.append(blocks * s_per_block)
+        else:  # only the last hop counts
+            hit.reload_s = seconds
+            return
+        way_of: dict[str, Way | None] = {}
+        for run in hit.runs:
+            if run.tier not in way_of:
+                src = self.residency.number_of(run.tier)
+                way_of[run.tier] = self._way_from(src, hit, namespace, path, event)
+        ways = [way_of[run.tier] for run in hit.runs]
+        reload = reload_over(hit.runs, ways, namespace.block_bytes, hop_s_per_byte)
+        hit.runs, hit.reload_s, hit.reload_doubt_s = reload.runs, reload.seconds, reload.doubt_s
+        hit.start_s = reload.start_s
 
-        Links work side by side; the last hop takes every byte one after another."""
+    def _reload_again(self, hit: Hit, blocks: int) -> float:
+        """What reloading so much of a hit would take by what is known now, behind the queue of
+        then."""
         house = self.residency
-        loaded: dict[tuple[int, int], float] = {}
-        seconds = []
-        total = 0.0
-        for run in runs:
-            num_bytes = run.num_blocks * namespace.block_bytes
-            total += num_bytes
+        size = house.namespaces[hit.namespace].block_bytes
+        copied: dict[int, float] = {}
+        left = blocks
+        for run in hit.runs:
             src = house.number_of(run.tier)
             if not house.tiers[src].mapped:
-                for link in self.estimates.links:
-                    if link[0] == src and house.tiers[link[1]].mapped:
-                        loaded[link] = loaded.get(link, 0.0) + num_bytes
-                        break
-            if not loaded:  # readable in place, as far as this: only the last hop counts
-                seconds.append(total * hop_s_per_byte)
+                copied[src] = copied.get(src, 0.0) + min(run.num_blocks, left) * size
+            left -= min(run.num_blocks, left)
+        seconds = 0.0
+        for (src, dst), cost in self.estimates.links.items():
+            if src in copied and house.tiers[dst].mapped:
+                wait_s = max(hit.start_s - cost.latency_s, 0.0)
+                seconds = max(seconds, wait_s + cost.seconds(copied[src]))
+        return seconds + blocks * size * self.estimates.hop_s_per_byte[hit.namespace]
+
+    def _way_from(
+        self, src: int, hit: Hit, namespace: Namespace, path: Path, event: p.Match
+    ) -> Way | None:
+        """Some of the hit's own blocks may be on their way there: they are in that queue, and need
+        not be copied once more."""
+        house = self.residency
+        if house.tiers[src].mapped:
+            return None
+        for link, cost in self.estimates.links.items():
+            if link[0] != src or not house.tiers[link[1]].mapped:
                 continue
-            links_s = [
-                self.estimates.links[link].seconds(
-                    size, house.bytes_moving(link, p.Priority.DEMAND)
-                )
-                for link, size in loaded.items()
-            ]
-            seconds.append(max(links_s) + total * hop_s_per_byte)
-        return seconds
+            ahead, late_s = house.bytes_ahead(link), 0.0
+            if ahead:
+                due_s = cost.seconds(min(ahead, TRAVELLING_BYTES))
+                late_s = max(house.silent_s(link, event.now_s) - due_s, 0.0)
+                state = house.blocks.state[link[1]]
+                position, coming = event.skip_blocks, 0
+                for run in hit.runs:
+                    last = position + run.num_blocks
+                    if house.number_of(run.tier) == src:
+                        for span in path.spans(position, last):
+                            coming += int((state[span] == State.FILLING).sum())
+                    position = last
+                ahead -= min(ahead, coming * namespace.block_bytes)
+            return Way(cost, ahead, late_s)
+        return None
 
 
 def _slice_runs(runs: Sequence[p.TierRun], first: int, last: int) -> list[p.TierRun]:

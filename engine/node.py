@@ -20,18 +20,39 @@ from hicache.tiers.block import Ids
 
 depth_of: Final = attrgetter("depth")
 
+SPARE_SHARE: Final = 0.75
+"""More of a stem's symbols than that are not kept for nobody."""
 _NO_CHILDREN: Final[dict[bytes, Node]] = {}
 _HOLDING_NONE: Final = [0] * MAX_TIERS
 
 
 class Stem:
-    """`symbols` of all `nodes`, in order. Owned by the index."""
+    """`symbols` of all `nodes`, in order, and after them `spare_bytes` of blocks that are no more:
+    a stem that is given up piece by piece is not copied for every piece. Owned by the index."""
 
-    __slots__ = ("nodes", "symbols")
+    __slots__ = ("nodes", "spare_bytes", "symbols")
 
-    def __init__(self, symbols: bytes, nodes: list[Node]) -> None:
+    def __init__(self, symbols: bytes, nodes: list[Node], spare_bytes: int = 0) -> None:
         self.symbols = symbols
         self.nodes = nodes
+        self.spare_bytes = spare_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """How many of `symbols` the nodes have."""
+        return len(self.symbols) - self.spare_bytes
+
+    def shorten(self, num_bytes: int) -> None:
+        """The last nodes have so much less."""
+        self.spare_bytes += num_bytes
+        if self.spare_bytes > SPARE_SHARE * len(self.symbols):
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Keep nothing that no node has."""
+        if self.spare_bytes:
+            self.symbols = self.symbols[: -self.spare_bytes]
+            self.spare_bytes = 0
 
 
 class Node:

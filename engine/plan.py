@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, Literal, TypeVar
 
-from hicache.tiers.block import Ids
+from hicache.tiers.block import Ids, StoredRows
 
 Answer = TypeVar("Answer", covariant=True)
 
 DecisionName = Literal["reload", "partial", "recompute"]
+Ended = Literal["", "turn", "tool_call", "conversation"]
+"""A turn, whose answer waits for a person; a turn that waits for a tool; the whole conversation."""
 
 
 class Priority(IntEnum):
@@ -51,7 +53,8 @@ class Move:
     """One block's copy from one tier's slot to another's, or (`dst=None`) giving up a durable copy.
 
     `identity` is filled for moves that touch a durable tier, just before they are dispatched.
-    The engine keeps the source slot from being reused until the outcome is in.
+    The engine keeps the source slot from being reused until the outcome is in, and puts
+    `deadline_s` off when somebody joins who waits longer.
     """
 
     id: int
@@ -180,13 +183,15 @@ class ReadyRun:
 class Fetched:
     """`ready` may be read now; `waiting` more blocks are on their way, to be told by `Arrived`.
 
-    `unplaced` blocks at the end could not be given room and will not come.
+    `unplaced` blocks at the end could not be given room and will not come. What has not come by
+    `deadline_s` is better recomputed; until then the rest is expected to take `expected_s`.
     """
 
     ready: tuple[ReadyRun, ...]
     waiting: int
     unplaced: int
     expected_s: float
+    deadline_s: float
 
 
 @dataclass(slots=True)
@@ -196,6 +201,14 @@ class Fetch(Event[Fetched]):
     lease: int
     now_s: float
     deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CutShort(Event[None]):
+    """The fetch of this lease has been answered, with the first `num_blocks` only."""
+
+    lease: int
+    num_blocks: int
 
 
 @dataclass(slots=True)
@@ -226,14 +239,21 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped(Event[None]):
-    """The inference engine's answer to this prompt has ended: `stop` says why (a small number that
-    means the same every time, 0 where it is not known). Advice only."""
+class Hint(Event[None]):
+    """What the inference engine knows about when, and whether, this prompt will go on. Advice only:
+    a wrong one costs hits.
+
+    `ended`: what has ended with the answer to it; `finish_reason`: why, in the inference engine's
+    own word; `return_s`: the prompt is expected again in so many seconds (0: not known); not to
+    `keep`: what nobody has asked for since it was stored is given up."""
 
     namespace: int
     tokens: bytes
-    stop: int
     now_s: float
+    ended: Ended = ""
+    finish_reason: str = ""
+    return_s: float = 0.0
+    keep: bool = True
 
 
 @dataclass(slots=True)
@@ -349,27 +369,46 @@ class LinkMeasured(Event[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """One row of a durable tier's own index, read back at start."""
-
-    key: bytes
-    parent: bytes
-    tokens: bytes
-    block_bytes: int
-    hits: int
-
-
-@dataclass(frozen=True, slots=True)
 class Restore(Event[list[bytes]]):
-    """All blocks of one namespace found in a durable tier, in any order.
+    """Some of the blocks of one namespace that were found in a durable tier. `zero_s`: when the
+    clock of `now_s` stood at 0, in seconds since 1970.
 
-    Answer: keys that found no place (no parent, no room), to be removed from the tier.
+    Answer: keys that found no place (their parent has gone, no room), to be removed from the tier.
     """
 
     tier: str
     namespace: int
-    rows: Sequence[StoredBlock]
+    rows: StoredRows
     now_s: float
+    zero_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Restored(Event[None]):
+    """All rows of the tier were told: from now on it takes blocks."""
+
+    tier: str
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How often a stored block was used in all, and when last (of the daemon's clock)."""
+
+    slot_bytes: int
+    key: bytes
+    hits: int
+    used_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TakeUses(Event[list[Use]]):
+    """What of the durable tier's blocks was used and has not been written back: some `limit` of
+    them. Empty: it is all known there, or the tier does not serve. `again` looks through all blocks
+    for more; without, what was found then is told to its end."""
+
+    limit: int
+    again: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,10 +425,12 @@ class TierDown(Event[Arrivals]):
 
 @dataclass(frozen=True, slots=True)
 class TierUp(Event[None]):
-    """The tier's worker is ready."""
+    """The tier's worker is ready. `is_restoring`: its rows are still to come (`Restore`, at the end
+    `Restored`); until then it serves what is known of it, and takes nothing."""
 
     tier: str
     now_s: float
+    is_restoring: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +443,8 @@ class Tick(Event[Arrivals]):
 @dataclass(frozen=True, slots=True)
 class Flush(Event[int]):
     """Write everything that a durable tier lacks down to it (a clean stop). Answer: blocks that
-    still have to travel; repeat after their outcomes until it is 0."""
+    still have to travel, those read from there not counted; repeat after their outcomes until it
+    is 0."""
 
     now_s: float
 

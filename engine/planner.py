@@ -5,8 +5,11 @@ The hit is a row of runs, each in one tier. Reloading k runs and recomputing the
     reload(k) + prefill(n - tokens(k), context = tokens(k))
 
 Within a run the reload grows linearly and the prefill that remains is concave in the cut, so the
-best cut is at a run's end: only those are compared. Ties, within `recompute_band`, go to
-recomputing, which cannot fail. Pure; the clock and the randomness are the caller's.
+best cut is at a run's end: only those are compared. Ties go to recomputing, which cannot fail, and
+so does what is gained too little beside what the estimates may be off. What was reloaded last time
+is reloaded until it is slower, so that noise does not swing the decision. Now and then the other
+way is tried, as far as the time set aside for that goes. Pure; the clock and the randomness are the
+caller's.
 
                  ┌── reload ──┐┌───────── recompute ─────────┐
     prompt       [ run 0 hbm ][ run 1 disk ][ new tokens      ]
@@ -18,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from math import hypot
+from typing import Final, Literal
 
 from hicache.engine.plan import Decision, TierRun
 
@@ -26,25 +30,41 @@ _WHY_RELOAD = {
     "faster": "against {recompute} to recompute everything",
     "mode": "because the planner's mode is always_reload",
     "unmeasured": "since no prefill of this model has been measured yet",
-    "exploration": "to keep the estimates alive, although recomputing looked no slower",
+    "exploration": "to learn what it takes: {recompute} to recompute everything looked no slower",
 }
 _WHY_RECOMPUTE = {
     "slower": "the best reload would take {best}",
     "tie": "the best reload ({best}) is not clearly faster",
+    "uncertain": "the best reload ({best}) is not faster for certain",
+    "exploration": "to learn what it takes, although the best reload would take {best}",
     "mode": "the planner's mode is always_recompute",
 }
 
 Mode = Literal["measured", "always_reload", "always_recompute"]
 
 
+TRY_SHARE: Final = 0.25
+"""Of the decisions that could try the other way do: rows of alike requests must not all do."""
+LEAST_CREDIT, MOST_CREDIT = 0.01, 0.3
+"""Time set aside for trying, as a share of one request's."""
+FAR: Final = 0.7
+"""A reload that takes this share of recomputing, or less, is far from any band."""
+_MAX_KINDS: Final = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
-    """`exploration`: the share of recompute decisions that reload all the same, to keep the
-    estimates alive."""
+    """`recompute_band`: gains below this share are ties; below `doubt_band`, they must be larger
+    than the estimates may be off. `exploration`: the share of all time that may be spent on trying
+    the other way, to keep the estimates alive. A load may take at most `deadline_share` longer than
+    expected, but `min_deadline_s` in any case."""
 
     mode: Mode = "measured"
     recompute_band: float = 0.05
+    doubt_band: float = 0.10
     exploration: float = 0.0
+    deadline_share: float = 1.0
+    min_deadline_s: float = 0.1
 
 
 @dataclass(slots=True)
@@ -55,6 +75,9 @@ class Hit:
     `is_measured` is False while `prefill_s` is only a guess: then there is nothing to compare with,
     and a hit is reloaded, which also brings the first measurement of the reload.
     `skipped_tokens` at the front are in the engine already; runs begin after them.
+    `reload_doubt_s` and `prefill_doubt_s(n, c, n', c')`, standard deviations of a reload and of the
+    difference between two prefills, are empty and None where nothing is in doubt. `start_s` passes
+    before the first block of a reload comes. Hits of one `namespace` are alike.
     """
 
     prompt_tokens: int
@@ -64,24 +87,34 @@ class Hit:
     reload_s: Sequence[float]
     prefill_s: Callable[[float, float], float]
     is_measured: bool = True
+    reload_doubt_s: Sequence[float] = ()
+    prefill_doubt_s: Callable[[float, float, float, float], float] | None = None
+    start_s: float = 0.0
+    namespace: int = 0
 
 
 @dataclass(slots=True)
 class _Cut:
-    """Reload up to and including `run`, which ends at `end_tokens` of the prompt."""
+    """Reload up to and including `run`, as far as `end_tokens` of the prompt."""
 
     run: int
     end_tokens: int
     total_s: float
+    reload_s: float
     prefill_s: float
 
 
 class Planner:
-    """Chooses the cut. `rng()` gives a float in [0, 1)."""
+    """Chooses the cut. `rng()` gives a float in [0, 1). `num_tried` decisions went the other way,
+    which was expected to take `tried_s` longer in all."""
 
     def __init__(self, settings: PlannerSettings, rng: Callable[[], float]) -> None:
         self.settings = settings
+        self.num_tried = 0
+        self.tried_s = 0.0
         self._rng = rng
+        self._credit = MOST_CREDIT
+        self._reloaded: set[tuple[int, str, int]] = set()
 
     def decide(self, hit: Hit) -> Decision:
         """How much of the hit to reload, and why. No runs: recompute."""
@@ -103,37 +136,125 @@ class Planner:
         for number, run in enumerate(hit.runs):
             context += run.num_blocks * hit.block_tokens
             prefill_s = hit.prefill_s(hit.prompt_tokens - context, context)
-            total_s = hit.reload_s[number] + prefill_s
+            reload_s = hit.reload_s[number]
+            total_s = reload_s + prefill_s
             if best is None or total_s < best.total_s or takes_all:
-                best = _Cut(number, context, total_s, prefill_s)
+                best = _Cut(number, context, total_s, reload_s, prefill_s)
         assert best is not None
         if mode == "always_reload":
-            return self._reload(hit, best, recompute_s, "mode")
+            return _reload(hit, best, recompute_s, "mode")
         if mode == "always_recompute":
-            return self._recompute(hit, best, recompute_s, "mode")
+            return _recompute(hit, best, recompute_s, "mode")
         if not hit.is_measured:
-            return self._reload(hit, best, recompute_s, "unmeasured")
-        if best.total_s < recompute_s * (1.0 - self.settings.recompute_band):
-            return self._reload(hit, best, recompute_s, "faster")
-        if self.settings.exploration and self._rng() < self.settings.exploration:
-            return self._reload(hit, best, recompute_s, "exploration")
-        reason = "slower" if best.total_s > recompute_s else "tie"
-        return self._recompute(hit, best, recompute_s, reason)
+            return _reload(hit, best, recompute_s, "unmeasured")
+        is_far = best.total_s < FAR * recompute_s
+        reason = "" if is_far else self._why_not(hit, best, recompute_s)
+        if self.settings.exploration:
+            credit = self._credit + self.settings.exploration
+            self._credit = credit if credit < MOST_CREDIT else MOST_CREDIT
+            if credit >= LEAST_CREDIT and self._rng() < TRY_SHARE:
+                tried = self._try(hit, best, recompute_s, is_reload=not reason)
+                if tried is not None:
+                    return tried
+        if reason:
+            return _recompute(hit, best, recompute_s, reason)
+        return _reload(hit, best, recompute_s, "faster")
 
-    def _reload(self, hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> Decision:
-        return Decision(
-            "reload" if cut.run == len(hit.runs) - 1 else "partial",
-            (cut.end_tokens - hit.skipped_tokens) // hit.block_tokens,
-            reason,
-            hit.reload_s[cut.run],
-            cut.prefill_s,
-            recompute_s,
-            partial(_tell_reload, hit, cut, recompute_s, reason),
-        )
+    def _why_not(self, hit: Hit, best: _Cut, recompute_s: float) -> str:
+        """The reason not to reload; empty where there is none."""
+        kind = hit.namespace, hit.runs[best.run].tier, best.end_tokens.bit_length()
+        gain = 1.0 - best.total_s / recompute_s if recompute_s > 0 else 0.0
+        if kind in self._reloaded:
+            if gain > 0.0:
+                return ""
+            self._reloaded.discard(kind)
+        settings = self.settings
+        if gain <= settings.recompute_band:
+            return "slower" if gain < 0.0 else "tie"
+        if gain <= settings.doubt_band and gain * recompute_s < _doubt_s(hit, best):
+            return "uncertain"
+        if len(self._reloaded) >= _MAX_KINDS:
+            self._reloaded.clear()
+        self._reloaded.add(kind)
+        return ""
 
-    def _recompute(self, hit: Hit, best: _Cut, recompute_s: float, reason: str) -> Decision:
-        told = partial(_tell_recompute, hit, best, recompute_s, reason)
-        return Decision("recompute", 0, reason, 0.0, recompute_s, recompute_s, told)
+    def _try(self, hit: Hit, best: _Cut, recompute_s: float, is_reload: bool) -> Decision | None:
+        """The other way, if it may be faster for all that is known: as much of it as the credit
+        allows. None where nothing is to be learned."""
+        usual_s = best.total_s if is_reload else recompute_s
+        band_s = 0.0 if is_reload else self.settings.recompute_band * recompute_s
+        other_s = recompute_s if is_reload else best.total_s
+        if other_s - _doubt_s(hit, best) >= usual_s - band_s:
+            return None
+        most = (best.end_tokens - hit.skipped_tokens) // hit.block_tokens
+        for divisor in (1, 2, 4, 8, 16, 32):
+            part = most // divisor
+            if not part:
+                return None
+            blocks = most - part if is_reload else part
+            cut = _cut_at(hit, blocks)
+            if cut.total_s - usual_s > self._credit * usual_s:
+                continue
+            self.num_tried += 1
+            self.tried_s += max(cut.total_s - usual_s, 0.0)
+            self._credit -= max(cut.total_s / usual_s - 1.0, LEAST_CREDIT)
+            if not blocks:
+                return _recompute(hit, best, recompute_s, "exploration")
+            return _reload(hit, cut, recompute_s, "exploration")
+        return None
+
+
+def load_limit_s(settings: PlannerSettings, expected_s: float, doubt_s: float) -> float:
+    """How long a load is waited for: half as long again as expected and twice its doubt, within
+    what the settings allow."""
+    more_s = min(0.5 * expected_s + 2.0 * doubt_s, settings.deadline_share * expected_s)
+    return max(expected_s + more_s, settings.min_deadline_s)
+
+
+def _doubt_s(hit: Hit, cut: _Cut) -> float:
+    """Standard deviation of what the cut gains over recomputing everything."""
+    reload_s = hit.reload_doubt_s[cut.run] if hit.reload_doubt_s else 0.0
+    if hit.prefill_doubt_s is None:
+        return reload_s
+    skipped, end = hit.skipped_tokens, cut.end_tokens
+    all_tokens = hit.prompt_tokens
+    return hypot(
+        reload_s, hit.prefill_doubt_s(all_tokens - skipped, skipped, all_tokens - end, end)
+    )
+
+
+def _cut_at(hit: Hit, blocks: int) -> _Cut:
+    """A cut after so many blocks, within a run."""
+    end = hit.skipped_tokens + blocks * hit.block_tokens
+    prefill_s = hit.prefill_s(hit.prompt_tokens - end, end)
+    if not blocks:
+        return _Cut(-1, end, prefill_s, 0.0, prefill_s)
+    before, before_s = 0, hit.start_s
+    for number, run in enumerate(hit.runs):
+        if blocks <= before + run.num_blocks:
+            break
+        before, before_s = before + run.num_blocks, hit.reload_s[number]
+    share = (blocks - before) / hit.runs[number].num_blocks
+    reload_s = before_s + share * (hit.reload_s[number] - before_s)
+    return _Cut(number, end, reload_s + prefill_s, reload_s, prefill_s)
+
+
+def _reload(hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> Decision:
+    is_last = cut.run == len(hit.runs) - 1
+    return Decision(
+        "reload" if is_last and cut.reload_s == hit.reload_s[-1] else "partial",
+        (cut.end_tokens - hit.skipped_tokens) // hit.block_tokens,
+        reason,
+        cut.reload_s,
+        cut.prefill_s,
+        recompute_s,
+        partial(_tell_reload, hit, cut, recompute_s, reason),
+    )
+
+
+def _recompute(hit: Hit, best: _Cut, recompute_s: float, reason: str) -> Decision:
+    told = partial(_tell_recompute, hit, best, recompute_s, reason)
+    return Decision("recompute", 0, reason, 0.0, recompute_s, recompute_s, told)
 
 
 def _tell_no_hit(hit: Hit, recompute_s: float) -> str:
@@ -148,7 +269,7 @@ def _tell_reload(hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> str:
     why = _WHY_RELOAD[reason].format(recompute=_ms(recompute_s))
     return (
         f"Reload {cut.end_tokens - hit.skipped_tokens} tokens from {sources} "
-        f"({_ms(hit.reload_s[cut.run])}) and prefill {hit.prompt_tokens - cut.end_tokens} "
+        f"({_ms(cut.reload_s)}) and prefill {hit.prompt_tokens - cut.end_tokens} "
         f"({_ms(cut.prefill_s)}), {why}."
     )
 

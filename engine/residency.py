@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -29,10 +30,15 @@ from hicache.engine.index import Index, Path
 from hicache.engine.lease import LeaseBook
 from hicache.engine.node import Node
 from hicache.engine.plan import Move, Outcome, Priority
-from hicache.engine.policies.base import EvictionPolicy
+from hicache.engine.policies.base import ALWAYS, EvictionPolicy
 from hicache.tiers.block import Ids, SlotPool, TierSpec
 
+TRAVELLING_BYTES = 32 << 20
+"""At most, over one link (`transfer/lane.py`)."""
 NO_TIER = 255
+DISMISSED_S: Final = -1.0
+"""When a block that is not expected to be used again was last used: before all others."""
+MAX_DISMISSED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +76,13 @@ class Residency:
         self.policies = [new_policy(number) for number in range(len(tiers))]
         self.namespaces: list[Namespace] = []
         self.up = 0
+        self.restoring = 0
         self.backoff = Backoff()
         self.moves: dict[int, Move] = {}
         self.outbox: list[Move] = []
         self.moves_of: dict[int, list[Move]] = {}
         self.num_moving = {link: [0, 0, 0] for link in self.links}
+        self.progress_s: dict[tuple[int, int], float] = {}
         self.draining_bytes = [0] * len(tiers)
         self.num_draining: list[Counter[int]] = [Counter() for _ in tiers]  # by slot size
         self.promoted = [0] * len(tiers)
@@ -82,6 +90,7 @@ class Residency:
         self.evicted = [0] * len(tiers)
         self._numbers = {tier.name: number for number, tier in enumerate(tiers)}
         self._move_serial = 0
+        self.dismissed: list[dict[Node, None]] = [{} for _ in tiers]
         self._parked: list[set[Node]] = [set() for _ in tiers]
 
     # --- asking -------------------------------------------------------------------------------
@@ -99,8 +108,10 @@ class Residency:
         return bool(self.up >> tier & 1)
 
     def takes(self, tier: int) -> bool:
-        """Whether the tier serves and takes new blocks now."""
-        return self.is_up(tier) and self.backoff.takes(tier)
+        """Whether the tier serves and takes new blocks now. One whose rows are still being told
+        takes none: nobody knows yet how much room it has."""
+        is_known = self.is_up(tier) and not self.restoring >> tier & 1
+        return is_known and self.backoff.takes(tier)
 
     def fastest(self, bits: int) -> int:
         """The fastest tier of a bit set that is up, NO_TIER if none."""
@@ -117,6 +128,15 @@ class Residency:
     def bytes_moving(self, link: tuple[int, int], at_most: Priority) -> int:
         """Bytes in the link's queue of this priority or a more urgent one."""
         return sum(self.num_moving[link][: at_most + 1])
+
+    def bytes_ahead(self, link: tuple[int, int]) -> int:
+        """Bytes that a demand waits for: other demand, and what travels already, whatever it is."""
+        demand, *others = self.num_moving[link]
+        return demand + min(sum(others), TRAVELLING_BYTES)
+
+    def silent_s(self, link: tuple[int, int], now_s: float) -> float:
+        """For how long nothing has come over a link that a demand waits for."""
+        return now_s - self.progress_s.get(link, now_s)
 
     def where(self, ids: Ids, tier: int, state: State) -> Ids:
         """Those of `ids` whose copy in `tier` is in `state`."""
@@ -202,7 +222,12 @@ class Residency:
                 self.rescue(ids, src)
             return move
         dst = self._numbers[move.dst]
-        self.num_moving[src, dst][move.priority] -= move.block_bytes
+        moving = self.num_moving[src, dst]
+        moving[move.priority] -= move.block_bytes
+        if any(moving):
+            self.progress_s[src, dst] = now_s
+        else:
+            self.progress_s.pop((src, dst), None)
         if outcome.ok:
             self.blocks.change(dst, ids, State.READY)
             (self.demoted if dst > src else self.promoted)[dst] += 1
@@ -320,6 +345,27 @@ class Residency:
         for tier in range(len(self.tiers)):
             if staying >> tier & 1 and not holding[tier]:
                 self.policies[tier].add(node)
+                if node.touched_s == DISMISSED_S:
+                    self.dismissed[tier][node] = None
+
+    def dismiss(self, nodes: Sequence[Node]) -> None:
+        """Nobody is expected to ask for these again: they go before all others, whatever the
+        policy, unless they are used after all. Ancestors first."""
+        for node in nodes:
+            node.touched_s = DISMISSED_S
+        for tier, dismissed in enumerate(self.dismissed):
+            if len(dismissed) > MAX_DISMISSED:
+                dismissed.clear()  # nothing had to go for so long: the policy will do
+            dismissed.update((node, None) for node in nodes if node.staying >> tier & 1)
+
+    def coldest(self, tier: int, worth: float = ALWAYS) -> Node | None:
+        """The candidate to go next, as `EvictionPolicy.pop` gives it."""
+        dismissed = self.dismissed[tier]
+        while dismissed:
+            node, _ = dismissed.popitem()
+            if node.parent is not None and node.touched_s == DISMISSED_S:
+                return node
+        return self.policies[tier].pop(worth)
 
     def park(self, node: Node, tier: int) -> None:
         """A candidate that cannot go now (leased, read): queued again by `unpark`."""

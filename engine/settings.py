@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +18,8 @@ class EngineSettings:
 
     `selective_hits`: hits after which write-through-selective writes a path down.
     `hop_bytes_per_s`: the client's last copy, until it has been measured.
+    `min_return`, `write_bytes_per_s`: what memory gives up is written to a durable tier only if it
+    returns with this probability, and on average no more of it (see WriteGate).
     """
 
     write_policy: WritePolicy = "write_back"
@@ -25,3 +28,5 @@ class EngineSettings:
     prior: PrefillPrior = field(default_factory=PrefillPrior)
     max_moving_bytes: int = 256 << 20
     hop_bytes_per_s: float = 2e9
+    min_return: float = 0.0
+    write_bytes_per_s: float = math.inf

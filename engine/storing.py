@@ -190,8 +190,10 @@ class Storing:
             house.blocks.vacate(ticket.tier, undone, slot_bytes)
         house.settle(ticket.ids)
         if len(done):
-            if event.durable or self.settings.write_policy == "write_through":
-                self.writedown.want(house.index.node_of(int(done[-1])))
+            last = house.index.node_of(int(done[-1]))
+            is_through = self.settings.write_policy == "write_through"
+            if event.durable or (is_through and self.evictor.gate.admits(last)):
+                self.writedown.want(last)
             if event.durable and self.writedown.tier is not None:
                 self._wait_until_durable(ticket, done, event.now_s)
         return len(done)

@@ -192,6 +192,7 @@ class WriteDown:
             ids = absent[:room]
             slots = house.pools[tier].allocate(namespace.slot_bytes, len(ids))
             house.start(namespace, ids, src, tier, slots, Priority.DEMOTION)
+            self.evictor.gate.written(len(ids) * namespace.block_bytes)
             if room < len(absent):
                 return _Progress.WAITING
         return _Progress.DONE

@@ -30,7 +30,7 @@ from hicache.channel import (
 )
 from hicache.connection import Connection, Timeouts, Transport
 from hicache.curve import CurveKeys
-from hicache.dialogue import Dialogue
+from hicache.dialogue import Dialogue, Ended
 from hicache.endpoint import default_endpoint
 from hicache.keys import NamespaceSpec, Tokens
 from hicache.storing import Fill
@@ -230,8 +230,11 @@ class AsyncClient:
         skip_blocks: int = 0,
         hop_bytes_per_s: float = 0.0,
         explain: bool = False,
+        conversation: str = "",
     ) -> Match:
-        return await self._dialogue.match(tokens, request, skip_blocks, hop_bytes_per_s, explain)
+        return await self._dialogue.match(
+            tokens, request, skip_blocks, hop_bytes_per_s, explain, conversation
+        )
 
     async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
         return await self._dialogue.adopt(lease, blocks, group, epoch)
@@ -270,6 +273,18 @@ class AsyncClient:
         decode_tokens: int = 0,
     ) -> None:
         await self._dialogue.observe(num_requests, sum_n, sum_nc, decode_tokens, seconds)
+
+    async def hint(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        conversation: str = "",
+        ended: Ended = "",
+        finish_reason: str = "",
+        return_s: float = 0.0,
+        keep: bool = True,
+    ) -> None:
+        await self._dialogue.hint(tokens, conversation, ended, finish_reason, return_s, keep)
 
     async def ping(self) -> Ping | None:
         return await self._dialogue.ping()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES, Ids, slot_bytes_for
-from hicache.wire import SESSION_BYTES, MatchReply, WireError
+from hicache.wire import SESSION_BYTES, Count, DecisionName, WireError
 
 Bytes2D = npt.NDArray[np.uint8]
 """Blocks: uint8, shape [n, block_bytes], C-contiguous."""
@@ -25,7 +25,7 @@ TRANSPORTS: Final = ("arena", "frames")
 _DECISIONS: Final = ("reload", "partial", "recompute")
 
 
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, frozen=True):
     """How much of a hit to reload, and why. Seconds are the daemon's expectations.
 
     `name` is reload, partial or recompute; `reason` a short word for statistics; `reload_s` to get
@@ -33,10 +33,10 @@ class Decision(NamedTuple):
     `recompute_s` to prefill everything instead.
     """
 
-    name: str
-    reload_blocks: int
+    name: DecisionName
+    reload_blocks: Count
     reason: str
-    told: str = ""
+    told: str = msgspec.field(default="", name="sentence")
     reload_s: float = 0.0
     prefill_s: float = 0.0
     recompute_s: float = 0.0
@@ -55,8 +55,7 @@ class Decision(NamedTuple):
         )
 
 
-@dataclass(slots=True)
-class Match:
+class Match(msgspec.Struct):
     """What the cache holds of a prompt, from its first block on.
 
     `hit_blocks` whole blocks are held; `runs` says in which tier, front to back, as (tier, number
@@ -65,12 +64,12 @@ class Match:
     daemon answered; `session` is whose lease it is.
     """
 
-    lease: int
-    hit_blocks: int
-    runs: tuple[tuple[str, int], ...]
+    lease: Count
+    hit_blocks: Count
+    runs: tuple[tuple[str, Count], ...]
     decision: Decision
     is_answered: bool = True
-    session: bytes = field(default=b"", repr=False)
+    session: bytes = b""
 
     @classmethod
     def miss(cls, sentence: str) -> Match:
@@ -276,29 +275,29 @@ _DECISION_FIELDS: Final = (
 _MATCH_FIELDS: Final = (("lease", int), ("hit_blocks", int), ("runs", list), ("decision", dict))
 
 
-_plain_match: Final = msgspec.msgpack.Decoder(MatchReply)
+class AnsweredMatch(Match, kw_only=True):
+    """A match straight from the bytes of its reply, which stands between an inference engine and
+    its first token."""
+
+    id: Count
+    ok: bool
 
 
-def read_plain_match(data: bytes, request_id: int) -> MatchReply | None:
+_plain_match: Final = msgspec.msgpack.Decoder(AnsweredMatch)
+
+
+def read_plain_match(data: bytes, request_id: int) -> Match | None:
     """None where anything is not as usual: `read_match` says what, or takes it all the same."""
     try:
-        reply = _plain_match.decode(data)
+        match = _plain_match.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if reply.id != request_id or not reply.ok or reply.decision.reload_blocks > reply.hit_blocks:
+    if match.id != request_id or not match.ok or match.decision.reload_blocks > match.hit_blocks:
         return None
-    return reply
+    return match
 
 
-def match_of(reply: MatchReply, session: bytes) -> Match:
-    d = reply.decision
-    decision = Decision(
-        d.name, d.reload_blocks, d.reason, d.sentence, d.reload_s, d.prefill_s, d.recompute_s
-    )
-    return Match(reply.lease, reply.hit_blocks, tuple(reply.runs), decision, True, session)
-
-
-def read_match(reply: Mapping[str, Any], session: bytes) -> Match:
+def read_match(reply: Mapping[str, Any]) -> Match:
     lease, hit_blocks, runs, fields = _read(reply, _MATCH_FIELDS)
     name, reload_blocks, reason, *seconds = _read(fields, _DECISION_FIELDS)
     told = fields.get("sentence", "")
@@ -312,9 +311,7 @@ def read_match(reply: Mapping[str, Any], session: bytes) -> Match:
     for run in runs:
         if type(run) is not list or len(run) != 2 or (type(run[0]), type(run[1])) != (str, int):
             raise WireError("malformed", "runs: each must be [tier, n]")
-    return Match(
-        lease, hit_blocks, tuple([(run[0], run[1]) for run in runs]), decision, True, session
-    )
+    return Match(lease, hit_blocks, tuple([(run[0], run[1]) for run in runs]), decision)
 
 
 def read_runs(

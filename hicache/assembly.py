@@ -6,9 +6,10 @@ Adding a tier means one more `_…_tier` here, its link's WorkerConfig, and its 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hicache.config import Config, TiersConfig
@@ -66,6 +67,9 @@ def assemble(config: Config, device: Device | None, progress: Progress) -> Parts
         undo.callback(parts.close)  # at Ctrl-C, too: touching the memory takes a while
         _add_tiers(parts, config.tiers, device, config.planner.probe_links, progress)
         undo.pop_all()
+    for number, worker in enumerate(parts.workers):
+        read, write = paces_of(config)[worker.far]
+        parts.workers[number] = replace(worker, read_bytes_per_s=read, write_bytes_per_s=write)
     parts.links = _links(parts.tiers, parts.workers)
     return parts
 
@@ -81,29 +85,51 @@ def engine_settings(config: Config) -> EngineSettings:
     """The cache engine's own piece of the configuration."""
     planner = config.planner
     default = PrefillPrior()
+    disk = config.tiers.disk
+    budget = disk.write_budget_bytes_per_day if disk is not None else None
     return EngineSettings(
         write_policy=config.write_policy,
         selective_hits=config.selective_hits,
-        planner=PlannerSettings(planner.mode, planner.recompute_band, planner.exploration),
+        planner=PlannerSettings(
+            planner.mode,
+            planner.recompute_band,
+            planner.doubt_band,
+            planner.exploration,
+            planner.deadline_share,
+            planner.min_deadline_s,
+        ),
         prior=PrefillPrior(
             default.fixed_s if planner.prior_fixed_s is None else planner.prior_fixed_s,
             default.per_token_s if planner.prior_per_token_s is None else planner.prior_per_token_s,
             planner.prior_per_token_squared_s or default.per_pair_s,
             is_guess=planner.prior_per_token_s is None,
         ),
+        min_return=disk.min_return if disk is not None else 0.0,
+        write_bytes_per_s=math.inf if budget is None else budget / 86400,
         max_moving_bytes=min(config.limits.max_queued_bytes, 256 << 20),
     )
+
+
+def paces_of(config: Config) -> dict[str, tuple[float, float]]:
+    """Bytes per second from and to each tier that has a worker: what `debug` allows."""
+    speed = config.debug.bytes_per_s
+    return {
+        "hbm": (speed("hbm_to_dram"), speed("dram_to_hbm")),
+        "disk": (speed("disk_to_dram"), speed("dram_to_disk")),
+    }
 
 
 def new_engine(config: Config, parts: Parts) -> CacheEngine:
     """A cache engine over these parts."""
     tiers: list[TierConfig] = [getattr(config.tiers, spec.name) for spec in parts.tiers]
-    new_policy, history = policies_of([tier.eviction for tier in tiers])
+    settings = engine_settings(config)
+    is_gated = settings.min_return > 0 or settings.write_bytes_per_s < math.inf
+    new_policy, history = policies_of([tier.eviction for tier in tiers], wants_model=is_gated)
     return CacheEngine(
         parts.tiers,
         parts.pools,
         parts.links,
-        engine_settings(config),
+        settings,
         random.random,
         new_policy,
         history,

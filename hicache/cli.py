@@ -17,6 +17,7 @@ from hicache import __version__
 COMMANDS = {
     "serve": ("hicache.commands.serve", "serve", "Run the daemon."),
     "stats": ("hicache.commands.stats", "stats", "Show what a daemon holds, does and decides."),
+    "explain": ("hicache.commands.explain", "explain", "Say why it was reloaded or recomputed."),
     "ping": ("hicache.commands.ping", "ping", "Ask whether a daemon answers, and how fast."),
     "doctor": ("hicache.commands.doctor", "doctor", "Say what hicache finds on this machine."),
     "config": ("hicache.commands.config", "config", "Check, show and reload configurations."),

@@ -33,7 +33,7 @@ from hicache.answers import (
 from hicache.channel import Channel, DaemonAbsent, run_now
 from hicache.connection import Connection, DaemonError, Timeouts, Transport
 from hicache.curve import CurveKeys
-from hicache.dialogue import Dialogue
+from hicache.dialogue import Dialogue, Ended
 from hicache.endpoint import default_endpoint
 from hicache.keys import LayerGroup, NamespaceSpec, Tokens
 from hicache.storing import Fill
@@ -45,6 +45,7 @@ __all__ = [
     "DaemonAbsent",
     "DaemonError",
     "Decision",
+    "Ended",
     "Fetched",
     "FetchedRun",
     "LayerGroup",
@@ -109,15 +110,21 @@ class Client:
         skip_blocks: int = 0,
         hop_bytes_per_s: float = 0.0,
         explain: bool = False,
+        conversation: str = "",
     ) -> Match:
         """What the cache has of this prompt, and how much of it to reload.
 
         `request`: the same id and prompt again get the same lease. `skip_blocks` blocks at the
         front are held by the inference engine itself. `hop_bytes_per_s`: the speed of its own copy
         from the fetched bytes to where it needs them, 0 if that costs nothing or is not known.
-        `explain`: have the daemon word the decision's `sentence`.
+        `explain`: have the daemon word the decision's `sentence`. `conversation`: its name, so that
+        a `hint` needs no tokens.
         """
-        return run_now(self._dialogue.match(tokens, request, skip_blocks, hop_bytes_per_s, explain))
+        return run_now(
+            self._dialogue.match(
+                tokens, request, skip_blocks, hop_bytes_per_s, explain, conversation
+            )
+        )
 
     def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
         """A match that another session of the same group made: its lease can be fetched and
@@ -181,6 +188,27 @@ class Client:
         """Report one prefill step: Σn new tokens and Σ(n·c + n²/2) over its requests, each on a
         context of c tokens, took `seconds`. Sent without waiting."""
         run_now(self._dialogue.observe(num_requests, sum_n, sum_nc, decode_tokens, seconds))
+
+    def hint(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        conversation: str = "",
+        ended: Ended = "",
+        finish_reason: str = "",
+        return_s: float = 0.0,
+        keep: bool = True,
+    ) -> None:
+        """Say what is known about when, and whether, this prompt will go on. Advice only: a wrong
+        hint costs hits, never correctness. Sent without waiting.
+
+        Without `tokens` it is about the newest prompt that was matched under this `conversation`.
+        `ended`: with this answer ended a turn, a turn that waits for a tool call, or the whole
+        conversation. `finish_reason`: why the answer ended, in the inference engine's own word.
+        `return_s`: the next turn is expected in so many seconds. `keep=False`: what was stored of
+        it, and nobody has asked for since, need not be kept.
+        """
+        run_now(self._dialogue.hint(tokens, conversation, ended, finish_reason, return_s, keep))
 
     def ping(self) -> Ping | None:
         """None if no daemon answers."""

@@ -31,12 +31,12 @@ log = logging.getLogger("hicache.client")
 T = TypeVar("T")
 Transport = Literal["auto", "arena", "frames"]
 
-Reader = Callable[[bytes, int], Any]
+Reader = Callable[[bytes, int], T | None]
 
 TOLD_SHARE: Final = 0.9
 """The daemon is told a little less than the caller waits, so that its answer is in time."""
 BYE_S: Final = 0.2
-_WANTS_CLEANING: Final = {"match", "put", "observe"}
+_WANTS_CLEANING: Final = {"match", "put"}
 
 
 class DaemonError(Exception):
@@ -172,19 +172,47 @@ class Connection:
         return reply
 
     async def ask(
-        self, op: str, body: Mapping[str, Any], deadline_s: float, read: Reader | None = None
-    ) -> tuple[Greeting, Any, list[Part]]:
+        self, op: str, body: Mapping[str, Any], deadline_s: float, asked: int | None = None
+    ) -> tuple[Greeting, Reply, list[Part]]:
         """Ask within a session; a session that the daemon does not know is opened anew, once.
 
-        `read(message, request id)` may read a plain reply straight from its bytes."""
+        `asked`: see `exchange`."""
         greeting = self.greeting or await self.greeted(deadline_s)
         try:
-            return greeting, *await self.exchange(op, body, deadline_s, greeting, (), read)
+            return greeting, *await self.exchange(op, body, deadline_s, greeting, (), asked)
         except DaemonError as error:
             if error.code != "unknown_session":
                 raise
         greeting = await self.greeted(deadline_s)
         return greeting, *await self.exchange(op, body, deadline_s, greeting)
+
+    def ask_at_once(
+        self,
+        op: str,
+        body: Mapping[str, Any],
+        deadline_s: float,
+        greeting: Greeting | None,
+        read: Reader[T] | None = None,
+    ) -> tuple[int, T | None]:
+        """A request and its reply without one step too many, where the port has a way to do that
+        and nothing is out of the ordinary. Returns the request's id (0 if it was not sent) and what
+        `read(message, id)` made of the reply; if that is None, `exchange` has to go on with it."""
+        mailbox, at_once = self._port.mailbox, self._port.ask_at_once
+        if at_once is None or mailbox.late:
+            return 0, None
+        request_id = next(self._ids)
+        request = pack(self._head(op, request_id, body, deadline_s, greeting))
+        was_sent, message = at_once(request, deadline_s)
+        if message is not None and read is not None:
+            answer = read(message, request_id)
+            if answer is not None:
+                return request_id, answer
+        if not was_sent:
+            return 0, None
+        mailbox.expect(request_id)
+        if message is not None:
+            self._port.sort_in(message)
+        return request_id, None
 
     async def exchange(
         self,
@@ -193,27 +221,14 @@ class Connection:
         deadline_s: float,
         greeting: Greeting | None,
         parts: Sequence[Part] = (),
-        read: Reader | None = None,
-    ) -> tuple[Any, list[Part]]:
-        """One request and its one reply: its map, or what `read` made of it. Raises TROUBLE."""
+        asked: int | None = None,
+    ) -> tuple[Reply, list[Part]]:
+        """One request and its one reply. `asked`: what `ask_at_once` said, if it was tried already.
+        Raises TROUBLE."""
+        if asked is None and not parts:
+            asked, _ = self.ask_at_once(op, body, deadline_s, greeting)
+        request_id = asked or await self.send(op, body, deadline_s, greeting, parts)
         mailbox = self._port.mailbox
-        ask_at_once = self._port.ask_at_once
-        if ask_at_once is None or parts or mailbox.late:
-            request_id = await self.send(op, body, deadline_s, greeting, parts)
-        else:
-            request_id = next(self._ids)
-            request = pack(self._head(op, request_id, body, deadline_s, greeting))
-            was_sent, message = ask_at_once(request, deadline_s)
-            if message is not None and read is not None:
-                plain = read(message, request_id)
-                if plain is not None:
-                    return plain, []
-            if was_sent:
-                mailbox.expect(request_id)
-                if message is not None:
-                    self._port.sort_in(message)
-            else:
-                request_id = await self.send(op, body, deadline_s, greeting, parts)
         try:
             return await self.answer(request_id, deadline_s, greeting)
         except DaemonError:
@@ -268,9 +283,10 @@ class Connection:
     async def post(
         self, op: str, body: Mapping[str, Any], deadline_s: float, greeting: Greeting
     ) -> None:
-        request_id = await self.send(op, body, deadline_s, greeting, is_awaited=False)
-        if op in _WANTS_CLEANING:
-            self.mailbox.give_up(request_id, op, greeting.session)
+        """Say something that nobody waits for; an error may come back, and is looked at later."""
+        told = {"quiet": True, **body}
+        request_id = await self.send(op, told, deadline_s, greeting, is_awaited=False)
+        self.mailbox.give_up(request_id, op, greeting.session)
 
     async def answer(
         self, request_id: int, deadline_s: float, greeting: Greeting | None

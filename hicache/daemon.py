@@ -25,9 +25,9 @@ from typing import Any, Final
 
 import zmq
 
-from hicache import __version__
+from hicache import __version__, remembering
 from hicache import statistics as figures
-from hicache.assembly import Parts, engine_settings, new_engine, tier_specs
+from hicache.assembly import Parts, engine_settings, new_engine, paces_of, tier_specs
 from hicache.config import Config, LoadedConfig, diff_live
 from hicache.config.units import format_size
 from hicache.delivery import Part
@@ -37,7 +37,9 @@ from hicache.engine import plan as p
 from hicache.fitting import Fitter
 from hicache.instance import Instance
 from hicache.keys import NamespaceSpec
+from hicache.recording import Recorder
 from hicache.restoring import Restoring
+from hicache.sampling import Sample
 from hicache.service import Asked, Service
 from hicache.session import Sessions
 from hicache.transfer.mover import (
@@ -46,6 +48,7 @@ from hicache.transfer.mover import (
     WorkerDown,
     WorkerMeasured,
     WorkerOpening,
+    WorkerRestored,
     WorkerRows,
     WorkerUp,
 )
@@ -67,7 +70,12 @@ class Daemon:
     """Serves until `stop`. `load()` reads the configuration again (for SIGHUP and `reload`)."""
 
     def __init__(
-        self, config: Config, parts: Parts, instance: Instance, load: Callable[[str], LoadedConfig]
+        self,
+        config: Config,
+        parts: Parts,
+        instance: Instance,
+        load: Callable[[str], LoadedConfig],
+        recorder: Recorder | None = None,
     ) -> None:
         self.config = config
         self.parts = parts
@@ -81,6 +89,7 @@ class Daemon:
         self._undispatched: list[p.Outcome] = []
         self._worker_notes: dict[str, str] = {}
         self._told: dict[str, str] = {}
+        self._tenth = -1
         self.engine = new_engine(config, parts)
         self.sessions = Sessions(config.limits.max_sessions, config.limits.session_ttl_s)
         self.mover = Mover(
@@ -89,7 +98,7 @@ class Daemon:
             self.engine.identify,
             max_queued=config.limits.max_queued_moves,
         )
-        self.restoring = Restoring(self.engine, self._do)
+        self.restoring = Restoring(self._do)
         history = self.engine.history
         self._fitter = Fitter(history) if history is not None else None
         self.service = Service(
@@ -104,6 +113,10 @@ class Daemon:
             self._dispatch,
             self._describe,
         )
+        self._recorder = recorder
+        smallest_bytes = min(spec.capacity_bytes for spec in parts.tiers)
+        self._sample = Sample(smallest_bytes) if config.what_if else None
+        self.service.witnesses = [w for w in (self._sample, recorder) if w is not None]
         self._context = zmq.Context()
         self._doorkeeper = self._hire_doorkeeper()
         self._router = self._open_socket()
@@ -115,6 +128,9 @@ class Daemon:
         self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
         self._watched: set[int] = set()
         self._news_s = self.started_s
+        self._estimates_file = remembering.file_for(config)
+        self._kept_s = self.started_s
+        self._recall()
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -156,6 +172,9 @@ class Daemon:
         """One poll, and everything that was ready."""
         if self.service.waiting.is_sending:
             wait_s = min(wait_s, SEND_MORE_S)
+        if self.service.waiting.fetches:
+            due_s = self.service.waiting.next_fetch_deadline_s() - time.monotonic()
+            wait_s = min(wait_s, max(due_s, 0.0))
         events = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         self._news_s = time.monotonic()
         if self.mover.fileno() in events:
@@ -174,6 +193,8 @@ class Daemon:
             self._await_the_next()
         if self.service.waiting.is_sending:
             self.service.send_more()
+        if self.service.waiting.fetches:
+            self.service.end_overdue_fetches(time.monotonic())
         if self._wants_reload:
             self._wants_reload = False
             self._reload_or_complain()
@@ -182,10 +203,15 @@ class Daemon:
     def _tick(self, now_s: float) -> None:
         self._take_news(self.mover.tick(now_s))
         self.service.tick(now_s)
+        self._note(self.restoring.uses(now_s))
         self._tell_reluctance()
         if self._fitter is not None:
             self._fitter.tick()
-        if self.config.debug:
+        if now_s - self._kept_s >= remembering.EVERY_S:
+            self._keep_estimates(now_s)
+        if self._recorder is not None:
+            self._recorder.flush()
+        if self.config.debug.check:
             self.engine.validate()
 
     def _watch_processes(self) -> None:
@@ -357,34 +383,47 @@ class Daemon:
 
     def _take_worker_news(
         self,
-        item: WorkerUp | WorkerOpening | WorkerMeasured | WorkerRows | WorkerDown,
+        item: WorkerUp | WorkerOpening | WorkerMeasured | WorkerRows | WorkerRestored | WorkerDown,
         now_s: float,
     ) -> None:
         match item:
             case WorkerMeasured():
                 self._do(p.LinkMeasured(item.src, item.dst, item.num_bytes, item.seconds))
             case WorkerOpening():
-                share = item.done / max(1, item.total)
-                note = f"opening: {share:.0%} of {item.total:,} {item.unit}"
-                if note != self._worker_notes.get(item.tier):
-                    log.info("%s is %s", item.tier, note)
-                self._worker_notes[item.tier] = note
+                self._tell_progress(item.tier, "opening", item.done, item.total, item.unit)
             case WorkerRows():
-                self.restoring.add(item.tier, item.namespace, item.rows)
+                forget = self.restoring.take(item.tier, item.rows, now_s)
+                self.mover.forget(item.device, forget)
+                self.mover.taken(item.device)
+                done = item.rows.first + len(item.rows)
+                self._tell_progress(item.tier, "restoring", done, item.rows.total, "blocks")
             case WorkerUp():
-                self._do(p.TierUp(item.tier, now_s))
-                forget = self.restoring.finish(item.tier, now_s)
-                if forget:
-                    self.mover.forget(item.device, forget)
+                self._do(p.TierUp(item.tier, now_s, item.is_restoring))
                 self._worker_notes[item.tier] = " ".join(item.notes)
                 log.info("%s is up (pid %d) %s", item.tier, item.pid, " ".join(item.notes))
+            case WorkerRestored():
+                self._do(p.Restored(item.tier, now_s))
+                self._worker_notes[item.tier] = " ".join(item.notes)
+                log.info("%s is restored %s", item.tier, " ".join(item.notes))
             case WorkerDown():
-                self.restoring.drop(item.tier)
                 self._worker_notes[item.tier] = item.error
                 log.warning(
                     "%s is down: %s; tried again in %.1f s", item.tier, item.error, item.retry_s
                 )
                 self.service.news(self._do(p.TierDown(item.tier, now_s)), now_s)
+
+    def _tell_progress(self, tier: str, what: str, done: int, total: int, unit: str) -> None:
+        """Who asks hears of every percent, the log of every tenth."""
+        note = f"{what}: {done / max(1, total):.0%} of {total:,} {unit}"
+        if note != self._worker_notes.get(tier) and (10 * done // max(1, total)) != self._tenth:
+            self._tenth = 10 * done // max(1, total)
+            log.info("%s is %s", tier, note)
+        self._worker_notes[tier] = note
+
+    def _note(self, uses: Sequence[p.Use]) -> None:
+        for worker in self.parts.workers:
+            if worker.kind == "disk" and uses:
+                self.mover.note(worker.device, uses, self.restoring.zero_s)
 
     def _log_corrupt(self, outcomes: Sequence[p.Outcome]) -> None:
         for outcome in outcomes:
@@ -429,6 +468,7 @@ class Daemon:
             "version": __version__,
             "sessions": len(self.sessions),
             "leases": len(self.engine.residency.leases.leases),
+            "tickets": len(self.engine.residency.leases.tickets),
             "waiting": len(service.waiting),
             "namespaces": figures.namespace_rows(service),
             "index": figures.index_row(self.engine),
@@ -442,6 +482,20 @@ class Daemon:
             "workers": self.mover.pids(),
         }
 
+    def _what_if(self, _: Any) -> dict[str, Any]:
+        """What was asked for lately, for somebody else to replay with other sizes."""
+        if self._sample is None:
+            raise WireError("refused", "what_if is false in the configuration")
+        tiers: list[dict[str, Any]] = [
+            {
+                "name": spec.name,
+                "bytes": pool.capacity_bytes,
+                "eviction": getattr(self.config.tiers, spec.name).eviction,
+            }
+            for spec, pool in zip(self.parts.tiers, self.parts.pools, strict=True)
+        ]
+        return {"tiers": tiers, **self._sample.report()}
+
     def _health(self, _: Any) -> dict[str, Any]:
         """Healthy while every configured tier serves and takes blocks; one that does not, says
         why."""
@@ -450,11 +504,21 @@ class Daemon:
         problems = {t: why.get(t, "starting") for t, state in states.items() if state != "up"}
         return {"healthy": not problems, "tiers": states, "problems": problems}
 
+    def _explain(self, request: Any) -> dict[str, Any]:
+        """The last decisions on hits, in words and as data."""
+        self.engine.matching.settle()
+        last = request.body["last"]
+        return {"decisions": figures.decision_rows(self.service, last, time.monotonic())}
+
     def _tier_states(self) -> dict[str, str]:
         devices = self.mover.states()
         states = {spec.name: "up" for spec in self.parts.tiers}
         for worker in self.parts.workers:
             states[worker.far] = devices[worker.device]
+        house = self.engine.residency
+        for number, spec in enumerate(house.tiers):
+            if house.restoring >> number & 1 and states[spec.name] == "up":
+                states[spec.name] = "starting"
         for tier in self._reluctant():
             if states[tier] == "up":
                 states[tier] = "read-only"
@@ -507,7 +571,7 @@ class Daemon:
         if diff.live:
             tiers = self.config.tiers.model_copy(
                 update={
-                    spec.name: _with_watermarks(
+                    spec.name: _with_live_keys(
                         getattr(self.config.tiers, spec.name), getattr(config.tiers, spec.name)
                     )
                     for spec in self.parts.tiers
@@ -521,8 +585,25 @@ class Daemon:
                 engine_settings(self.config), tier_specs(self.config, self.parts.tiers)
             )
             self.service.configure(self.config.deadlines, self.config.limits)
+            for tier, paces in paces_of(self.config).items():
+                self.mover.pace(tier, *paces)
             logging.getLogger().setLevel(self.config.log_level.upper())
         return {"live": list(diff.live), "restart": list(diff.restart)}
+
+    def _recall(self) -> None:
+        """What an earlier daemon learned about speeds."""
+        known = remembering.read(self._estimates_file) if self._estimates_file else {}
+        if known:
+            try:
+                self.engine.memory.recall(known)
+            except ValueError as error:
+                file = self._estimates_file
+                log.warning("what was learned about speeds is not used: %s: %s", file, error)
+
+    def _keep_estimates(self, now_s: float) -> None:
+        self._kept_s = now_s
+        if self._estimates_file is not None:
+            remembering.write(self._estimates_file, self.engine.memory.snapshot())
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -549,13 +630,17 @@ class Daemon:
             self._take_news(self.mover.tick(now_s))
             self._watch_processes()
             self._turn(min(TICK_S, give_up_s - now_s))
+        self._keep_estimates(time.monotonic())
         if left:
             log.warning("stopped with %d writes to disk still to do: shutdown was too short", left)
+        self._note(self.restoring.all_uses())
 
     def _close(self) -> None:
         self._router.close()
         if self._fitter is not None:
             self._fitter.close()
+        if self._recorder is not None:
+            self._recorder.close()
         left_s = max(2.0, self.config.deadlines.shutdown_s / 2)
         self.mover.close(left_s)
         self.sessions.close_all()
@@ -572,6 +657,8 @@ _ADMIN: Final[Mapping[str, Callable[[Daemon, Any], dict[str, Any]]]] = {
     "ping": Daemon._ping,
     "stats": Daemon._stats,
     "health": Daemon._health,
+    "explain": Daemon._explain,
+    "what_if": Daemon._what_if,
     "reload": Daemon._reload,
 }
 
@@ -589,6 +676,6 @@ def _peer_pid(frame: zmq.Frame) -> int:
     return pid if pid > 0 else 0
 
 
-def _with_watermarks(old: Any, new: Any) -> Any:
-    update = {"high_watermark": new.high_watermark, "low_watermark": new.low_watermark}
-    return old.model_copy(update=update)
+def _with_live_keys(old: Any, new: Any) -> Any:
+    live = ("high_watermark", "low_watermark", "write_budget_bytes_per_day", "min_return")
+    return old.model_copy(update={name: getattr(new, name) for name in live if hasattr(new, name)})

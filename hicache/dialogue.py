@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from hicache.answers import (
     Match,
     Ping,
     PutResult,
-    match_of,
     read_count,
     read_match,
     read_ping,
@@ -41,7 +40,11 @@ from hicache.connection import TROUBLE, Connection
 from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
 from hicache.storing import Fill, Source, Storing, Tally
 from hicache.tiers.arena import Arena
-from hicache.wire import MatchReply, WireError
+from hicache.wire import WireError
+
+Ended = Literal["", "turn", "tool_call", "conversation"]
+"""What has ended with an answer: a turn that waits for a person, a turn that waits for a tool, or
+the whole conversation."""
 
 
 class Dialogue:
@@ -58,6 +61,7 @@ class Dialogue:
         skip_blocks: int,
         hop_bytes_per_s: float,
         explain: bool,
+        conversation: str,
     ) -> Match:
         packed = encode_tokens(tokens)
         started_s = time.monotonic()
@@ -70,6 +74,8 @@ class Dialogue:
             body["hop_bytes_per_s"] = hop_bytes_per_s
         if explain:
             body["explain"] = True
+        if conversation:
+            body["conversation"] = conversation
         try:
             self._connection.begin(started_s)
             deadline_s = started_s + self._connection.timeouts.call_s
@@ -77,13 +83,13 @@ class Dialogue:
             if len(packed) > greeting.max_prompt_tokens * TOKEN_BYTES:
                 whole = greeting.max_prompt_tokens // greeting.block_tokens * greeting.block_tokens
                 body["tokens"] = packed[: whole * TOKEN_BYTES]
-            greeting, reply, _ = await self._connection.ask(
-                "match", body, deadline_s, read_plain_match
+            asked, match = self._connection.ask_at_once(
+                "match", body, deadline_s, greeting, read_plain_match
             )
-            if isinstance(reply, MatchReply):
-                match = match_of(reply, greeting.session)
-            else:
-                match = read_match(reply, greeting.session)
+            if match is None:
+                greeting, reply, _ = await self._connection.ask("match", body, deadline_s, asked)
+                match = read_match(reply)
+            match.session = greeting.session
         except TROUBLE as trouble:
             return Match.miss(self._connection.failed(trouble, started_s))
         self._connection.succeeded()
@@ -154,6 +160,7 @@ class Dialogue:
         return Fetched(blocks, time.monotonic() - started_s, by_tier)
 
     async def release(self, match: Match, hop_bytes: float, hop_s: float, total_s: float) -> None:
+        """Sent, not waited for, like `observe`."""
         started_s = time.monotonic()
         body = {
             "lease": match.lease,
@@ -165,9 +172,8 @@ class Dialogue:
             self._connection.begin(started_s)
             greeting = self._connection.session_of(match)
             if greeting is not None:
-                await self._connection.exchange(
-                    "release", body, started_s + self._connection.timeouts.call_s, greeting
-                )
+                deadline_s = started_s + self._connection.timeouts.call_s
+                await self._connection.post("release", body, deadline_s, greeting)
         except TROUBLE as trouble:
             self._connection.failed(trouble, started_s)
 
@@ -225,6 +231,37 @@ class Dialogue:
             await self._connection.post(
                 "observe", body, deadline_s, await self._connection.greeted(deadline_s)
             )
+        except TROUBLE as trouble:
+            self._connection.failed(trouble, started_s)
+
+    async def hint(
+        self,
+        tokens: Tokens | None,
+        conversation: str,
+        ended: Ended,
+        finish_reason: str,
+        return_s: float,
+        keep: bool,
+    ) -> None:
+        """Sent, not waited for, like `observe`."""
+        started_s = time.monotonic()
+        body: dict[str, Any] = {"tokens": b"" if tokens is None else encode_tokens(tokens)}
+        if conversation:
+            body["conversation"] = conversation
+        if ended:
+            body["ended"] = ended
+        if finish_reason:
+            body["finish_reason"] = finish_reason
+        if return_s:
+            body["return_s"] = float(return_s)
+        if not keep:
+            body["keep"] = False
+        try:
+            self._connection.begin(started_s)
+            deadline_s = started_s + self._connection.timeouts.call_s
+            greeting = await self._connection.greeted(deadline_s)
+            body["tokens"] = body["tokens"][: greeting.max_prompt_tokens * TOKEN_BYTES]
+            await self._connection.post("hint", body, deadline_s, greeting)
         except TROUBLE as trouble:
             self._connection.failed(trouble, started_s)
 

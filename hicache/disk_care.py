@@ -21,7 +21,7 @@ from typing import Any
 
 from hicache.tiers.base import TierUnavailable
 from hicache.tiers.disk_device import classes_at, lock_device, set_asides_at
-from hicache.tiers.disk_environment import open_environment
+from hicache.tiers.disk_environment import open_environment, remove_record
 from hicache.tiers.disk_format import FORMAT, State, boot_id, read_state, write_state
 from hicache.tiers.disk_repair import rebuild
 
@@ -119,9 +119,8 @@ def _remove(folder: Path, slot_bytes: int, report: ClassReport) -> None:
     try:
         with opened.env.begin(write=True) as txn:
             for row in report.bad:
-                for db in (opened.meta, opened.blocks):
-                    if row["key"]:
-                        txn.delete(bytes.fromhex(row["key"]), db=db)
+                if row["key"]:
+                    remove_record(txn, opened, bytes.fromhex(row["key"]))
             orphans = []
             for key in txn.cursor(db=opened.blocks).iternext(values=False):
                 if txn.get(key, db=opened.meta) is None:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 KEY_BYTES = 32
 ROOT_KEY = bytes(KEY_BYTES)
 TOKEN_BYTES = 4
+_U32 = np.dtype("<u4")
 
 Tokens = Sequence[int] | npt.NDArray[Any] | bytes
 
@@ -40,11 +41,13 @@ def encode_tokens(tokens: Tokens) -> bytes:
         except (OverflowError, TypeError) as error:
             raise ValueError(f"not a list of token ids 0 … 4294967295: {error}") from None
     ids = np.asarray(tokens)
+    if ids.dtype == _U32 and ids.ndim == 1:
+        return ids.tobytes()
     if ids.size == 0:
         return b""
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"token ids must be a flat list of integers, not {ids.dtype} {ids.shape}")
-    if ids.dtype != np.uint32 and (int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF):
+    if int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF:
         raise ValueError("a token id lies outside 0 … 4294967295")
     return ids.astype("<u4", copy=False).tobytes()
 

@@ -1,46 +1,50 @@
-"""Rows that a durable tier's worker streams at start, gathered until the tree can take them.
+"""What a durable tier's worker tells at start goes to the cache engine as it comes, and what
+was used since goes back to the worker now and then.
 
 Used from the daemon's loop only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, Final
 
 from hicache.engine import plan as p
-from hicache.engine.core import CacheEngine
-from hicache.tiers.block import slot_bytes_for
+from hicache.tiers.block import StoredRows, slot_bytes_for
+
+NOTE_S: Final = 300.0
+"""How often uses are noted: a daemon that is killed forgets those of the last five minutes."""
+NOTED_AT_ONCE: Final = 500
+"""In one tick of the daemon: a millisecond or two."""
 
 
 class Restoring:
-    """Rows by tier and namespace. `do` hands an event to the cache engine and its moves on."""
+    """`do` hands an event to the cache engine and its moves on."""
 
-    def __init__(self, engine: CacheEngine, do: Callable[[p.Event[Any]], Any]) -> None:
+    def __init__(self, do: Callable[[p.Event[Any]], Any]) -> None:
         self._do = do
-        self._rows: dict[str, dict[bytes, list[p.StoredBlock]]] = {}
+        self.zero_s = time.time() - time.monotonic()
         self.num_restored = 0
+        self._look_s = time.monotonic() + NOTE_S
 
-    def add(self, tier: str, namespace: bytes, rows: Sequence[p.StoredBlock]) -> None:
-        """More rows of one namespace, in any order."""
-        self._rows.setdefault(tier, {}).setdefault(namespace, []).extend(rows)
+    def take(self, tier: str, rows: StoredRows, now_s: float) -> list[tuple[int, bytes]]:
+        """Some rows are here. Returns (slot bytes, key) of those that found no place."""
+        number = self._do(p.OpenNamespace(rows.namespace, rows.step // 4, rows.block_bytes))
+        homeless = self._do(p.Restore(tier, number, rows, now_s, self.zero_s))
+        self.num_restored += len(rows) - len(homeless)
+        slot_bytes = slot_bytes_for(rows.block_bytes)
+        return [(slot_bytes, key) for key in homeless]
 
-    def drop(self, tier: str) -> None:
-        """The worker died while it was telling."""
-        self._rows.pop(tier, None)
+    def uses(self, now_s: float) -> list[p.Use]:
+        """What is to be noted in this tick."""
+        again = now_s >= self._look_s
+        if again:
+            self._look_s = now_s + NOTE_S
+        uses: list[p.Use] = self._do(p.TakeUses(NOTED_AT_ONCE, again))
+        return uses
 
-    def finish(self, tier: str, now_s: float) -> list[tuple[int, bytes]]:
-        """All rows are here. Returns (slot bytes, key) of those that found no place."""
-        homeless = []
-        for digest, rows in self._rows.pop(tier, {}).items():
-            block_bytes, step = rows[0].block_bytes, len(rows[0].tokens)
-            if step % 4 or not step:
-                refused = {row.key for row in rows}
-            else:
-                number = self._do(p.OpenNamespace(digest, step // 4, block_bytes))
-                refused = set(self._do(p.Restore(tier, number, rows, now_s)))
-            self.num_restored += len(rows) - len(refused)
-            homeless += [
-                (slot_bytes_for(row.block_bytes), row.key) for row in rows if row.key in refused
-            ]
-        return homeless
+    def all_uses(self) -> list[p.Use]:
+        """What is to be noted before the end. By key, as it lies there: neighbours share pages."""
+        uses: list[p.Use] = self._do(p.TakeUses(1 << 31, again=True))
+        return sorted(uses, key=lambda use: use.key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -18,6 +18,7 @@ import xxhash
 from hicache import __version__
 from hicache.config import DeadlinesConfig, LimitsConfig
 from hicache.config.units import format_size
+from hicache.conversations import Conversations
 from hicache.delivery import Delivery, Part, Send
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
@@ -31,6 +32,12 @@ from hicache.wire import PROTOCOL, DecisionReply, MatchReply, Request, WireError
 
 Answer = TypeVar("Answer")
 TRANSPORTS: Final = ("auto", "arena", "frames")
+ENDED: Final[Mapping[str, p.Ended]] = {
+    "": "",
+    "turn": "turn",
+    "tool_call": "tool_call",
+    "conversation": "conversation",
+}
 
 
 @dataclass(slots=True)
@@ -42,6 +49,16 @@ class Asked:
     parts: Sequence[Part]
     pid: int
     now_s: float
+
+
+class Witness(Protocol):
+    """Somebody who notes what was asked for, when the answer has left."""
+
+    def asked(self, session: Session, tokens: bytes, conversation: str, now_s: float) -> None:
+        """A prompt came."""
+
+    def hinted(self, session: Session, conversation: str, stop: str, now_s: float) -> None:
+        """An answer of a conversation ended, for this reason."""
 
 
 class Service:
@@ -70,6 +87,8 @@ class Service:
         self.limits = limits
         self.delivery = Delivery(engine, arenas, send, limits.max_unread_bytes)
         self.waiting = Waiting()
+        self.conversations = Conversations()
+        self.witnesses: Sequence[Witness] = ()
         self.namespaces: dict[bytes, NamespaceSpec] = {}
         self.requests: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -85,6 +104,7 @@ class Service:
             "commit": self._commit,
             "abort": self._abort,
             "observe": self._observe,
+            "hint": self._hint,
             "heartbeat": self._heartbeat,
             "bye": self._bye,
             "clear": self._clear,
@@ -171,7 +191,7 @@ class Service:
             heartbeat_s=self.limits.session_ttl_s / 3,
             max_message_bytes=self.limits.max_message_bytes,
             max_prompt_tokens=self.limits.max_prompt_tokens,
-            capabilities=["match", "fetch", "put", "durable", "observe", "frames", "clear"],
+            capabilities=["match", "fetch", "put", "durable", "observe", "hint", "frames", "clear"],
         )
 
     def _open_namespace(self, digest: bytes, spec: NamespaceSpec) -> int:
@@ -217,7 +237,7 @@ class Service:
 
     def _bye(self, asked: Asked, session: Session) -> None:
         self.end(session, asked.now_s)
-        self._reply(asked.peer)
+        self._confirm(asked)
 
     def _end_idle_sessions(self, now_s: float) -> None:
         """Of clients that were dropped in a process that lives, as far as can be told: silent for
@@ -298,6 +318,17 @@ class Service:
                 body["request"], RememberedMatch(digest, body["skip_blocks"], matched.lease, reply)
             )
         self._send(asked.peer, reply, ())
+        if body["conversation"]:
+            self._went_on(session, body["conversation"], body["tokens"], asked.now_s)
+        for witness in self.witnesses:
+            witness.asked(session, body["tokens"], body["conversation"], asked.now_s)
+
+    def _went_on(self, session: Session, conversation: str, tokens: bytes, now_s: float) -> None:
+        """Nobody asks again for what a conversation has left behind."""
+        step = 4 * session.spec.block_tokens
+        left = self.conversations.went_on(session.namespace, conversation, tokens, step)
+        if left:
+            self.do(p.Hint(session.namespace, left, now_s, "conversation", "superseded"))
 
     def _is_same(self, known: RememberedMatch, tokens: bytes, skip_blocks: int) -> bool:
         """Idempotent: the same request asking the same gets the same lease while it lasts."""
@@ -312,7 +343,7 @@ class Service:
         fetched = self.do(p.Fetch(lease, asked.now_s, deadline_s))
         leased = self.engine.residency.leases.leases[lease]
         fetch = WaitingFetch(
-            asked.peer, session.token, lease, deadline_s, bytearray(len(leased.ids))
+            asked.peer, session.token, lease, fetched.deadline_s, bytearray(len(leased.ids))
         )
         is_last = not fetched.waiting and not fetched.unplaced
         if not self.delivery.tell(fetch, session, fetched.ready, is_last):
@@ -323,13 +354,13 @@ class Service:
         lease = body["lease"]
         leased = self.engine.residency.leases.leases.get(lease)
         if leased is None or leased.owner != session.group.number:
-            self._reply(asked.peer, released=False)
+            self._confirm(asked, released=False)
             return
         self.do(p.ObserveReload(lease, body["hop_bytes"], body["hop_s"], body["total_s"]))
         fetch = self.waiting.fetches.pop(lease, None)
         if fetch is not None:  # given up while blocks were still on their way
             self._give_up(fetch)
-        self._reply(asked.peer, released=self.do(p.Release(lease, asked.now_s)))
+        self._confirm(asked, released=self.do(p.Release(lease, asked.now_s)))
 
     # --- handing blocks over --------------------------------------------------------------------
 
@@ -419,7 +450,7 @@ class Service:
             raise p.UnknownTicket(number)
         # The client says it: it writes those slots no more.
         aborted = self.do(p.Abort(number, asked.now_s, writer_gone=True))
-        self._reply(asked.peer, aborted=aborted)
+        self._confirm(asked, aborted=aborted)
 
     def _clear(self, asked: Asked, session: Session) -> None:
         cleared = self.do(p.Clear(session.namespace, asked.now_s))
@@ -436,7 +467,37 @@ class Service:
                 body["seconds"],
             )
         )
-        self._reply(asked.peer)
+        self._confirm(asked)
+
+    def _hint(self, asked: Asked, session: Session) -> None:
+        """About the prompt of `tokens`, or the newest one of the conversation."""
+        body = asked.request.body
+        tokens, conversation = body["tokens"], body["conversation"]
+        ended = ENDED.get(body["ended"])
+        if ended is None:
+            raise WireError("malformed", f"ended: must be one of {', '.join(ENDED)[2:]}")
+        self._check_tokens(tokens)
+        if conversation and tokens:
+            self._went_on(session, conversation, tokens, asked.now_s)
+        known = tokens or self.conversations.newest(session.namespace, conversation)
+        if known:
+            self.do(
+                p.Hint(
+                    session.namespace,
+                    known,
+                    asked.now_s,
+                    ended,
+                    body["finish_reason"],
+                    body["return_s"],
+                    body["keep"],
+                )
+            )
+        stop = " ".join(filter(None, (ended, body["finish_reason"])))
+        for witness in self.witnesses:
+            witness.hinted(session, conversation, stop, asked.now_s)
+        if conversation and ended == "conversation":
+            self.conversations.ended(session.namespace, conversation)
+        self._confirm(asked, known=bool(known))
 
     # --- those who wait -------------------------------------------------------------------------
 
@@ -475,12 +536,16 @@ class Service:
         for session in self.sessions.silent(now_s):
             self.end(session, now_s)
         self.news(self.do(p.Tick(now_s)), now_s)
-        for fetch in self.waiting.overdue_fetches(now_s):
-            self._give_up(fetch)
+        self.end_overdue_fetches(now_s)
         for commit in self.waiting.overdue_commits(now_s):
             self._reply(commit.peer, committed=commit.committed, durable=False)
         if any(put.deadline_s <= now_s for put in self.waiting.puts):
             self._try_puts(now_s)
+
+    def end_overdue_fetches(self, now_s: float) -> None:
+        """Their clients go on with what has come."""
+        for fetch in self.waiting.overdue_fetches(now_s):
+            self._give_up(fetch)
 
     def send_more(self) -> None:
         """Clients may have read what was sent to them: what waits for that goes on."""
@@ -493,6 +558,7 @@ class Service:
         if fetch.unsent:
             self.errors["unread"] += 1
         self.delivery.give_up(fetch, self._session_of(fetch))
+        self.do(p.CutShort(fetch.lease, fetch.prefix_blocks()))
 
     def _session_of(self, fetch: WaitingFetch) -> Session:
         return self.sessions.by_token[fetch.session]
@@ -501,6 +567,11 @@ class Service:
 
     def _reply(self, peer: Peer, parts: Sequence[Part] = (), **fields: Any) -> None:
         self._send(peer, {"id": peer.request_id, "ok": True, **fields}, parts)
+
+    def _confirm(self, asked: Asked, **fields: Any) -> None:
+        """Reply that it is done, to whoever wants to hear that."""
+        if not asked.request.body["quiet"]:
+            self._reply(asked.peer, **fields)
 
     def _deadline(self, asked: Asked, default_s: float) -> float:
         """When the caller stops waiting, or our own limit, whichever is first."""

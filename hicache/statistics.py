@@ -8,6 +8,7 @@ from typing import Any
 from hicache.engine.blocks import State
 from hicache.engine.core import CacheEngine
 from hicache.engine.plan import Priority
+from hicache.engine.record import Record
 from hicache.service import Service
 
 
@@ -87,14 +88,90 @@ def namespace_rows(service: Service) -> list[dict[str, Any]]:
 
 
 def planner_row(service: Service) -> dict[str, Any]:
-    """The planner's decisions and how well it foresaw what they took."""
+    """The planner's decisions, how well it foresaw what they took, and what they should have
+    been."""
     engine = service.engine
+    record, planner = engine.record, engine.planner
     observed = [cost.tokens_per_s() for cost in engine.prefill if cost.num_observed]
+    reloads = record.reload_errors()
+    regrets = record.regrets
+    errors = reloads.summary() if reloads.num else {"judged": 0}
     return {
         "mode": engine.settings.planner.mode,
         **engine.ledger.planner_summary(),
+        "judged": reloads.num,
+        "mean_abs_error_s": errors.get("mean_abs_error_s"),
+        "mean_relative_error": errors.get("mean_relative_error"),
         "prefill_tokens_per_s": observed[-1] if observed else None,
+        "errors": [
+            {
+                "namespace": engine.residency.namespaces[namespace].digest.hex(),
+                "of": what,
+                **errors.summary(),
+            }
+            for (namespace, what), errors in record.errors.items()
+        ],
+        "regret": {
+            "judged": regrets.num,
+            "wrong": regrets.num_wrong,
+            "regret_s": regrets.regret_s,
+            "share": regrets.regret_s / regrets.taken_s if regrets.taken_s else None,
+        },
+        "tried": {"decisions": planner.num_tried, "expected_cost_s": planner.tried_s},
+        "cut_short": record.num_cut_short,
     }
+
+
+def decision_rows(service: Service, last: int, now_s: float) -> list[dict[str, Any]]:
+    """The last decisions on hits, the youngest first."""
+    engine = service.engine
+    rows = []
+    for record in engine.record.last(last):
+        namespace = engine.residency.namespaces[record.hit.namespace]
+        spec = service.namespaces.get(namespace.digest)
+        hit, decision = record.hit, record.decision
+        rows.append(
+            {
+                "number": record.number,
+                "age_s": now_s - record.now_s,
+                "namespace": namespace.digest.hex(),
+                "name": spec.name if spec is not None else "",
+                "prompt_tokens": hit.prompt_tokens,
+                "skipped_tokens": hit.skipped_tokens,
+                "runs": [[run.tier, run.num_blocks] for run in hit.runs],
+                "decision": decision.name,
+                "reason": decision.reason,
+                "reload_blocks": decision.reload_blocks,
+                "blocks_came": record.blocks_came,
+                "predicted": {
+                    "reload_s": decision.reload_s,
+                    "prefill_s": decision.prefill_s,
+                    "recompute_s": decision.recompute_s,
+                },
+                "actual": {"reload_s": record.reload_s, "prefill_s": record.prefill_s},
+                "regret_s": record.regret_s,
+                "sentence": f"{decision.sentence} {_what_came(record)}".strip(),
+            }
+        )
+    return rows
+
+
+def _what_came(record: Record) -> str:
+    told = []
+    if record.blocks_came is not None and record.blocks_came < record.decision.reload_blocks:
+        came = f"{record.blocks_came} of {record.decision.reload_blocks} blocks came in time"
+        told.append(came)
+    for what, seconds in (("reload", record.reload_s), ("prefill", record.prefill_s)):
+        if seconds is not None:
+            told.append(f"the {what} took {seconds * 1e3:.1f} ms")
+    if record.regret_s is not None:
+        told.append(
+            f"the other way would have been {record.regret_s * 1e3:.1f} ms faster"
+            if record.regret_s > 0
+            else "the other way would have been slower"
+        )
+    text = ", ".join(told)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def index_row(engine: CacheEngine) -> dict[str, Any]:

@@ -7,17 +7,11 @@ leaves for every request. Used from the daemon's loop only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from math import inf
+from typing import Any
 
 from hicache.engine.plan import ReadyRun
-
-
-class Asker(Protocol):
-    """Whoever waits: something that can be told the time has come."""
-
-    deadline_s: float
 
 
 @dataclass(slots=True)
@@ -88,9 +82,10 @@ class Waiting:
         """Whether a fetch waits for its client to read."""
         return any(fetch.unsent for fetch in self.fetches.values())
 
-    def next_deadline_s(self) -> float | None:
-        """The earliest deadline, None when nothing waits."""
-        return min((asker.deadline_s for asker in self._all()), default=None)
+    def next_fetch_deadline_s(self) -> float:
+        """The earliest one, infinity when there is none. The others may be answered a little late:
+        nobody computes meanwhile."""
+        return min([fetch.deadline_s for fetch in self.fetches.values()], default=inf)
 
     def overdue_fetches(self, now_s: float) -> list[WaitingFetch]:
         """Taken out."""
@@ -105,8 +100,3 @@ class Waiting:
         for commit in late:
             del self.commits[commit.ticket]
         return late
-
-    def _all(self) -> Iterator[Asker]:
-        yield from self.fetches.values()
-        yield from self.puts
-        yield from self.commits.values()

@@ -46,7 +46,7 @@ ERRORS: Final = {
     "internal": "a fault in the daemon, logged there",
 }
 
-RESERVED_OPS: Final = frozenset({"hint", "pin", "unpin", "warm", "score", "tree", "events"})
+RESERVED_OPS: Final = frozenset({"pin", "unpin", "warm", "score", "tree", "events"})
 
 
 class WireError(ValueError):
@@ -71,6 +71,9 @@ class Field(NamedTuple):
 
 U32S = Field(bytes, multiple=4)
 COUNT = Field(int)
+NAME = Field(str, "", high=200)
+QUIET = Field(bool, False, high=1)
+"""Whether an answer is wanted only if it is an error."""
 
 OPS: Final[Mapping[str, Mapping[str, Field]]] = {
     "hello": {
@@ -87,6 +90,7 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
         "skip_blocks": Field(int, 0),
         "hop_bytes_per_s": Field(float, 0.0, high=1e15),
         "explain": Field(bool, False, high=1),
+        "conversation": NAME,
     },
     "fetch": {"lease": COUNT},
     "release": {
@@ -94,28 +98,46 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
         "hop_bytes": Field(float, 0.0),
         "hop_s": Field(float, 0.0, high=1e6),
         "total_s": Field(float, 0.0, high=1e6),
+        "quiet": QUIET,
     },
     "put": {"tokens": U32S, "first": Field(int, 0), "last": COUNT},
     "commit": {"ticket": COUNT, "indices": U32S, "durable": Field(bool, False, high=1)},
-    "abort": {"ticket": COUNT},
+    "abort": {"ticket": COUNT, "quiet": QUIET},
     "observe": {
         "num_requests": Field(int, 1, low=1, high=1e6),
         "sum_n": Field(float, high=1e15),
         "sum_nc": Field(float, high=1e18),
         "decode_tokens": Field(int, 0),
         "seconds": Field(float, high=1e6),
+        "quiet": QUIET,
+    },
+    "hint": {
+        "tokens": Field(bytes, b"", multiple=4),
+        "conversation": NAME,
+        "ended": Field(str, "", high=20),
+        "finish_reason": NAME,
+        "return_s": Field(float, 0.0, high=1e9),
+        "keep": Field(bool, True, high=1),
+        "quiet": QUIET,
     },
     "heartbeat": {},
-    "bye": {},
+    "bye": {"quiet": QUIET},
     "clear": {},
     "stats": {},
     "health": {},
+    "explain": {"last": Field(int, 10, low=1, high=256)},
+    "what_if": {},
     "reload": {"file": Field(str, "", high=4096)},
 }
 
-NEEDS_SESSION: Final = frozenset(
-    {"match", "fetch", "release", "put", "commit", "abort", "observe", "heartbeat", "bye", "clear"}
-)
+NEEDS_SESSION: Final = frozenset(OPS) - {
+    "hello",
+    "ping",
+    "stats",
+    "health",
+    "what_if",
+    "reload",
+}
 
 _COMMON: Final[Mapping[str, Field]] = {
     "deadline_s": Field(float, 0.0, high=3600.0),
@@ -153,12 +175,13 @@ class Request:
 
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+DecisionName = Literal["reload", "partial", "recompute"]
 
 
 class DecisionReply(msgspec.Struct, omit_defaults=True):
     """How much of a hit to reload, and why; `sentence` only where it was asked to `explain`."""
 
-    name: Literal["reload", "partial", "recompute"]
+    name: DecisionName
     reload_blocks: Count
     reason: str
     reload_s: float
@@ -235,7 +258,6 @@ def _struct_of(op: str) -> type[msgspec.Struct]:
 
 _PLAIN_OPS: Final = [op for op in OPS if all(f.kind is not dict for f in OPS[op].values())]
 _plain: Final = msgspec.msgpack.Decoder(Union[tuple(_struct_of(op) for op in _PLAIN_OPS)])  # noqa: UP007
-_NAMES: Final = {op: tuple(fields) for op, fields in OPS.items()}
 _U32S: Final = {op: [n for n, f in fields.items() if f.multiple > 1] for op, fields in OPS.items()}
 
 
@@ -247,14 +269,15 @@ def _decode_plain(data: bytes | memoryview) -> Request | None:
         found: Any = _plain.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    body = msgspec.structs.asdict(found)
     op: str = found.__struct_config__.tag
-    session: bytes = found.s
+    session: bytes = body.pop("s")
     if len(session) != SESSION_BYTES and (session or op in NEEDS_SESSION):
         return None
-    body = {name: getattr(found, name) for name in _NAMES[op]}
-    if any(len(body[name]) % TOKEN_BYTES for name in _U32S[op]):
-        return None
-    return Request(op, found.id, session, found.deadline_s, found.sent_s, body)
+    for name in _U32S[op]:
+        if len(body[name]) % TOKEN_BYTES:
+            return None
+    return Request(op, body.pop("id"), session, body.pop("deadline_s"), body.pop("sent_s"), body)
 
 
 def _decode_strictly(data: bytes | memoryview) -> Request:

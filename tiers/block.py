@@ -25,6 +25,9 @@ MAX_TIER_BYTES = PAGE_BYTES << 31
 Ids = npt.NDArray[np.int32]
 """Block ids or slot pages: int32, shape [n]."""
 
+Counts = npt.NDArray[np.uint32]
+"""Hits, lengths, or seconds since 1970: uint32, shape [n]."""
+
 
 def slot_bytes_for(block_bytes: int) -> int:
     """The slot-size class of a block: its length rounded up to whole pages."""
@@ -49,6 +52,47 @@ class TierSpec:
     durable: bool = False
     high_watermark: float = 0.95
     low_watermark: float = 0.90
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredRows:
+    """Some of the blocks that a durable tier holds of one namespace, read back after a restart.
+
+    They come as chains of blocks that follow one another, and are numbered in the order in which
+    they are told, these from `first` on. Of each chain: its `lengths`; `parents`, the number of the
+    row above its first, told before, or -1 for the root; that row's key (32 bytes in
+    `parent_keys`). Of each row: `step` bytes of `tokens`; its `hits`; `used_s`, when it or one
+    below it was used last, in seconds since 1970, so that it never rises along a chain. `total`
+    rows will have been told at the end.
+    """
+
+    namespace: bytes
+    block_bytes: int
+    step: int
+    first: int
+    total: int
+    lengths: Counts
+    parents: Ids
+    parent_keys: bytes
+    tokens: bytes
+    hits: Counts
+    used_s: Counts
+
+    def __len__(self) -> int:
+        return len(self.hits)
+
+    def is_sound(self) -> bool:
+        """Whether the lengths of all its parts agree. What is in them is not looked at."""
+        count = int(self.lengths.sum())
+        return (
+            0 < count == len(self.hits) == len(self.used_s)
+            and self.step > 0
+            and self.first >= 0
+            and len(self.tokens) == count * self.step
+            and len(self.lengths) == len(self.parents)
+            and len(self.parent_keys) == 32 * len(self.lengths)
+            and bool(self.lengths.all())
+        )
 
 
 @dataclass(frozen=True, slots=True)

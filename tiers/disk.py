@@ -2,10 +2,11 @@
 
 Opened only in the disk worker's process: LMDB on a damaged file can end its process by SIGBUS or
 abort. One reader thread calls `read`; one writer thread calls `put`, `delete`, `sync`; `scan` runs
-before both; `close` after both. `docs/disk-format.md` draws the files.
+may run in a third beside them; `close` comes after all. `docs/disk-format.md` draws the files.
 
 A record is a row of `meta` and one of `blocks`, committed together: after kill -9 a block is whole
-or absent. Whatever `read` reports as good was checked on the destination's own bytes.
+or absent. `usage` may hold a third, how often and when it was used. Whatever `read` reports as good
+was checked on the destination's own bytes.
 
 Races, and who wins:
 1. The reader finds a record bad; before it removes it, the writer stores the block anew. The
@@ -46,6 +47,7 @@ from hicache.tiers.disk_device import DiskDevice
 from hicache.tiers.disk_environment import (
     Environment,
     open_environment,
+    remove_record,
     typed,
     volume_free_bytes,
 )
@@ -55,7 +57,9 @@ from hicache.tiers.disk_format import (
     map_bytes,
     most_growth_bytes,
     pack_header,
+    pack_use,
     unpack_header,
+    with_use,
 )
 from hicache.tiers.disk_reading import Bytes, Found, copy_all
 from hicache.tiers.disk_shrink import compact, evict_coldest
@@ -156,8 +160,7 @@ class DiskTier:
 
         def remove(txn: lmdb.Transaction) -> None:
             for key in keys:
-                txn.delete(key, db=opened.meta)
-                txn.delete(key, db=opened.blocks)
+                remove_record(txn, opened, key)
 
         try:
             opened.commit(remove)
@@ -168,6 +171,21 @@ class DiskTier:
                 raise
             opened.resize(most)
             opened.commit(remove)
+
+    def note_uses(self, slot_bytes: int, uses: Sequence[tuple[bytes, int, int]]) -> None:
+        """Keep (key, hits, seconds since 1970) of blocks that are stored. Advice for the next
+        start: a TierError leaves the notes of before, and a full device none."""
+        opened = self._environments.get(slot_bytes)
+        if opened is None:
+            return
+        self._with_room(slot_bytes, most_growth_bytes(len(uses), 0))
+
+        def note(txn: lmdb.Transaction) -> None:
+            for key, hits, used_s in sorted(uses):
+                if txn.get(key, db=opened.meta) is not None:
+                    txn.put(key, pack_use(hits, used_s), db=opened.usage)
+
+        opened.commit(note)
 
     def describe_namespace(self, digest: bytes, description: Mapping[str, Any]) -> None:
         """Leave a readable account of a namespace beside its blocks, for people."""
@@ -211,18 +229,19 @@ class DiskTier:
 
     def scan(self, batch_rows: int = 1000) -> Iterator[list[Header]]:
         """What is stored, from `meta` alone, as it lies: batches of one namespace each, in no order
-        that means anything. Rows that are not what they claim to be are removed. Before any other
-        thread. Raises TierDamaged when the tree goes round in circles."""
+        that means anything. Rows that are not what they claim to be are removed. Meanwhile blocks
+        may be read; what is stored or deleted may or may not be told. Raises TierDamaged when the
+        tree goes round in circles."""
         waiting: dict[bytes, list[Header]] = {}
-        for slot_bytes, opened in self._environments.items():
+        for slot_bytes, opened in list(self._environments.items()):
             bad: list[tuple[bytes, bytes | None]] = []
-            for key, packed in _rows(opened):
+            for key, packed, noted in _rows(opened):
                 header = unpack_header(packed)
                 if header is None or not is_sound(header, key, slot_bytes):
                     bad.append((key, packed))
                     continue
                 batch = waiting.setdefault(header.namespace, [])
-                batch.append(header)
+                batch.append(with_use(header, noted))
                 if len(batch) == batch_rows:
                     yield waiting.pop(header.namespace)
             if bad:
@@ -347,8 +366,7 @@ class DiskTier:
         def remove(txn: lmdb.Transaction) -> None:
             for key, found in bad:
                 if txn.get(key, db=opened.meta) == found:  # race 1
-                    txn.delete(key, db=opened.meta)
-                    txn.delete(key, db=opened.blocks)
+                    remove_record(txn, opened, key)
 
         with contextlib.suppress(TierError):
             opened.commit(remove)
@@ -365,9 +383,10 @@ def _find(txn: lmdb.Transaction, opened: Environment, identity: Identity, view: 
     )
 
 
-def _rows(opened: Environment) -> Iterator[tuple[bytes, bytes]]:
-    """Every key of `meta` and what lies under it. A damaged tree may show a page many times over:
-    keys that do not rise say so before anybody follows it for ever."""
+def _rows(opened: Environment) -> Iterator[tuple[bytes, bytes, bytes | None]]:
+    """Every key of `meta`, what lies under it, and what lies under it in `usage`. A damaged tree
+    may show a page many times over: keys that do not rise say so before anybody follows it for
+    ever."""
     last = b""
     with (
         typed("scan", opened.env.path()),
@@ -378,4 +397,4 @@ def _rows(opened: Environment) -> Iterator[tuple[bytes, bytes]]:
             if key <= last:
                 raise TierDamaged("scan: the keys of its tree are out of order")
             last = key
-            yield key, packed
+            yield key, packed, txn.get(key, db=opened.usage)

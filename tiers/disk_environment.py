@@ -35,7 +35,8 @@ _DAMAGE = (
 
 
 class Environment(NamedTuple):
-    """One class's LMDB environment and its two sub-databases.
+    """One class's LMDB environment and its sub-databases. `usage` is None in one that is only read
+    and has none.
 
     `mapping` is held while blocks are read, `writing` while something is committed; both to change
     the map's size, for LMDB unmaps the file then.
@@ -44,6 +45,7 @@ class Environment(NamedTuple):
     env: lmdb.Environment
     meta: Any
     blocks: Any
+    usage: Any
     inode: int
     mapping: threading.Lock
     writing: threading.Lock
@@ -57,11 +59,11 @@ class Environment(NamedTuple):
         return int(self.env.info()["map_size"])
 
     def live_bytes(self) -> int:
-        """What its two databases take of it; the rest is free, or will be a commit later."""
+        """What its databases take of it; the rest is free, or will be a commit later."""
         with self.env.begin() as txn:
             return PAGE_BYTES * sum(
                 stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
-                for stat in (txn.stat(self.meta), txn.stat(self.blocks))
+                for stat in (txn.stat(self.meta), txn.stat(self.blocks), txn.stat(self.usage))
             )
 
     def num_blocks(self) -> int:
@@ -102,7 +104,7 @@ def open_environment(
             str(directory),
             map_size=map_bytes,
             mode=0o600,
-            max_dbs=2,
+            max_dbs=3,
             max_readers=_MAX_READERS,
             sync=is_synced,
             metasync=is_synced,
@@ -119,9 +121,18 @@ def open_environment(
             meta, blocks = (
                 env.open_db(name, create=not is_read_only) for name in (b"meta", b"blocks")
             )
+            usage = None
+            with contextlib.suppress(lmdb.NotFoundError):  # made before uses were noted
+                usage = env.open_db(b"usage", create=not is_read_only)
             inode = file.stat().st_ino
             undo.pop_all()
-        return Environment(env, meta, blocks, inode, threading.Lock(), threading.Lock())
+        return Environment(env, meta, blocks, usage, inode, threading.Lock(), threading.Lock())
+
+
+def remove_record(txn: lmdb.Transaction, opened: Environment, key: bytes) -> None:
+    """All rows of one block; it does not matter when there are none."""
+    for rows in (opened.meta, opened.blocks, opened.usage):
+        txn.delete(key, db=rows)
 
 
 @contextlib.contextmanager

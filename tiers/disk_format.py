@@ -28,6 +28,7 @@ MAGIC = b"hicB"
 MAX_TOKEN_BYTES = 1 << 20
 _FIXED = struct.Struct("<4sHHIIQdQ32s32s32sI")
 _CHECK = struct.Struct("<Q")
+_USE = struct.Struct("<II")
 _SMALL_FILES_BYTES = 128 << 10
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
@@ -35,6 +36,7 @@ BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 @dataclass(slots=True)
 class Header:
     """A stored block's identity, length, age and checksum. It is itself an `Identity`.
+    `used_s`, when it was used last in seconds since 1970, is told by a scan; it is kept elsewhere.
 
     Never changed once made; not frozen, which cost a third of the scan at start."""
 
@@ -47,6 +49,7 @@ class Header:
     block_bytes: int
     checksum: int
     created_s: float
+    used_s: int = 0
 
     def packed(self) -> bytes:
         """As it is stored."""
@@ -104,6 +107,22 @@ def unpack_header(packed: bytes) -> Header | None:
     return Header(namespace, key, parent, tokens, depth, hits, block_bytes, checksum, created_s)
 
 
+def pack_use(hits: int, used_s: int) -> bytes:
+    """A block's hits, and when it was used last (seconds since 1970), as they are noted later."""
+    return _USE.pack(min(hits, 0xFFFFFFFF), min(max(0, used_s), 0xFFFFFFFF))
+
+
+def with_use(header: Header, noted: bytes | None) -> Header:
+    """The header with what was noted since it was written, if anything was. Nobody vouches for a
+    note's bytes: at worst a block goes earlier or later than it should."""
+    if noted is not None and len(noted) == _USE.size:
+        hits, header.used_s = _USE.unpack(noted)
+        header.hits = max(header.hits, hits)
+    else:
+        header.used_s = int(min(max(0.0, header.created_s), 0xFFFFFFFF))
+    return header
+
+
 def header_at(data: bytes, start: int) -> Header | None:
     """The whole header that begins here, if one does."""
     if len(data) < start + _FIXED.size:
@@ -124,6 +143,8 @@ def is_sound(header: Header, key: bytes, slot_bytes: int) -> bool:
     return (
         header.key == key == derive_key(header.namespace, header.parent, header.tokens)
         and header.block_bytes > 0
+        and len(header.tokens) >= 4
+        and len(header.tokens) % 4 == 0
         and slot_bytes_for(header.block_bytes) == slot_bytes
     )
 

@@ -17,8 +17,14 @@ import lmdb
 
 from hicache.tiers.base import TierUnavailable
 from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.disk_environment import DATA_FILE, Environment, typed, volume_free_bytes
-from hicache.tiers.disk_format import record_pages, unpack_header
+from hicache.tiers.disk_environment import (
+    DATA_FILE,
+    Environment,
+    remove_record,
+    typed,
+    volume_free_bytes,
+)
+from hicache.tiers.disk_format import record_pages, unpack_header, with_use
 
 Progress = Callable[[int, int], None]
 COPIES = "compact-"
@@ -29,21 +35,22 @@ _LOOK_S = 1.0
 def evict_coldest(environments: Mapping[int, Environment], room_bytes: int) -> int:
     """Remove blocks until the records of those left take at most `room_bytes`. How many went.
 
-    The coldest are those with the fewest hits, the oldest of them first; one that leads to a warmer
-    block is as warm as that, so whole prefixes stay.
+    The coldest are those with the fewest hits, of them those used longest ago; one that leads to a
+    warmer block is as warm as that, so whole prefixes stay.
     """
     rows: dict[bytes, tuple[int, int]] = {}  # key → (slot bytes, depth)
     parents: dict[bytes, bytes] = {}
-    warmth: dict[bytes, tuple[int, float]] = {}
+    warmth: dict[bytes, tuple[int, int]] = {}
     for slot_bytes, opened in environments.items():
         with opened.env.begin() as txn:
             for key, packed in txn.cursor(db=opened.meta):
                 header = unpack_header(packed)
                 if header is None:
                     continue  # the scan removes it
+                header = with_use(header, txn.get(key, db=opened.usage))
                 rows[key] = slot_bytes, header.depth
                 parents[key] = header.parent
-                warmth[key] = header.hits, header.created_s
+                warmth[key] = header.hits, header.used_s
     for key in sorted(rows, key=lambda k: -rows[k][1]):
         above = parents[key]
         if above in warmth:
@@ -116,7 +123,6 @@ def _remove(opened: Environment, keys: list[bytes]) -> None:
 
         def remove(txn: lmdb.Transaction, part: list[bytes] = part) -> None:
             for key in part:
-                txn.delete(key, db=opened.meta)
-                txn.delete(key, db=opened.blocks)
+                remove_record(txn, opened, key)
 
         opened.commit(remove)

@@ -192,13 +192,12 @@ class SlotPool:
 
     def available(self, slot_bytes: int) -> int:
         """How many slots of the class `allocate` could hand out now."""
-        cls = self._class(slot_bytes)
+        cls = self._classes.get(slot_bytes) or self._class(slot_bytes)
         if cls is None or not cls.spans:
             return 0
         best, least = cls.spans[0], cls.spans[-1]
         slabs, num_slabs = self._free_slabs, self._num_free_slabs
-        cleared = self._cleared_for(cls)
-        if cleared:
+        if self.clearing is not None and (cleared := self._cleared_for(cls)):
             slabs = slabs.copy()
             slabs[cleared.start : cleared.stop] = b"\x01" * len(cleared)
             num_slabs += len(cleared)

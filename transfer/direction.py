@@ -29,6 +29,7 @@ from hicache.engine.plan import Outcome
 from hicache.tiers.base import TierError
 from hicache.transfer.link import Finished, Link, Pending, StartingLink, failed, start_or_fail
 from hicache.transfer.messages import Batch, Done, pack_done
+from hicache.transfer.pace import Pace
 
 Job = Callable[[], None]
 
@@ -51,9 +52,11 @@ class Direction:
         send: Callable[[bytes], None],
         on_fault: Callable[[Exception], None],
         cut_off: threading.Event,
+        pace: Pace | None = None,
     ) -> None:
         self._links = {(link.src, link.dst): link for link in links}
         self._send, self._on_fault, self._cut_off = send, on_fault, cut_off
+        self._pace = pace or Pace()
         self._jobs: SimpleQueue[Batch | Job | None] = SimpleQueue()
         self._begun: SimpleQueue[_Begun | None] = SimpleQueue()
         self._ended_s = 0.0  # of the thread that ends batches
@@ -116,10 +119,11 @@ class Direction:
         outcomes: list[Outcome] = begun.pending.wait()
         # A batch is charged from when the one before it had arrived: a link that is never idle has
         # its real bandwidth in the meters, not that divided by the batches in flight.
-        now_s = time.perf_counter()
-        seconds = now_s - max(begun.start_s, self._ended_s)
-        self._ended_s = now_s
+        start_s = max(begun.start_s, self._ended_s)
         batch = begun.batch
         copied = zip(batch.moves, outcomes, strict=True)
         num_bytes = sum(m.block_bytes for m, o in copied if o.ok and m.dst is not None)
+        self._pace.hold(num_bytes, start_s)
+        self._ended_s = time.perf_counter()
+        seconds = self._ended_s - start_s
         self._send(pack_done(Done(batch.number, outcomes, seconds, num_bytes)))

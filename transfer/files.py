@@ -7,6 +7,7 @@ environment's: there is no copy in between.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -15,14 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from hicache.engine.plan import BlockIdentity, Move, Outcome, StoredBlock
+from hicache.engine.plan import BlockIdentity, Move, Outcome
 from hicache.tiers.arena import Arena
-from hicache.tiers.base import NoRoomForSize, TierBroken, TierDamaged, TierError
-from hicache.tiers.block import slot_bytes_for
+from hicache.tiers.base import NoRoomForSize, TierBroken, TierDamaged, TierError, TierFull
+from hicache.tiers.block import StoredRows, slot_bytes_for
 from hicache.tiers.disk import DiskTier
+from hicache.tiers.disk_forest import Forest
 from hicache.tiers.disk_format import Header, derive_key
 from hicache.transfer.link import Link, Measured, by_size, failed
-from hicache.transfer.messages import MAX_ROWS, WorkerConfig
+from hicache.transfer.messages import WorkerConfig
 
 PROGRESS_ROWS = 20_000
 
@@ -101,6 +103,8 @@ class DiskDeleter:
 class DiskMedium:
     """The disk tier as its worker opens it."""
 
+    remembers = True
+
     def __init__(
         self, config: WorkerConfig, near: Arena, progress: Callable[[int, int], None]
     ) -> None:
@@ -163,10 +167,26 @@ class DiskMedium:
         copied = len(blocks) * block_bytes
         return [Measured(near, far, copied, write_s), Measured(far, near, copied, read_s)]
 
-    def stored(self) -> Iterator[tuple[bytes, list[StoredBlock]]]:
-        for headers in self._watched(self._tier.scan(MAX_ROWS)):
-            rows = [StoredBlock(h.key, h.parent, h.tokens, h.block_bytes, h.hits) for h in headers]
-            yield headers[0].namespace, rows
+    def stored(self) -> Iterator[StoredRows]:
+        """The hottest paths first. What nothing leads to any more is removed at the end: it was
+        written while the block above it was given up, and the daemon died in between."""
+        forests: dict[tuple[bytes, int, int], Forest] = {}
+        for rows in self._watched(self._tier.scan()):
+            for row in rows:
+                kind = row.namespace, row.block_bytes, len(row.tokens)
+                forest = forests.get(kind)
+                if forest is None:
+                    forest = forests[kind] = Forest(*kind)
+                forest.add((row,))
+        total, first = sum(map(len, forests.values())), 0
+        while forests:
+            _, forest = forests.popitem()
+            yield from forest.told(first, total)
+            first += len(forest)
+            if forest.orphans:
+                self.notes.append(f"{len(forest.orphans)} blocks had lost the block above them")
+                with contextlib.suppress(TierFull):  # they are found again at the next start
+                    self._tier.delete(slot_bytes_for(forest.block_bytes), forest.orphans)
 
     def _watched(self, batches: Iterable[list[Header]]) -> Iterator[list[Header]]:
         """The same, with a word to the daemon now and then."""
@@ -181,6 +201,10 @@ class DiskMedium:
     def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:
         for slot_bytes, some in keys.items():
             self._tier.delete(slot_bytes, some)
+
+    def note(self, uses: Mapping[int, Sequence[tuple[bytes, int, int]]]) -> None:
+        for slot_bytes, some in uses.items():
+            self._tier.note_uses(slot_bytes, some)
 
     def describe(self, namespace: bytes, description: Mapping[str, Any]) -> None:
         self._tier.describe_namespace(namespace, description)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
 
-from hicache.engine.plan import Move, Outcome, StoredBlock
+from hicache.engine.plan import Move, Outcome
 from hicache.tiers.base import TierBroken, TierCorrupt, TierMissing
+from hicache.tiers.block import StoredRows
 
 
 class Link(Protocol):
@@ -69,9 +70,12 @@ class Measured:
 class Medium(Protocol):
     """What a worker opens: one device, the links to and from it, and what it remembers.
 
-    `readers` are called from the reading direction's threads; `writers`, `forget` and `describe`
-    from the writing direction's; the rest before those start or after they have ended.
+    `readers` are called from the reading direction's threads; `writers`, `forget`, `note` and
+    `describe` from the writing direction's; `stored` from a third thread meanwhile, where the
+    medium `remembers` what it held; the rest before those start or after they have ended.
     """
+
+    remembers: bool
 
     detail: str
     notes: list[str]
@@ -81,11 +85,14 @@ class Medium(Protocol):
     def probe(self, num_bytes: int, block_bytes: int) -> list[Measured]:
         """Copy a few blocks each way, for real and outside every slot, and say how long it took."""
 
-    def stored(self) -> Iterator[tuple[bytes, list[StoredBlock]]]:
-        """What a durable medium holds: (namespace, rows), in any order."""
+    def stored(self) -> Iterator[StoredRows]:
+        """What a durable medium holds. `notes` may have grown at the end of it."""
 
     def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:
         """Remove records, given by slot size, that nobody knows of any more."""
+
+    def note(self, uses: Mapping[int, Sequence[tuple[bytes, int, int]]]) -> None:
+        """Keep (key, hits, seconds since 1970) of blocks, given by slot size."""
 
     def describe(self, namespace: bytes, description: Mapping[str, Any]) -> None:
         """Leave a readable account of a namespace."""
@@ -97,10 +104,15 @@ class Medium(Protocol):
 class Forgetful:
     """The half of a Medium that a medium without a memory shares."""
 
-    def stored(self) -> Iterator[tuple[bytes, list[StoredBlock]]]:
+    remembers = False
+
+    def stored(self) -> Iterator[StoredRows]:
         return iter(())
 
     def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:
+        pass
+
+    def note(self, uses: Mapping[int, Sequence[tuple[bytes, int, int]]]) -> None:
         pass
 
     def describe(self, namespace: bytes, description: Mapping[str, Any]) -> None:

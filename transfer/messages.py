@@ -3,22 +3,28 @@
 A stream of msgpack maps over one socket pair, self-delimiting, no pickle. Both sides check types
 and lengths before they act, although both are ours: a damaged worker may say anything.
 
-    daemon → worker   config · batch · forget · describe · stop
-    worker → daemon   opening* · measured* · rows* · ready · done* · broken
+    daemon → worker   config · batch · forget · note · taken · describe · pace · stop
+    worker → daemon   opening* · measured* · ready · rows* · restored · done* · broken
+
+`rows` are answered `taken`; a worker has few of them unanswered, or the daemon would be busy with
+them alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any, Final, Literal
 
 import msgpack
+import numpy as np
 
-from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, StoredBlock
+from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, Use
+from hicache.tiers.block import StoredRows
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
-MAX_ROWS: Final = 1000
+_WORD: Final = np.dtype("<u4")
 
 Message = dict[str, Any]
 
@@ -35,7 +41,8 @@ class WorkerConfig:
     device's own tier: by `kind` an LMDB device at `far_path` (`disk`), a second arena at
     `far_path` (`memory`), or memory of GPU `gpu` (`cuda`). Paths are absolute.
     `title` (at most 15 bytes) names the process; `probe_bytes` are copied each way at start.
-    `set_aside` is the mover's to set: the last two workers died by a signal.
+    `set_aside` is the mover's to set: the last two workers died by a signal. From and to the device
+    no more than `read_bytes_per_s` and `write_bytes_per_s`, 0 for nothing (pace.py).
     """
 
     device: str
@@ -56,6 +63,8 @@ class WorkerConfig:
     probe_bytes: int = 8 << 20
     probe_block_bytes: int = 1 << 20
     set_aside: bool = False
+    read_bytes_per_s: float = inf
+    write_bytes_per_s: float = inf
 
     def __post_init__(self) -> None:
         if self.kind not in ("disk", "memory", "cuda"):
@@ -96,14 +105,6 @@ class Done:
     outcomes: list[Outcome]
     seconds: float
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Stored blocks of one namespace, in any order."""
-
-    namespace: bytes
-    rows: list[StoredBlock]
 
 
 @dataclass(slots=True)
@@ -176,19 +177,46 @@ def unpack_done(message: Message) -> Done:
     return Done(_int(message.get("n")), outcomes, seconds, _int(message.get("bytes")))
 
 
-def pack_rows(namespace: bytes, rows: Sequence[StoredBlock]) -> bytes:
-    packed = [[r.key, r.parent, r.tokens, r.block_bytes, r.hits] for r in rows]
-    return pack("rows", namespace=namespace, rows=packed)
+def pack_rows(rows: StoredRows) -> bytes:
+    names = [rows.namespace, rows.block_bytes, rows.step, rows.first, rows.total]
+    words = [rows.lengths, rows.parents.view(np.uint32), rows.hits, rows.used_s]
+    packed = [array.astype(_WORD).tobytes() for array in words]
+    return pack("rows", names=names, words=packed, keys=rows.parent_keys, tokens=rows.tokens)
 
 
-def unpack_rows(message: Message) -> Rows:
-    namespace, rows = message.get("namespace"), _list(message, "rows")
-    if type(namespace) is not bytes or len(rows) > MAX_ROWS:
-        raise MalformedMessage("rows: a namespace and at most 1000 rows")
-    for fields in rows:
-        if not isinstance(fields, list) or [type(f) for f in fields] != [bytes] * 3 + [int] * 2:
-            raise MalformedMessage("rows: a row is [key, parent, tokens, block bytes, hits]")
-    return Rows(namespace, [StoredBlock(*fields) for fields in rows])
+def unpack_rows(message: Message) -> StoredRows:
+    names, words = _list(message, "names"), _list(message, "words")
+    keys, tokens = message.get("keys"), message.get("tokens")
+    if [type(f) for f in names] != [bytes] + [int] * 4 or [type(f) for f in words] != [bytes] * 4:
+        raise MalformedMessage("rows: a namespace, four numbers and four arrays")
+    if type(keys) is not bytes or type(tokens) is not bytes or any(len(w) % 4 for w in words):
+        raise MalformedMessage("rows: keys, tokens and whole words")
+    lengths, parents, hits, used_s = (np.frombuffer(w, _WORD).astype(np.uint32) for w in words)
+    namespace, *numbers = names
+    block_bytes, step, first, total = numbers
+    up = parents.view(np.int32)
+    rows = StoredRows(
+        namespace, block_bytes, step, first, total, lengths, up, keys, tokens, hits, used_s
+    )
+    if not rows.is_sound():
+        raise MalformedMessage("rows: the lengths of their parts differ")
+    return rows
+
+
+def pack_uses(uses: Sequence[Use], zero_s: float) -> bytes:
+    """`zero_s`: when the daemon's clock stood at 0, in seconds since 1970."""
+    packed = [[u.slot_bytes, u.key, u.hits, max(0, int(u.used_s + zero_s))] for u in uses]
+    return pack("note", uses=packed)
+
+
+def unpack_uses(message: Message) -> dict[int, list[tuple[bytes, int, int]]]:
+    """(key, hits, seconds since 1970), by slot size."""
+    uses: dict[int, list[tuple[bytes, int, int]]] = {}
+    for fields in _list(message, "uses"):
+        if not isinstance(fields, list) or [type(f) for f in fields] != [int, bytes, int, int]:
+            raise MalformedMessage("note: a use is [slot bytes, key, hits, seconds]")
+        uses.setdefault(fields[0], []).append((fields[1], fields[2], fields[3]))
+    return uses
 
 
 def unpack_keys(message: Message) -> dict[int, list[bytes]]:

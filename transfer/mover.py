@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hicache.engine.plan import Move, Outcome
+from hicache.engine.plan import Move, Outcome, Use
 from hicache.tiers.arena import Arena
 from hicache.transfer.lane import GPU_LIMITS, LIMITS, Lane
 from hicache.transfer.messages import (
@@ -40,6 +40,7 @@ from hicache.transfer.messages import (
     WorkerConfig,
     pack,
     pack_batch,
+    pack_uses,
     unpack_done,
     unpack_rows,
 )
@@ -49,6 +50,7 @@ from hicache.transfer.news import (
     WorkerDown,
     WorkerMeasured,
     WorkerOpening,
+    WorkerRestored,
     WorkerRows,
     WorkerUp,
 )
@@ -60,6 +62,7 @@ __all__ = [
     "WorkerDown",
     "WorkerMeasured",
     "WorkerOpening",
+    "WorkerRestored",
     "WorkerRows",
     "WorkerUp",
 ]
@@ -80,6 +83,7 @@ class _Device:
     def __init__(self, config: WorkerConfig, max_queued: int) -> None:
         self.config = config
         self.state: DeviceState = "down"
+        self.is_restoring = False
         self.process: WorkerProcess | None = None
         limits = GPU_LIMITS if config.kind == "cuda" else LIMITS
         self.read, self.write = Lane(max_queued, limits), Lane(max_queued, limits)
@@ -207,11 +211,39 @@ class Mover:
                 part = [list(row) for row in keys[start : start + 1000]]
                 found.process.send(pack("forget", keys=part))
 
+    def taken(self, device: str) -> None:
+        """The rows told last were taken in: the worker may tell more."""
+        found = self._devices[device]
+        if found.process is not None:
+            found.process.send(pack("taken"))
+
+    def note(self, device: str, uses: Sequence[Use], zero_s: float) -> None:
+        """Have uses written beside their blocks, in the order of writes. No outcome; nothing when
+        the worker is not there. `zero_s`: see `pack_uses`."""
+        found = self._devices[device]
+        if found.process is not None:
+            for start in range(0, len(uses), 2000):
+                found.process.send(pack_uses(uses[start : start + 2000], zero_s))
+
     def describe(self, device: str, namespace: bytes, about: Mapping[str, Any]) -> None:
         """Have a readable account of a namespace kept beside its blocks."""
         found = self._devices[device]
         if found.process is not None:
             found.process.send(pack("describe", namespace=namespace, about=dict(about)))
+
+    def pace(self, tier: str, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
+        """Copy no faster from and to this tier's devices, from now on: infinity for as fast as they
+        can, 0 for not at all (pace.py)."""
+        for device in self._devices.values():
+            if device.config.far == tier:
+                device.config = replace(
+                    device.config,
+                    read_bytes_per_s=read_bytes_per_s,
+                    write_bytes_per_s=write_bytes_per_s,
+                )
+                if device.process is not None:
+                    told = pack("pace", read=read_bytes_per_s, write=write_bytes_per_s)
+                    device.process.send(told)
 
     def close(self, timeout_s: float) -> list[Outcome]:
         """Stop every worker in order, kill those that take longer, and fail what is left. The one
@@ -275,18 +307,22 @@ class Mover:
             if kind == "done":
                 self._finish(device, message)
             elif kind == "rows":
-                rows = unpack_rows(message)
-                is_first = device.num_starts == 1
-                self._news.append(WorkerRows(name, tier, rows.namespace, rows.rows, is_first))
+                self._news.append(WorkerRows(name, tier, unpack_rows(message)))
+            elif kind == "restored":
+                device.is_restoring = False
+                notes = [str(note) for note in message["notes"]]
+                self._news.append(WorkerRestored(name, tier, notes))
             elif kind == "measured":
                 link = (str(message["src"]), str(message["dst"]))
                 self._measure(device, link, int(message["bytes"]), float(message["seconds"]), True)
             elif kind == "ready":
                 assert device.process is not None
                 device.state = "up"
+                device.is_restoring = restoring = message["restoring"] is True
                 notes = [str(note) for note in message["notes"]]
                 detail = str(message["detail"])
-                self._news.append(WorkerUp(name, tier, device.process.pid, detail, notes))
+                pid = device.process.pid
+                self._news.append(WorkerUp(name, tier, pid, detail, notes, restoring))
             elif kind == "opening":
                 done, total = int(message["done"]), int(message["total"])
                 opening = WorkerOpening(name, tier, str(message["unit"]), done, total)
@@ -324,6 +360,7 @@ class Mover:
         reader must not be tried for ever: it counts as corrupt."""
         retry_s = min(LAST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(device.num_failures, 10))
         device.state = "down"
+        device.is_restoring = False
         device.num_failures += 1
         device.start_at_s = now_s + retry_s
         config = device.config
@@ -334,7 +371,7 @@ class Mover:
 
     def _kill_if_stuck(self, device: _Device, now_s: float) -> None:
         assert device.process is not None
-        if device.state == "starting":
+        if device.state == "starting" or device.is_restoring:
             is_stuck = now_s - device.heard_s > self._start_s
         else:
             sent = [t for t in (device.read.oldest_s(), device.write.oldest_s()) if t is not None]

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hicache.engine.plan import Outcome, StoredBlock
+from hicache.engine.plan import Outcome
+from hicache.tiers.block import StoredRows
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUp:
-    """The device serves moves now. `notes` are sentences for the operator."""
+    """The device serves moves now. `notes` are sentences for the operator. `is_restoring`: what it
+    held before is still to be told (WorkerRows, at the end WorkerRestored)."""
 
     device: str
     tier: str
     pid: int
     detail: str
     notes: list[str]
+    is_restoring: bool
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOpening:
-    """It is on its way to WorkerUp: so much is done, of so much. `unit`: "blocks" or "bytes"."""
+    """It is on its way to WorkerUp, or to its first WorkerRows: so much is done, of so much.
+    `unit`: "blocks" or "bytes"."""
 
     device: str
     tier: str
@@ -43,14 +47,21 @@ class WorkerMeasured:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRows:
-    """Stored blocks of one namespace, in any order; all come before WorkerUp. After a
-    restart of the worker they come again (`is_first` is false): the truth about the medium."""
+    """Stored blocks of one namespace, to be answered with `Mover.taken`. After a restart of the
+    worker all come again: the truth about the medium."""
 
     device: str
     tier: str
-    namespace: bytes
-    rows: list[StoredBlock]
-    is_first: bool
+    rows: StoredRows
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRestored:
+    """All that the device held was told. `notes` as in WorkerUp, and more."""
+
+    device: str
+    tier: str
+    notes: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +76,6 @@ class WorkerDown:
     retry_s: float
 
 
-News = Outcome | WorkerUp | WorkerOpening | WorkerMeasured | WorkerRows | WorkerDown
+News = (
+    Outcome | WorkerUp | WorkerOpening | WorkerMeasured | WorkerRows | WorkerRestored | WorkerDown
+)

@@ -4,7 +4,8 @@
 
 The main thread reads the daemon's messages. Each direction has threads of its own (direction.py):
 from the device, and to it, each in the order of its batches, so a demand read never waits behind a
-write. All of them send; a lock keeps their messages whole, and nothing but a send happens under it.
+write. One more tells what a durable device held, at start, while the others work. All of them send;
+a lock keeps their messages whole, and nothing but a send happens under it.
 
 How it ends, and what the daemon sees:
 1. `stop`: batches already here are finished, the device is left in order, exit 0.
@@ -25,6 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 from hicache.tiers.arena import Arena, ArenaError
 from hicache.tiers.base import TierBroken, TierDamaged, TierError
@@ -39,24 +41,37 @@ from hicache.transfer.messages import (
     pack_rows,
     unpack_batch,
     unpack_keys,
+    unpack_uses,
 )
+from hicache.transfer.pace import Pace
 
 EXIT_BROKEN = 3
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _RECEIVE_BYTES = 1 << 20
+MAX_UNTAKEN = 2
+"""Messages of rows that the daemon has not taken in: one is on its way while it takes another."""
 
 
 class Worker:
     """The conversation with the daemon, and the two directions that do the work."""
 
-    def __init__(self, sock: socket.socket, medium: Medium) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        medium: Medium,
+        read_bytes_per_s: float = inf,
+        write_bytes_per_s: float = inf,
+    ) -> None:
         self._sock = sock
         self._medium = medium
         self._sending = threading.Lock()  # guards the socket's write side
         self._cut_off = threading.Event()
+        self._is_ending = threading.Event()
+        self._untaken = threading.Semaphore(MAX_UNTAKEN)
         more = (self.send, self._fail, self._cut_off)
-        self._read = Direction("read", medium.readers, *more)
-        self._write = Direction("write", medium.writers, *more)
+        self._read_pace, self._write_pace = Pace(read_bytes_per_s), Pace(write_bytes_per_s)
+        self._read = Direction("read", medium.readers, *more, self._read_pace)
+        self._write = Direction("write", medium.writers, *more, self._write_pace)
         self._reads = {(link.src, link.dst) for link in medium.readers}
 
     def send(self, message: bytes) -> None:
@@ -68,24 +83,29 @@ class Worker:
             self._cut_off.set()
 
     def introduce(self, probe_bytes: int, block_bytes: int) -> None:
-        """Say what was opened, how fast it is and what it holds, then that work may come."""
+        """Say what was opened and how fast it is, then that work may come."""
         if probe_bytes:
             try:
                 for m in self._medium.probe(probe_bytes, block_bytes):
-                    fields = {"bytes": m.num_bytes, "seconds": m.seconds}
+                    pace = self._read_pace if (m.src, m.dst) in self._reads else self._write_pace
+                    seconds = max(m.seconds, pace.least_s(m.num_bytes))
+                    fields = {"bytes": m.num_bytes, "seconds": seconds}
                     self.send(pack("measured", src=m.src, dst=m.dst, **fields))
             except TierBroken:
                 raise
             except (TierError, OSError) as error:
                 self._medium.notes.append(f"the probe failed: {error}")
-        for namespace, rows in self._medium.stored():
-            self.send(pack_rows(namespace, rows))
-        self.send(pack("ready", detail=self._medium.detail, notes=list(self._medium.notes)))
+        medium = self._medium
+        notes, remembers = list(medium.notes), medium.remembers
+        self.send(pack("ready", detail=medium.detail, notes=notes, restoring=remembers))
 
     def serve(self, stream: Stream, early: Sequence[Message]) -> None:
         """Until `stop` or the end of the stream; then nothing is on its way."""
         self._read.start()
         self._write.start()
+        telling = threading.Thread(target=self._tell_stored, name="hicache-scan")
+        if self._medium.remembers:
+            telling.start()
         is_stopped = any(self._handle(message) for message in early)
         while not is_stopped:
             data = self._sock.recv(_RECEIVE_BYTES)
@@ -93,8 +113,25 @@ class Worker:
                 self._cut_off.set()
                 break
             is_stopped = any(self._handle(message) for message in stream.feed(data))
+        self._set_paces(inf, inf)  # nothing is held for ever
         self._read.finish()
         self._write.finish()
+        self._is_ending.set()
+        self._untaken.release()
+        if self._medium.remembers:
+            telling.join()
+
+    def _tell_stored(self) -> None:
+        """What the medium held, as fast as the daemon takes it in, while requests are served."""
+        try:
+            for rows in self._medium.stored():
+                self._untaken.acquire()
+                if self._is_ending.is_set() or self._cut_off.is_set():
+                    return
+                self.send(pack_rows(rows))
+        except Exception as error:  # one that ended quietly would leave the tier half restored
+            self._break(error)
+        self.send(pack("restored", notes=list(self._medium.notes)))
 
     def _handle(self, message: Message) -> bool:
         """True when this was `stop`."""
@@ -105,21 +142,37 @@ class Worker:
             (self._read if is_read else self._write).put(batch)
         elif kind == "forget":
             self._write.put(partial(self._medium.forget, unpack_keys(message)))
+        elif kind == "note":
+            self._write.put(partial(self._medium.note, unpack_uses(message)))
+        elif kind == "taken":
+            self._untaken.release()
         elif kind == "describe":
             namespace, about = message.get("namespace"), message.get("about")
             if type(namespace) is not bytes or not isinstance(about, dict):
                 raise MalformedMessage("describe: a namespace and a map")
             self._write.put(partial(self._medium.describe, namespace, about))
+        elif kind == "pace":
+            read, write = message.get("read"), message.get("write")
+            if type(read) is not float or type(write) is not float:
+                raise MalformedMessage("pace: bytes per second, read and write")
+            self._set_paces(read, write)
         elif kind != "stop":
             raise MalformedMessage(f"unknown message {kind!r}")
         return bool(kind == "stop")
 
+    def _set_paces(self, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
+        self._read_pace.set(read_bytes_per_s)
+        self._write_pace.set(write_bytes_per_s)
+
     def _fail(self, error: Exception) -> None:
         """What a direction's thread met: the end of this process, but for a record that could not
-        be removed (`forget` alone raises such an error here)."""
+        be removed or a use that could not be noted (they alone raise such errors here)."""
         if isinstance(error, TierError) and not isinstance(error, TierBroken):
             print(f"hicache worker: {error}", file=sys.stderr, flush=True)
             return
+        self._break(error)
+
+    def _break(self, error: Exception) -> None:
         is_damaged = isinstance(error, TierDamaged)
         self.send(pack("broken", error=str(error) or repr(error), damaged=is_damaged))
         os._exit(EXIT_BROKEN)
@@ -183,7 +236,7 @@ def main(fd: int) -> int:
             near = Arena.attach(config.near_path)
             unit = "blocks" if config.kind == "disk" else "bytes"
             medium = _open(config, near, partial(_tell_progress, sock, unit))
-            worker = Worker(sock, medium)
+            worker = Worker(sock, medium, config.read_bytes_per_s, config.write_bytes_per_s)
             threading.Thread(target=near.populate, name="hicache-touch", daemon=True).start()
             worker.introduce(config.probe_bytes, config.probe_block_bytes)
             worker.serve(stream, messages[1:])

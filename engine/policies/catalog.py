@@ -26,10 +26,13 @@ POLICIES: Final[Mapping[str, Maker]] = {
 
 def policies_of(
     names: Sequence[str],
+    wants_model: bool = False,
 ) -> tuple[Callable[[int], EvictionPolicy], History | None]:
     """For CacheEngine: what makes the policy of a tier by its number, and the history they share,
-    None where no policy wants one. `names`: by tier. Raises KeyError on an unknown name."""
+    None where no policy wants one. `names`: by tier. `wants_model`: somebody else asks what returns
+    (WriteGate). Raises KeyError on an unknown name."""
     history = History()
+    history.wants_fits = wants_model
     made = [POLICIES[name](tier, history) for tier, name in enumerate(names)]
-    wanted = any(policy.wants_history for policy in made)
+    wanted = wants_model or any(policy.wants_history for policy in made)
     return made.__getitem__, history if wanted else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import click
 import numpy as np
@@ -144,6 +144,26 @@ def tell(
     if json_target:
         Path(json_target).write_text(data + "\n")
     wide_console().print(_table(rows, title))
+
+
+def tell_figures(figures: Mapping[str, Any], title: str, json_target: str | None) -> None:
+    """Named figures instead of rows; a group of figures is a line for each."""
+    data = json.dumps(figures, indent=2)
+    if json_target == "-":
+        click.echo(data)
+        return
+    if json_target:
+        Path(json_target).write_text(data + "\n")
+    table = Table(title=title)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        group = value if isinstance(value, dict) else {"": value}
+        for part, figure in group.items():
+            is_share = isinstance(figure, float) and not name.endswith("_us")
+            shown = f"{figure:.2%}" if is_share else str(figure)
+            table.add_row(f"{name} {part}".strip(), shown)
+    wide_console().print(table)
 
 
 def wide_console() -> Console:

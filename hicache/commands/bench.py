@@ -8,12 +8,15 @@ import click
 from hicache.bench import disk as disk_bench
 from hicache.bench import engine as engine_bench
 from hicache.bench import index as index_bench
+from hicache.bench import planner as planner_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
 from hicache.bench.lodging import Running
-from hicache.bench.report import ProgressLine, tell
+from hicache.bench.report import ProgressLine, tell, tell_figures
 from hicache.commands.curve import curve_option
+from hicache.config.models import PlannerConfig
 from hicache.curve import CurveKeys
+from hicache.engine.planner import PlannerSettings
 from hicache.tiers.disk import Durability
 
 _json_option = click.option(
@@ -96,6 +99,18 @@ def engine(repeat: int, json_target: str | None) -> None:
     with ProgressLine() as step:
         rows = engine_bench.run(step, repeat)
     tell(rows, "the decision on a request", json_target)
+
+
+@bench.command()
+@click.option("--full", "is_full", is_flag=True, help="The whole grid: some minutes.")
+@click.option("--seed", default=1, show_default=True, help="Of the sample and of the noise.")
+@_json_option
+def planner(is_full: bool, seed: int, json_target: str | None) -> None:
+    """Reload or recompute on simulated machines, against what would have been best."""
+    with ProgressLine() as step:
+        settings = PlannerSettings(exploration=PlannerConfig().exploration)
+        figures = planner_bench.run(step, settings, None if is_full else planner_bench.SAMPLE, seed)
+    tell_figures(figures, "regret, as a share of the best expected time", json_target)
 
 
 def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:

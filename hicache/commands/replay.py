@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hicache.bench.report import ProgressLine, wide_console
 from hicache.config.units import Share, UnitError, parse_size_or_share
 from hicache.engine.policies.catalog import POLICIES
 from hicache.replay.models import DEFAULT_MODEL, MODELS, ModelProfile
-from hicache.replay.plot import Point, write_plot
+from hicache.replay.plot import DISK_WRITES, Point, write_plot
 from hicache.replay.simulate import MINIMUM, TIERS, Tally
 from hicache.replay.simulate import replay as replay_once
 from hicache.replay.traces import Trace, read_trace
@@ -53,6 +54,7 @@ class Run:
     policy: str
     blocks: dict[str, int]
     tally: Tally
+    min_return: float = 0.0
 
     @property
     def hit_share(self) -> float:
@@ -60,11 +62,12 @@ class Run:
 
     def row(self, model: ModelProfile) -> dict[str, Any]:
         """As data; bytes are the model's."""
-        block_bytes = model.kv_bytes_per_token * self.trace.block_tokens
+        block_bytes = _block_bytes(self.trace, model)
         tally = self.tally
         return {
             "trace": self.trace.name,
             "policy": self.policy,
+            "min_return": self.min_return,
             "tiers": {
                 tier: {
                     "blocks": blocks,
@@ -117,6 +120,16 @@ class Run:
 )
 @click.option("--no-hints", is_flag=True, help="Ignore what the trace says in session and stop.")
 @click.option(
+    "--min-return",
+    "min_returns",
+    multiple=True,
+    type=click.FloatRange(0, 1),
+    default=(0.0,),
+    show_default=True,
+    help="Write to disk only what returns with this probability (tiers.disk.min_return). "
+    "Repeatable: then --plot draws hits against bytes written to disk.",
+)
+@click.option(
     "--model",
     type=click.Choice(list(MODELS)),
     default=DEFAULT_MODEL,
@@ -137,6 +150,7 @@ def replay(
     policies: Sequence[str],
     warm: float,
     no_hints: bool,
+    min_returns: Sequence[float],
     model: str,
     as_json: bool,
     plot: Path | None,
@@ -146,14 +160,16 @@ def replay(
     The clock is the trace's; moves take no time: what is measured is what the policies keep.
     """
     profile = MODELS[model]
-    scales = PLOTTED_SCALES if plot is not None and len(choices) == 1 else (1.0,)
+    is_gate_plotted = len(min_returns) > 1
+    is_scaled = plot is not None and len(choices) == 1 and not is_gate_plotted
+    scales = PLOTTED_SCALES if is_scaled else (1.0,)
     runs = []
     with ProgressLine() as progress:
         for path in traces:
             progress(f"reading {path.name}", 0, 1)
             trace = read_trace(path)
             for blocks in _all_sizes(trace, choices, scales, profile):
-                for policy in policies:
+                for policy, min_return in product(policies, min_returns):
 
                     def step(
                         done: int, what: str = f"{trace.name} {policy}", of: Trace = trace
@@ -167,11 +183,15 @@ def replay(
                         policy,
                         warm=warm,
                         hints=not no_hints,
+                        min_return=min_return,
                         saved_s=profile.saved_s,
                         step=step,
                     )
-                    runs.append(Run(trace, policy, blocks, tally))
-    if plot is not None:
+                    runs.append(Run(trace, policy, blocks, tally, min_return))
+    if plot is not None and is_gate_plotted:
+        title = "What the tiers would hit, by what may be written to disk"
+        write_plot(plot, title, _gate_curves(runs, profile), DISK_WRITES)
+    elif plot is not None:
         write_plot(plot, "What the tiers would hit", _curves(runs))
     if as_json:
         click.echo(json.dumps({"runs": [run.row(profile) for run in runs]}, indent=2))
@@ -179,11 +199,16 @@ def replay(
         wide_console().print(_table(runs, profile))
 
 
+def _block_bytes(trace: Trace, model: ModelProfile) -> int:
+    """What a block holds: a recorded trace says it, for others it is the model's."""
+    return trace.block_bytes or model.kv_bytes_per_token * trace.block_tokens
+
+
 def _all_sizes(
     trace: Trace, choices: Sequence[Sizes], scales: Sequence[float], model: ModelProfile
 ) -> Iterator[dict[str, int]]:
     """Tiers in blocks, for each choice at each scale."""
-    block_bytes = model.kv_bytes_per_token * trace.block_tokens
+    block_bytes = _block_bytes(trace, model)
     total_bytes = trace.footprint_blocks * block_bytes
     for sizes in choices:
         for scale in scales:
@@ -197,12 +222,25 @@ def _all_sizes(
             }
 
 
+def _gate_curves(runs: Sequence[Run], model: ModelProfile) -> dict[str, list[Point]]:
+    """By policy (and trace), against GB written to disk."""
+    curves: dict[str, list[Point]] = {}
+    for run in runs:
+        written = round(run.row(model)["disk_writes_bytes"] / 1e9)
+        curves.setdefault(_name(run, runs), []).append((written, 100 * run.hit_share))
+    return curves
+
+
+def _name(run: Run, runs: Sequence[Run]) -> str:
+    several = len({run.trace.name for run in runs}) > 1
+    return f"{run.policy}, {run.trace.name}" if several else run.policy
+
+
 def _curves(runs: Sequence[Run]) -> dict[str, list[Point]]:
     """By policy (and trace, where there are several), against the size of all tiers together."""
     curves: dict[str, list[Point]] = {}
-    several = len({run.trace.name for run in runs}) > 1
     for run in runs:
-        name = f"{run.policy}, {run.trace.name}" if several else run.policy
+        name = _name(run, runs)
         share = round(100 * sum(run.blocks.values()) / run.trace.footprint_blocks, 2)
         curves.setdefault(name, []).append((share, 100 * run.hit_share))
     return curves
@@ -212,6 +250,8 @@ def _table(runs: Sequence[Run], model: ModelProfile) -> Table:
     table = Table(title=f"hit tokens in % of input tokens; bytes of {model.name} (modelled)")
     table.add_column("trace")
     table.add_column("policy")
+    if any(run.min_return for run in runs):
+        table.add_column("min return", justify="right")
     columns = ("tiers, blocks", "hit %", *TIERS, "saved s", "dram writes", "disk writes", "evicted")
     for name in columns:
         table.add_column(name, justify="right")
@@ -222,6 +262,7 @@ def _table(runs: Sequence[Run], model: ModelProfile) -> Table:
         table.add_row(
             run.trace.name,
             run.policy,
+            *([f"{run.min_return:g}"] if any(r.min_return for r in runs) else []),
             "/".join(f"{blocks}" for blocks in run.blocks.values()),
             f"{100 * run.hit_share:.2f}",
             *(f"{share:.2f}" for share in shares),

@@ -21,7 +21,15 @@ from hicache.config import (
     resolve_sizes,
 )
 from hicache.config.errors import Mistake, mistakes_of
+from hicache.config.units import UnitError, parse_size
 from hicache.doorkeeper import check_keys
+
+
+def _as_bytes(_: click.Context, param: click.Parameter, value: str) -> int:
+    try:
+        return parse_size(value)
+    except UnitError as error:
+        raise click.BadParameter(f"{value!r}: expected {error}", param=param) from None
 
 
 @click.command()
@@ -33,7 +41,23 @@ from hicache.doorkeeper import check_keys
     help="The YAML file; see `hicache config schema` and configs/.",
 )
 @click.option("--endpoint", help="Listen here instead of where the file says.")
-def serve(file: Path, endpoint: str | None) -> None:
+@click.option(
+    "--record",
+    "record",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write what is asked for, as hashes, to a trace for `hicache replay`. A FILE that is "
+    "full, or there at start, becomes FILE.1.",
+)
+@click.option(
+    "--record-size",
+    default="256MiB",
+    show_default=True,
+    callback=_as_bytes,
+    metavar="SIZE",
+    help="When FILE is full.",
+)
+def serve(file: Path, endpoint: str | None, record: Path | None, record_size: int) -> None:
     """Run the daemon in the foreground.
 
     SIGTERM and Ctrl-C stop it in order (what only memory holds is written to disk first), SIGHUP
@@ -62,6 +86,7 @@ def serve(file: Path, endpoint: str | None) -> None:
 
     from hicache.daemon import Daemon
     from hicache.instance import AlreadyServed, Instance
+    from hicache.recording import Recorder
     from hicache.tiers.arena import ArenaError
 
     parts = None
@@ -69,7 +94,8 @@ def serve(file: Path, endpoint: str | None) -> None:
         instance = Instance(config.socket.endpoint)
         device = None if config.tiers.hbm is None else probe.device(config.tiers.hbm)
         parts = assemble(config, device, _Progress())
-        daemon = Daemon(config, parts, instance, load)
+        recorder = Recorder(record, record_size) if record is not None else None
+        daemon = Daemon(config, parts, instance, load, recorder)
     except (AlreadyServed, ArenaError, ConfigError, ValueError, OSError) as error:
         if parts is not None:
             parts.close()

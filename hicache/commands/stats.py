@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hicache.bench.report import ProgressLine
 from hicache.client import DaemonAbsent, DaemonError, admin_call
 from hicache.commands.curve import curve_option
 from hicache.curve import CurveKeys
@@ -38,18 +40,34 @@ Stats = Mapping[str, Any]
     metavar="[SECONDS]",
     help="Again every so often, 2 seconds if not said.",
 )
+@click.option(
+    "--what-if",
+    "is_what_if",
+    is_flag=True,
+    help="What each tier would hit at 0.5, 2 and 4 times its size.",
+)
+@click.option(
+    "--warm",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.0,
+    help="With --what-if: report only on the requests after this share.",
+)
 def stats(
     endpoint: str | None,
     curve: CurveKeys | None,
     timeout_s: float,
     as_json: bool,
     watch_s: float | None,
+    is_what_if: bool,
+    warm: float,
 ) -> None:
     """Show what a daemon holds, does and decides. Exits 1 if none answers."""
     endpoint = endpoint or default_endpoint(os.environ, os.getuid())
     ask = partial(admin_call, endpoint, "stats", timeout_s=timeout_s, curve=curve)
     try:
-        if watch_s is None:
+        if is_what_if:
+            _show_what_if(admin_call(endpoint, "what_if", {}, timeout_s, curve), warm, as_json)
+        elif watch_s is None:
             _show_once(ask(), as_json)
         else:
             _watch(ask, as_json, watch_s)
@@ -58,6 +76,43 @@ def stats(
         sys.exit(1)
     except KeyboardInterrupt:
         pass
+
+
+def _show_what_if(reply: Stats, warm: float, as_json: bool) -> None:
+    """The daemon's sample, replayed here: its loop is not held up by it."""
+    from hicache.replay.whatif import SCALES, Sampled, what_if
+
+    sampled = Sampled.of(reply)
+    num_requests = len(sampled.trace.requests)
+    if not num_requests:
+        click.echo("nothing has been asked for yet", err=True)
+        sys.exit(1)
+    with ProgressLine() as progress:
+        found = what_if(sampled, warm, lambda what, done: progress(what, done, num_requests))
+    if as_json:
+        rows = [asdict(estimate) for estimate in found]
+        about = {
+            "requests": num_requests,
+            "forgotten": sampled.forgotten,
+            "sampled_share": sampled.share,
+            "warm": warm,
+        }
+        click.echo(json.dumps({**about, "estimates": rows}, indent=2))
+        return
+    table = _table(
+        f"hit tokens in % of all tokens, by the tier (by all tiers): {num_requests:,} requests, "
+        f"{sampled.share:.3g} of their blocks",
+        "with this tier",
+        *(f"at {scale:g} ×" for scale in SCALES),
+    )
+    for tier in dict.fromkeys(estimate.tier for estimate in found):
+        cells = (
+            f"{100 * estimate.tier_hit:.1f} ({100 * estimate.all_hit:.1f})"
+            for estimate in found
+            if estimate.tier == tier
+        )
+        table.add_row(tier, *cells)
+    _console().print(table)
 
 
 def _show_once(reply: Stats, as_json: bool) -> None:
@@ -106,6 +161,7 @@ def render(stats: Stats) -> RenderableType:
         parts.append(_links(stats))
     if stats.get("planner"):
         parts.append(_planner(stats["planner"]))
+        parts += _judged(stats)
     if stats.get("namespaces"):
         parts.append(_namespaces(stats))
     parts.append(_counts(stats))
@@ -222,6 +278,37 @@ def _planner(planner: Stats) -> Table:
         "–" if speed is None else f"{speed:,.0f} tokens/s",
     )
     return table
+
+
+def _judged(stats: Stats) -> Iterator[RenderableType]:
+    """How far off the planner's estimates were, and its decisions in hindsight."""
+    planner = stats["planner"]
+    names = {space.get("digest"): space.get("name") for space in stats.get("namespaces") or ()}
+    if planner.get("errors"):
+        table = _table(
+            "estimates", "namespace", "of", "judged", "mean error", "relative", "bias", "within"
+        )
+        for row in planner["errors"]:
+            digest = row.get("namespace")
+            table.add_row(
+                str(names.get(digest) or digest)[:24],
+                str(row.get("of", "–")),
+                _number(row.get("judged")),
+                _seconds(row.get("mean_abs_error_s")),
+                *(f"{row.get(key, 0.0):.1%}" for key in ("mean_relative_error", "bias")),
+                f"{row.get('within_doubt', 0.0):.0%}",
+            )
+        yield table
+    regret, tried = planner.get("regret") or {}, planner.get("tried") or {}
+    if regret.get("judged"):
+        yield Text(
+            f"in hindsight {_number(regret.get('wrong'))} of {_number(regret['judged'])} decisions "
+            f"should have been others, which cost {_seconds(regret.get('regret_s'))} "
+            f"({regret.get('share') or 0.0:.1%}).\n"
+            f"{_number(tried.get('decisions'))} were tries, expected to cost "
+            f"{_seconds(tried.get('expected_cost_s'))}; {_number(planner.get('cut_short'))} loads "
+            "were cut short"
+        )
 
 
 def _namespaces(stats: Stats) -> Table:

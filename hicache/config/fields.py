@@ -20,11 +20,13 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from hicache.config.units import (
+    RATE_FORM,
     SECONDS_FORM,
     SIZE_FORM,
     SIZE_OR_SHARE_FORM,
     TIB,
     Share,
+    parse_rate,
     parse_seconds,
     parse_size,
     parse_size_or_share,
@@ -74,6 +76,19 @@ Bytes = Annotated[
                 {"type": "string", "pattern": _QUANTITY_SCHEMA + "([KMGT]i?B|B)$"},
             ],
             "description": SIZE_FORM,
+        }
+    ),
+]
+Rate = Annotated[
+    int,
+    BeforeValidator(parse_rate),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": _QUANTITY_SCHEMA + "([KMGT]i?B|B)/(d|day|h|hour)$"},
+            ],
+            "description": RATE_FORM,
         }
     ),
 ]

@@ -10,9 +10,9 @@ from hicache.config.errors import KeyPath
 from hicache.config.loading import effective_values
 from hicache.config.models import Config
 
-_LIVE_KEYS = frozenset({"write_policy", "selective_hits", "log_level", "debug"})
-_LIVE_SECTIONS = frozenset({"planner", "deadlines", "limits"})
-_LIVE_TIER_KEYS = frozenset({"high_watermark", "low_watermark"})
+_LIVE_KEYS = frozenset({"write_policy", "selective_hits", "log_level"})
+_LIVE_SECTIONS = frozenset({"planner", "deadlines", "limits", "debug"})
+_LIVE_TIER_KEYS = frozenset({"high_watermark", "low_watermark", "write_budget", "min_return"})
 
 
 @dataclass(frozen=True, slots=True)

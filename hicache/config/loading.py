@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from hicache.config.errors import ConfigError, KeyPath, Mistake, mistakes_of, yaml_key
 from hicache.config.fields import Surroundings
 from hicache.config.models import Config
-from hicache.config.source import read_yaml
+from hicache.config.source import Document, read_yaml
 
 _ENDPOINT: KeyPath = ("socket", "endpoint")
 
@@ -44,7 +44,7 @@ def load_config(path: str | os.PathLike[str], around: Surroundings | None = None
 def parse_config(text: str, source: str, around: Surroundings | None = None) -> LoadedConfig:
     """Checks a text; `source` is how sentences name it. Raises ConfigError."""
     around = around or Surroundings.of({}, os.getuid())
-    document = read_yaml(text)
+    document = _spelled_out(read_yaml(text))
     mistakes = list(document.mistakes)
     if mistakes and not document.values:
         raise ConfigError(source, mistakes)
@@ -75,6 +75,16 @@ def effective_values(model: BaseModel, path: KeyPath = ()) -> Iterator[tuple[Key
             yield from effective_values(value, here)
         else:
             yield here, value
+
+
+def _spelled_out(document: Document) -> Document:
+    """`debug: true` is short for `debug: {check: true}`."""
+    is_checked = document.values.get("debug")
+    if not isinstance(is_checked, bool):
+        return document
+    values = {**document.values, "debug": {"check": is_checked}}
+    lines = {**document.lines, ("debug", "check"): document.lines["debug",]}
+    return replace(document, values=values, lines=lines)
 
 
 def _with_endpoint(values: Mapping[str, object], around: Surroundings) -> dict[str, object]:

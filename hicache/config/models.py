@@ -6,12 +6,13 @@ writes it (`lease_ttl: 30s`). Nothing here looks at the machine: a size may stil
 piece (`config.tiers.disk`), never the whole.
 """
 
+import math
 import os
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hicache.config.fields import Bytes, Deadline, FilePath, Seconds, TierSize, wrong
+from hicache.config.fields import Bytes, Deadline, FilePath, Rate, Seconds, TierSize, wrong
 from hicache.config.units import GIB, MIB, Share, format_size
 from hicache.endpoint import (
     MAX_IPC_PATH_BYTES,
@@ -158,6 +159,20 @@ class DiskConfig(TierConfig):
         default=256 * MIB, validation_alias="min_free", ge=0, description="Left free on the volume."
     )
 
+    write_budget_bytes_per_day: Rate | None = Field(
+        default=None,
+        validation_alias="write_budget",
+        ge=1,
+        description="What the device may be worn by: of what memory gives up, no more than this is "
+        "written, the likeliest to return first.",
+    )
+    min_return: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="What memory gives up is written only if it returns with this probability.",
+    )
+
     @model_validator(mode="after")
     def _holds_its_batches(self) -> Self:
         if isinstance(self.size, int) and self.size < 4 * self.batch_bytes:
@@ -197,11 +212,30 @@ class PlannerConfig(Section):
     recompute_band: float = Field(
         default=0.05, ge=0, le=1, description="Gains below this share count as a tie: recompute."
     )
+    doubt_band: float = Field(
+        default=0.10,
+        ge=0,
+        le=1,
+        description="Gains below this share must be larger than the estimates may be off.",
+    )
     exploration: float = Field(
         default=0.01,
         ge=0,
         le=0.5,
-        description="Share of decisions taken the other way, to keep learning.",
+        description="Share of all time to first token that may be spent on trying the other way, "
+        "to keep learning.",
+    )
+    deadline_share: float = Field(
+        default=1.0,
+        ge=0,
+        le=100,
+        description="A load may take so much longer than expected; what has not come by then is "
+        "recomputed. 1 is twice as long.",
+    )
+    min_deadline_s: Deadline = Field(
+        default=0.1,
+        validation_alias="min_deadline",
+        description="Time that every load has, however short it is expected to be.",
     )
     probe_links: bool = Field(default=True, description="Measure each tier's speed at start.")
 
@@ -255,6 +289,41 @@ class LimitsConfig(Section):
     )
 
 
+class LinkSpeeds(Section):
+    """Bytes per second, by link."""
+
+    hbm_to_dram: Bytes | None = Field(default=None, ge=1, description="From hbm.")
+    dram_to_hbm: Bytes | None = Field(default=None, ge=1, description="To hbm.")
+    disk_to_dram: Bytes | None = Field(default=None, ge=1, description="From disk.")
+    dram_to_disk: Bytes | None = Field(default=None, ge=1, description="To disk.")
+
+
+class LinkStalls(Section):
+    """By link."""
+
+    hbm_to_dram: bool = Field(default=False, description="Nothing arrives from hbm.")
+    dram_to_hbm: bool = Field(default=False, description="Nothing arrives in hbm.")
+    disk_to_dram: bool = Field(default=False, description="Nothing arrives from disk.")
+    dram_to_disk: bool = Field(default=False, description="Nothing arrives on disk.")
+
+
+class DebugConfig(Section):
+    check: bool = Field(default=False, description="Check every invariant when idle; slow.")
+    throttle_bytes_per_s: LinkSpeeds = Field(
+        default=LinkSpeeds(), description="Copy no faster than this, as a slower device would."
+    )
+    stall: LinkStalls = Field(
+        default=LinkStalls(), description="Links on which copies begin and never end."
+    )
+
+    def bytes_per_s(self, link: str) -> float:
+        """Of `disk_to_dram` or another link: infinity where nothing is said, 0 where it stalls."""
+        if getattr(self.stall, link):
+            return 0.0
+        said = getattr(self.throttle_bytes_per_s, link)
+        return math.inf if said is None else float(said)
+
+
 class Config(Section):
     socket: SocketConfig = Field(default=SocketConfig(), description="How clients connect.")
     block_tokens: int = Field(default=16, ge=1, le=4096, description="Tokens per block.")
@@ -272,7 +341,13 @@ class Config(Section):
         default=DeadlinesConfig(), description="Longest time to a reply."
     )
     limits: LimitsConfig = Field(default=LimitsConfig(), description="What is refused.")
+    what_if: bool = Field(
+        default=True,
+        description="Remember a sample of what is asked for, for `hicache stats --what-if`.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least important message shown."
     )
-    debug: bool = Field(default=False, description="Check every invariant when idle; slow.")
+    debug: DebugConfig = Field(
+        default=DebugConfig(), description="For tests and demonstrations; `true` checks invariants."
+    )

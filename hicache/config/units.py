@@ -2,6 +2,7 @@
 
     8GiB  512MiB  25%  4096        a size: bytes, or a share of what the machine has
     250ms  2s  1m  0.5             a time: seconds
+    200GiB/day  8GiB/h             a rate: bytes a day
 
 Pure; used by the models when they read YAML, and by `config show` when it writes values back.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 SIZE_FORM = "a size such as 512MiB, 8GiB or 1TiB, or a whole number of bytes"
 SIZE_OR_SHARE_FORM = "a size such as 512MiB, 8GiB or 25%, or a whole number of bytes"
+RATE_FORM = "a rate such as 200GiB/day or 8GiB/h, or a whole number of bytes a day"
 SECONDS_FORM = "a time such as 250ms, 2s or 1m, or a number of seconds"
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -36,6 +38,7 @@ _SECONDS_PER: Mapping[str, float] = {
     "h": 3600.0,
     "d": 86400.0,
 }
+_PER_DAY: Mapping[str, int] = {"d": 1, "day": 1, "h": 24, "hour": 24}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)", re.ASCII)
 
 
@@ -72,6 +75,17 @@ def parse_size_or_share(value: object) -> int | Share:
     return size
 
 
+def parse_rate(value: object) -> int:
+    """Bytes a day. Raises UnitError for anything else."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    size, _, per = value.partition("/") if isinstance(value, str) else ("", "", "")
+    num_bytes, times = _read_size(size), _PER_DAY.get(per.strip().lower())
+    if times is None or not isinstance(num_bytes, int):
+        raise UnitError(RATE_FORM)
+    return num_bytes * times
+
+
 def parse_seconds(value: object) -> float:
     """Seconds. Raises UnitError for anything else."""
     if isinstance(value, bool):
@@ -93,6 +107,11 @@ def format_size(num_bytes: int) -> str:
             whole, rest = divmod(num_bytes, per)
             return f"{whole}{unit}" if rest == 0 else f"{num_bytes / per:.2f}{unit}"
     return f"{num_bytes}B"
+
+
+def format_rate(bytes_per_day: int) -> str:
+    """A form that `parse_rate` reads back, as exact as `format_size`."""
+    return f"{format_size(bytes_per_day)}/day"
 
 
 def format_seconds(seconds: float) -> str:

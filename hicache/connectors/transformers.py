@@ -48,7 +48,9 @@ _TORCH_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class CacheClient(Protocol):
     """What the connector asks of `hicache.client.Client`."""
 
-    def match(self, tokens: Sequence[int], *, explain: bool = False) -> Match: ...
+    def match(
+        self, tokens: Sequence[int], *, explain: bool = False, conversation: str = ""
+    ) -> Match: ...
     def fetch_runs(self, match: Match) -> Iterator[FetchedRun]: ...
     def release(
         self, match: Match, *, hop_bytes: float = 0.0, hop_s: float = 0.0, total_s: float = 0.0
@@ -62,6 +64,13 @@ class CacheClient(Protocol):
         last: int | None = None,
     ) -> PutResult: ...
     def observe(self, *, sum_n: float, sum_nc: float, seconds: float) -> None: ...
+    def hint(
+        self,
+        tokens: Sequence[int] | None = None,
+        *,
+        conversation: str = "",
+        finish_reason: str = "",
+    ) -> None: ...
     def close(self) -> None: ...
 
 
@@ -136,17 +145,25 @@ class CachedModel:
         self._staging: Words = np.empty(self.shape.block(0), self._word)
 
     def generate(
-        self, tokens: Sequence[int], max_new_tokens: int, *, stop: Collection[int] = ()
+        self,
+        tokens: Sequence[int],
+        max_new_tokens: int,
+        *,
+        stop: Collection[int] = (),
+        conversation: str = "",
+        keep: bool = True,
     ) -> Generation:
         """Greedy decoding of at least one token, up to and including the first one in `stop`.
 
-        Its KV is stored when the last token is out. What the model raises comes out of here.
+        Its KV is stored when the last token is out, unless it is not to be kept. `conversation`:
+        a name under which the daemon knows this prompt from the next turn's. What the model raises
+        comes out of here.
         """
         if not tokens:
             raise ValueError("a prompt needs at least one token")
         started_s = time.perf_counter()
         prompt = list(tokens)
-        loaded = self._load(prompt)
+        loaded = self._load(prompt, conversation)
         try:
             with torch.inference_mode():
                 cache = self._cache_of(loaded)
@@ -157,9 +174,11 @@ class CachedModel:
                     generated.append(self._next_token(generated[-1:], cache))
             prefill_s = first_out_s - prefill_started_s
             total_s = time.perf_counter() - started_s
-            put = self._store(prompt + generated, cache, loaded)
+            put = self._store(prompt + generated, cache, loaded) if keep else PutResult()
         finally:
             self._release(loaded)
+        if keep:
+            self._hint(prompt, conversation, "stop" if generated[-1] in stop else "length")
         self._observe(len(prompt) - loaded.tokens, loaded.tokens, prefill_s)
         return Generation(
             tokens=generated,
@@ -214,7 +233,7 @@ class CachedModel:
 
     # --- the daemon: whatever fails here is a miss ------------------------------------------------
 
-    def _load(self, prompt: list[int]) -> Loaded:
+    def _load(self, prompt: list[int], conversation: str) -> Loaded:
         """The blocks that the daemon advises to reload, as far as they arrive whole."""
         loaded = Loaded()
         if self.client is None:
@@ -222,7 +241,7 @@ class CachedModel:
         started_s = time.perf_counter()
         arrived: set[int] = set()
         with self._harmless("load"):
-            loaded.match = self.client.match(prompt, explain=True)
+            loaded.match = self.client.match(prompt, explain=True, conversation=conversation)
             wanted = min(loaded.match.decision.reload_blocks, len(prompt) // self.spec.block_tokens)
             if wanted < 1:
                 return loaded
@@ -302,6 +321,14 @@ class CachedModel:
                 hop_s=loaded.hop_s,
                 total_s=loaded.total_s,
             )
+
+    def _hint(self, prompt: list[int], conversation: str, finish_reason: str) -> None:
+        """Why the answer ended says something about whether the prompt will go on."""
+        if self.client is None:
+            return
+        with self._harmless("hint"):
+            tokens = None if conversation else prompt
+            self.client.hint(tokens, conversation=conversation, finish_reason=finish_reason)
 
     def _observe(self, new: int, context: int, seconds: float) -> None:
         if self.client is None:

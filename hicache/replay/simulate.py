@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
+from hicache.conversations import Conversations
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.hazard import fit
@@ -32,7 +33,6 @@ MINIMUM: Final = "min"
 
 _OWNER: Final = 1
 _TTL_S: Final = 1e9
-MAX_STOP: Final = 7
 _TAIL: Final = b"\0\0\0\0"
 """One more token after the last block: a prompt's last token is never loaded, always computed."""
 
@@ -72,17 +72,19 @@ class Tally:
 def replay(
     trace: Trace,
     blocks_of: Mapping[str, int],
-    policy: str,
+    policy: str | Mapping[str, str],
     *,
     warm: float = 0.0,
     hints: bool = True,
+    min_return: float = 0.0,
     saved_s: Callable[[int, int], float] = lambda tokens, hit: 0.0,
     step: Step = lambda done: None,
 ) -> Tally:
     """Replay a trace with tiers of these sizes in blocks; a tier of size 0 is absent.
 
-    Reports on the requests after the first `warm` share. `saved_s(tokens, hit tokens)` gives the
-    seconds of prefill that a hit saves; `step` is told the number of requests done."""
+    `policy` is one for all tiers, or each tier's. Reports on the requests after the first `warm`
+    share. `saved_s(tokens, hit tokens)` gives the seconds of prefill that a hit saves; `step` is
+    told the number of requests done."""
     first = int(len(trace.requests) * warm)
     tiers = {name: blocks_of[name] for name in TIERS if blocks_of.get(name, 0) > 0}
     if policy == MINIMUM:
@@ -91,7 +93,8 @@ def replay(
     if not tiers:
         tally.tokens = sum(request.input_tokens for request in trace.requests[first:])
         return tally
-    household = Household(tiers, policy, trace.block_tokens)
+    policies = [policy if isinstance(policy, str) else policy[name] for name in tiers]
+    household = Household(tiers, policies, trace.block_tokens, min_return)
     for number, request in enumerate(trace.requests):
         if number == first:
             household.tally = tally
@@ -108,7 +111,13 @@ def replay(
 class Household:
     """A cache engine over empty tiers, whose moves are done as soon as they are asked for."""
 
-    def __init__(self, tiers: Mapping[str, int], policy: str, block_tokens: int) -> None:
+    def __init__(
+        self,
+        tiers: Mapping[str, int],
+        policies: Sequence[str],
+        block_tokens: int,
+        min_return: float = 0.0,
+    ) -> None:
         specs = [
             # Requests need one tier that they can be written to: the fastest there is.
             TierSpec(
@@ -121,12 +130,14 @@ class Household:
         ]
         pools = [SlotPool(spec.capacity_bytes, spec.capacity_bytes) for spec in specs]
         links = [(a, b) for a in range(len(specs)) for b in range(len(specs)) if abs(a - b) == 1]
-        settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
-        new_policy, history = policies_of([policy] * len(specs))
+        settings = EngineSettings(
+            planner=PlannerSettings(mode="always_reload"), min_return=min_return
+        )
+        new_policy, history = policies_of(policies, wants_model=min_return > 0)
         self.engine = CacheEngine(specs, pools, links, settings, lambda: 1.0, new_policy, history)
         self.block_tokens = block_tokens
-        self._stops: dict[str, int] = {}
         self.tally = Tally()
+        self._conversations = Conversations()
         self.now_s = 0.0
         tokens_per_symbol = SYMBOL_BYTES // 4
         self.namespace = self.do(p.OpenNamespace(b"replay", tokens_per_symbol, PAGE_BYTES))
@@ -145,8 +156,13 @@ class Household:
             self.do(p.Fetch(matched.lease, now_s, now_s + _TTL_S))
             self.do(p.Release(matched.lease, now_s))
         self._put(tokens, matched.hit_blocks, request.num_blocks)
+        if hints and request.session:
+            whole = request.symbols[: -SYMBOL_BYTES if is_partial else None]
+            left = self._conversations.went_on(0, request.session, whole, SYMBOL_BYTES)
+            if left:
+                self.do(p.Hint(self.namespace, left, now_s, "conversation", "superseded"))
         if hints and request.stop:
-            self.do(p.Stopped(self.namespace, tokens, self._number_of(request.stop), now_s))
+            self.do(p.Hint(self.namespace, tokens, now_s, finish_reason=request.stop))
         self._learn()
         return [(run.tier, run.num_blocks) for run in matched.runs]
 
@@ -160,9 +176,6 @@ class Household:
             self.do(p.Commit(placed.ticket, placed.indices, self.now_s))
             self.tally.written_blocks[placed.tier] += len(placed.indices)
             held = placed.present + len(placed.indices)
-
-    def _number_of(self, stop: str) -> int:
-        return self._stops.setdefault(stop, min(len(self._stops) + 1, MAX_STOP))
 
     def _learn(self) -> None:
         history = self.engine.history

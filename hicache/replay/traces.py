@@ -7,14 +7,17 @@ One line is one request:
 
 `timestamp` in milliseconds; every hash id names one block and commits to all before it (equal id =
 same block after the same prefix). `session` and `stop` are optional. A first line with
-`block_tokens` instead says how many tokens a block has; Mooncake's have 512.
+`block_tokens` instead says how many tokens a block has, Mooncake's have 512, and may say its
+`block_bytes`. A line with a `stop` and no `hash_ids` is about the request of its `session` before
+it. A last line that is not whole is left out: who wrote it has not finished, or was killed.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,41 +55,60 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival. `footprint_blocks`: distinct blocks of the whole trace."""
+    """Requests in order of arrival. `footprint_blocks`: distinct blocks of the whole trace;
+    `block_bytes`: 0 where it does not say."""
 
     name: str
     block_tokens: int
     requests: tuple[Request, ...]
     footprint_blocks: int
+    block_bytes: int = 0
 
 
 def read_trace(path: Path) -> Trace:
     """Read a whole trace. Raises TraceError."""
-    block_tokens = MOONCAKE_BLOCK_TOKENS
+    sizes = {"block_tokens": MOONCAKE_BLOCK_TOKENS, "block_bytes": 0}
     requests: list[Request] = []
+    newest: dict[str, int] = {}
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if raw.startswith(GZIP_MAGIC) else raw).decode()
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from None
-    for number, line in enumerate(text.splitlines(), 1):
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             if "hash_ids" in row:
+                newest[str(row.get("session") or "")] = len(requests)
                 requests.append(_request(row))
+            elif "stop" in row:
+                about = newest.get(str(row["session"]))
+                if about is not None:
+                    requests[about] = replace(requests[about], stop=str(row["stop"]))
             else:
-                block_tokens = int(row["block_tokens"])
+                sizes.update({name: int(row[name]) for name in sizes if name in row})
+                if "block_tokens" not in row:
+                    raise KeyError("hash_ids")
         except (ValueError, KeyError, TypeError, OverflowError) as error:
+            if number == len(lines) > 1 and not line.endswith("\n"):
+                break
             what = f"{type(error).__name__}: {error}"
             raise TraceError(f"{path}, line {number}: not a request ({what})") from None
     if not requests:
         raise TraceError(f"{path}: no requests in it")
     requests.sort(key=lambda request: request.time_s)
-    every = np.frombuffer(b"".join(request.symbols for request in requests), np.uint64)
+    footprint = num_distinct(requests)
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-    return Trace(name, block_tokens, tuple(requests), len(np.unique(every)))
+    return Trace(name, sizes["block_tokens"], tuple(requests), footprint, sizes["block_bytes"])
+
+
+def num_distinct(requests: Sequence[Request]) -> int:
+    """The distinct blocks of all these."""
+    every = np.frombuffer(b"".join(request.symbols for request in requests), np.uint64)
+    return len(np.unique(every))
 
 
 def _request(row: dict[str, Any]) -> Request:

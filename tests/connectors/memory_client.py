@@ -13,6 +13,7 @@ import numpy.typing as npt
 from hicache.answers import FetchedRun
 from hicache.client import Decision, Match, PutResult
 from hicache.keys import TOKEN_BYTES, NamespaceSpec, encode_tokens
+from hicache.wire import DecisionName
 
 Block = npt.NDArray[np.uint8]
 
@@ -46,6 +47,7 @@ class Memory:
     backwards: bool = False
     leases: int = 0
     observed: list[tuple[float, float, float]] = field(default_factory=list)
+    hinted: list[tuple[int | None, str, str]] = field(default_factory=list)
     released: list[tuple[float, float, float]] = field(default_factory=list)
 
     def connect(self, spec: NamespaceSpec) -> "MemoryClient":
@@ -58,14 +60,16 @@ class MemoryClient:
         self._namespace = spec.digest()
         self._prompt = b""
 
-    def match(self, tokens: Sequence[int], *, explain: bool = False) -> Match:
+    def match(
+        self, tokens: Sequence[int], *, explain: bool = False, conversation: str = ""
+    ) -> Match:
         self._check("match")
         self._prompt = encode_tokens(tokens)
         hit = 0
         while self._key(hit) in self.memory.blocks:
             hit += 1
         reload = min(hit, self.memory.reload)
-        name = "recompute" if not reload else "reload" if reload == hit else "partial"
+        name: DecisionName = "recompute" if not reload else "reload" if reload == hit else "partial"
         self.memory.leases += reload > 0
         decision = Decision(name, reload, "test", "a test decides")
         runs = tuple((self.memory.tiers(block), 1) for block in range(hit))
@@ -117,6 +121,17 @@ class MemoryClient:
     def observe(self, *, sum_n: float, sum_nc: float, seconds: float) -> None:
         self._check("observe")
         self.memory.observed.append((sum_n, sum_nc, seconds))
+
+    def hint(
+        self,
+        tokens: Sequence[int] | None = None,
+        *,
+        conversation: str = "",
+        finish_reason: str = "",
+    ) -> None:
+        self._check("hint")
+        said = None if tokens is None else len(tokens)
+        self.memory.hinted.append((said, conversation, finish_reason))
 
     def close(self) -> None:
         pass

@@ -158,8 +158,8 @@ FAULTS: dict[str, tuple[Callable[[Memory], Memory], int]] = {
         12,
     ),
     "put fails": (lambda m: dataclasses.replace(m, fail=frozenset({"put"})), 20),
-    "release and observe fail": (
-        lambda m: dataclasses.replace(m, fail=frozenset({"release", "observe"})),
+    "release, hint and observe fail": (
+        lambda m: dataclasses.replace(m, fail=frozenset({"release", "hint", "observe"})),
         20,
     ),
 }
@@ -212,6 +212,20 @@ def test_measurements_are_reported() -> None:
     ((hop_bytes, hop_s, total_s),) = memory.released
     assert hop_bytes == 5 * served.spec.block_bytes
     assert 0 < hop_s <= total_s
+
+
+def test_it_says_why_an_answer_ended_and_of_which_conversation() -> None:
+    model, memory, prompt = make_model(), Memory(), prompt_of(23)
+    served = serve(model, memory)
+    (first,) = served.generate(prompt, 1).tokens
+    served.generate(prompt, 4, stop={first}, conversation="a")
+    assert memory.hinted == [(23, "", "length"), (None, "a", "stop")]
+
+
+def test_what_is_not_to_be_kept_is_not_stored() -> None:
+    model, memory, prompt = make_model(), Memory(), prompt_of(23)
+    generation = serve(model, memory).generate(prompt, 1, keep=False)
+    assert (generation.stored, memory.blocks, memory.hinted) == (0, {}, [])
 
 
 def test_stop_ends_the_answer_early() -> None:

@@ -137,7 +137,7 @@ class Household:
         config: dict[str, Any] = {
             "socket": {"endpoint": self.endpoint},
             "tiers": tiers,
-            "debug": True,
+            "debug": {"check": True},
             "planner": {"mode": "always_reload", "probe_links": False},
         }
         for key, value in changes.items():

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from hicache.client import Client, DaemonAbsent
+from hicache.tiers.disk import DiskTier
 from tests.e2e.household import Household, blocks_of, hicache, prompt, read, store, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -96,6 +97,29 @@ def test_stopped_in_order(write_policy: str) -> None:
             client.release(match)
             assert match.hit_blocks == 8
             assert read(client, tokens) == 8
+
+
+def test_uses_outlive_a_stop() -> None:
+    """How often blocks were hit is on disk after a stop, and is counted on from there."""
+    with Household(hbm=None) as house:
+        client = house.client()
+        for seed in range(3):
+            assert client.put(prompt(seed, 4), blocks_of(prompt(seed, 4)), durable=True).durable
+        for seed in (1, 1, 2):
+            assert read(client, prompt(seed, 4)) == 4
+        house.stop()
+        assert hits_on_disk(house.disk) == [0] * 4 + [1] * 4 + [2] * 4
+        house.start()
+        house.forget_clients()
+        assert read(house.client(), prompt(2, 4)) == 4
+        house.stop()
+        assert hits_on_disk(house.disk) == [0] * 4 + [2] * 8
+        house.start()
+
+
+def hits_on_disk(path: Path) -> list[int]:
+    with DiskTier(path, 256 << 20) as tier:
+        return sorted(row.hits for batch in tier.scan() for row in batch)
 
 
 def test_stopped_when_the_disk_is_full() -> None:

@@ -5,6 +5,7 @@ Two namespaces with blocks of one and of two pages share the tiers, and two owne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -47,6 +48,8 @@ class EngineMachine(RuleBasedStateMachine):
     tiers: Sequence[tuple[str, int, bool, bool]] = THREE_TIERS
     policy = "write_back"
     eviction = "lru"
+    min_return = 0.0
+    write_bytes_per_s = math.inf
     num_namespaces = 1
     slab_bytes = BLOCK_BYTES
     prompts_at_start = 0
@@ -56,7 +59,12 @@ class EngineMachine(RuleBasedStateMachine):
         reload = PlannerSettings(mode="always_reload")
         self.world = World(
             self.tiers,
-            EngineSettings(write_policy=self.policy, planner=reload),  # type: ignore[arg-type]
+            EngineSettings(
+                write_policy=self.policy,  # type: ignore[arg-type]
+                planner=reload,
+                min_return=self.min_return,
+                write_bytes_per_s=self.write_bytes_per_s,
+            ),
             self.slab_bytes,
             self.eviction,
         )
@@ -219,8 +227,15 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def recover(self) -> None:
         for tier in sorted(self.down):
-            self.world.recover(tier)
+            self.world.begin_recovery(tier)
         self.down.clear()
+
+    @rule(times=st.integers(1, 5))
+    def tell_more(self, times: int) -> None:
+        """A durable tier that is back tells some of what it holds, while others store and read."""
+        for _ in range(times):
+            if self.world.is_telling:
+                self.world.tell_more()
 
     @rule(tokens=prompts, namespace=namespaces, data=st.data())
     def reshape(self, tokens: bytes, namespace: int, data: st.DataObject) -> None:
@@ -262,9 +277,34 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("flush never ends")
 
-    @rule(tokens=prompts, stop=st.integers(0, 7))
-    def stopped(self, tokens: bytes, stop: int) -> None:
-        self.world.do(p.Stopped(0, tokens, stop, self.world.now_s))
+    @rule(
+        tokens=prompts,
+        namespace=namespaces,
+        ended=st.sampled_from(["", "turn", "tool_call", "conversation"]),
+        finish_reason=st.sampled_from(["", "stop", "length"]),
+        return_s=st.sampled_from([0.0, 1.0, 1e9]),
+        keep=st.booleans(),
+    )
+    def hint(
+        self,
+        tokens: bytes,
+        namespace: int,
+        ended: p.Ended,
+        finish_reason: str,
+        return_s: float,
+        keep: bool,
+    ) -> None:
+        """Whatever is said, true or not, nothing may break: what is leased stays, what is found is
+        right, what is held has room."""
+        namespace %= self.num_namespaces
+        now_s = self.world.now_s
+        said = p.Hint(namespace, tokens, now_s, ended, finish_reason, return_s, keep)
+        self.world.engine.matching.settle()
+        house = self.world.engine.residency
+        ids = [block for lease in house.leases.leases.values() for block in lease.ids.tolist()]
+        held = [block for block in ids if house.blocks.tags[block]]
+        self.world.do(said)
+        assert all(house.blocks.tags[block] for block in held), "a leased block is gone"
 
     @precondition(lambda self: self.world.engine.history is not None)
     @rule(seed=st.integers(0, 99), num_kinds=st.integers(0, 20))
@@ -273,7 +313,7 @@ class EngineMachine(RuleBasedStateMachine):
         history = self.world.engine.history
         assert history is not None
         ranks = np.random.default_rng(seed).random((num_kinds + 1, NUM_BINS)).tolist()
-        history.adopt(Model(ranks[1:], ranks[0]))
+        history.adopt(Model(ranks[1:], ranks[0], ranks[1:], ranks[0]))
 
     def teardown(self) -> None:
         """Quiet at the end: nothing leaks once everybody has gone."""
@@ -295,6 +335,15 @@ class WriteThroughMachine(EngineMachine):
 
 class SelectiveMachine(EngineMachine):
     policy = "write_through_selective"
+
+
+class GatedMachine(EngineMachine):
+    """What memory gives up is written or forgotten, as a model says that knows nothing and a budget
+    that is soon spent allows."""
+
+    eviction = "hazard"
+    min_return = 0.3
+    write_bytes_per_s = BLOCK_BYTES / 600
 
 
 class UnmappedHbmMachine(EngineMachine):
@@ -346,6 +395,7 @@ MACHINES = [
     EngineMachine,
     WriteThroughMachine,
     SelectiveMachine,
+    GatedMachine,
     UnmappedHbmMachine,
     OneTierMachine,
     TwoSizesMachine,

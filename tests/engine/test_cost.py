@@ -215,14 +215,13 @@ def test_a_link_learns_its_bandwidth(bytes_per_s: float) -> None:
 
 def test_one_probe_replaces_the_guess() -> None:
     link = LinkCost()
-    assert link.bytes_per_s == LinkCost.GUESS_BYTES_PER_S
+    assert link.bytes_per_s == pytest.approx(LinkCost.GUESS_BYTES_PER_S)
     link.measured(64 << 20, 0.0005 + (64 << 20) / 5e9)
-    assert link.bytes_per_s == pytest.approx(5e9)
+    assert link.bytes_per_s == pytest.approx(5e9, rel=0.05)
 
 
 def test_what_is_queued_ahead_is_waited_for() -> None:
-    link = LinkCost(latency_s=0.001)
-    link.bytes_per_s = 1e9
+    link = LinkCost(latency_s=0.001, bytes_per_s=1e9)
     assert link.seconds(1e6) == pytest.approx(0.002)
     assert link.seconds(1e6, queued_bytes=9e6) == pytest.approx(0.011)
     assert link.seconds(0, queued_bytes=9e6) == 0.0
@@ -233,10 +232,11 @@ def test_impossible_measurements_are_ignored(size: float, seconds: float) -> Non
     link = LinkCost()
     link.measured(size, seconds)
     assert link.num_measured == 0
-    assert link.bytes_per_s == LinkCost.GUESS_BYTES_PER_S
+    assert link.bytes_per_s == pytest.approx(LinkCost.GUESS_BYTES_PER_S)
 
 
 def test_a_tiny_fast_copy_does_not_look_infinitely_fast() -> None:
     link = LinkCost(latency_s=0.0005)
     link.measured(4096, 1e-5)  # less than the latency itself
-    assert link.bytes_per_s <= 4096 / 1e-6 * 1.001
+    assert link.bytes_per_s < 2 * LinkCost.GUESS_BYTES_PER_S
+    assert link.latency_s < 2e-5

@@ -45,9 +45,11 @@ def test_too_few_returns_say_nothing() -> None:
 
 
 def test_an_unknown_class_ranks_as_anybody() -> None:
-    model = Model([[0.9] * NUM_BINS], [0.1] * NUM_BINS)
+    known, other = [0.9] * NUM_BINS, [0.1] * NUM_BINS
+    model = Model([known], other, [other], known)
     assert [model.rank(kind, 0.0) for kind in (-1, 0, 1)] == [0.1, 0.9, 0.1]
-    assert Model([], [0.1] * NUM_BINS).rank(-1, 0.0) == 0.1
+    assert [model.returns_at(kind, 0.0) for kind in (-1, 0, 1)] == [0.9, 0.1, 0.9]
+    assert Model([], other, [], known).rank(-1, 0.0) == 0.1
 
 
 def test_what_is_still_out_counts_against_its_class() -> None:
@@ -65,7 +67,7 @@ def test_classes_never_exceed_their_number() -> None:
         blocks = rng.integers(0, 3, int(rng.integers(1, 200)), np.uint64)
         history.used(0, blocks.tobytes(), float(number) ** 1.3, is_partial=bool(number % 3))
         if number % 2:
-            history.stopped(0, blocks.tobytes(), number % 8)
+            history.hinted(0, blocks.tobytes(), number % 8)
     snapshot = history.snapshot()
     assert len(snapshot.levels) <= MAX_KINDS
     assert fit(snapshot) is not None

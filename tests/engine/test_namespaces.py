@@ -8,7 +8,7 @@ from hicache.engine import plan as p
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import PAGE_BYTES
-from tests.engine.world import BLOCK_BYTES, THREE_TIERS, World, keys_of, tokens_of
+from tests.engine.world import BLOCK_BYTES, THREE_TIERS, World, keys_of, row, tokens_of
 
 END = tokens_of(99)
 OTHER = b"o" * 32
@@ -67,8 +67,8 @@ def test_nor_after_a_restart_from_disk() -> None:
 def test_rows_of_another_block_size_are_sent_away() -> None:
     w = world()
     w.store(tokens_of(1))
-    row = p.StoredBlock(keys_of(tokens_of(5))[0], bytes(32), tokens_of(5), 3 * BLOCK_BYTES, 0)
-    assert w.do(p.Restore("disk", 0, [row], w.now_s)) == [row.key]
+    stranger = row(keys_of(tokens_of(5))[0], bytes(32), tokens_of(5), 3 * BLOCK_BYTES)
+    assert w.restore([stranger]) == [stranger.key]
 
 
 def test_clearing_one_leaves_the_other() -> None:

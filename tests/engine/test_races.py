@@ -338,9 +338,8 @@ def test_rows_without_a_parent_are_sent_away() -> None:
     on_disk_only(w, a)
     w.lose("disk")
     keys = keys_of(a)
-    rows = [row for row in w.rows_parents_first() if row.key != keys[1]]
     w.do(p.TierUp("disk", w.now_s))
-    assert w.do(p.Restore("disk", 0, rows, w.now_s)) == [keys[2]]
+    assert w.restore([row for row in w.rows.values() if row.key != keys[1]]) == [keys[2]]
     assert w.tiers_of(a) == ["disk"]
 
 

@@ -10,29 +10,30 @@ from hypothesis import strategies as st
 
 from hicache.engine import plan as p
 from hicache.engine.settings import EngineSettings
-from tests.engine.world import BLOCK_BYTES, ROOT, STEP, World, keys_of, tokens_of
+from hicache.tiers.disk_format import Header
+from tests.engine.world import BLOCK_BYTES, ROOT, STEP, World, keys_of, row, tokens_of
 
 DISK = (("dram", 64, True, False), ("disk", 64, False, True))
 
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=12)
 
 
-def rows_of(prompts: Sequence[Sequence[int]]) -> list[p.StoredBlock]:
+def rows_of(prompts: Sequence[Sequence[int]]) -> list[Header]:
     """One row for every block of every prompt; its hits are its depth."""
-    rows: dict[bytes, p.StoredBlock] = {}
+    rows: dict[bytes, Header] = {}
     for blocks in prompts:
         tokens = tokens_of(*blocks)
         keys = keys_of(tokens)
         for depth, key in enumerate(keys):
             parent = keys[depth - 1] if depth else ROOT
             symbol = tokens[depth * STEP : (depth + 1) * STEP]
-            rows[key] = p.StoredBlock(key, parent, symbol, BLOCK_BYTES, depth)
+            rows[key] = row(key, parent, symbol, BLOCK_BYTES, depth)
     return list(rows.values())
 
 
-def restored(world: World, rows: Sequence[p.StoredBlock]) -> list[bytes]:
+def restored(world: World, rows: Sequence[Header]) -> list[bytes]:
     """As after a restart: the tier comes up, and its rows are told."""
-    return world.do(p.Restore("disk", 0, rows, world.now_s))
+    return world.restore(rows)
 
 
 def hit(world: World, blocks: Sequence[int]) -> int:
@@ -43,17 +44,17 @@ def hit(world: World, blocks: Sequence[int]) -> int:
 @settings(deadline=None)
 def test_shuffled_rows_with_some_lost(stored: list[list[int]], data: st.DataObject) -> None:
     rows = rows_of(stored)
-    lost = data.draw(st.sets(st.sampled_from([row.key for row in rows]))) if rows else set()
+    lost = data.draw(st.sets(st.sampled_from([r.key for r in rows]))) if rows else set()
     random.Random(data.draw(st.integers(0, 1 << 30))).shuffle(rows)
     world = World(DISK)
-    homeless = restored(world, [row for row in rows if row.key not in lost])
+    homeless = restored(world, [r for r in rows if r.key not in lost])
     whole = set()
     for blocks in stored:
         for key in keys_of(tokens_of(*blocks)):
             if key in lost:
                 break
             whole.add(key)
-    assert sorted(homeless) == sorted({row.key for row in rows} - lost - whole)
+    assert sorted(homeless) == sorted({r.key for r in rows} - lost - whole)
     for blocks in stored:
         assert hit(world, blocks) == sum(key in whole for key in keys_of(tokens_of(*blocks)))
     assert world.engine.residency.pools[1].used_bytes == len(whole) * BLOCK_BYTES
@@ -93,8 +94,8 @@ def test_rows_that_lead_in_a_circle_are_homeless() -> None:
     world = World(DISK)
     one, two = bytes([1]) * 32, bytes([2]) * 32
     circle = [
-        p.StoredBlock(one, two, tokens_of(1), BLOCK_BYTES, 0),
-        p.StoredBlock(two, one, tokens_of(2), BLOCK_BYTES, 0),
+        row(one, two, tokens_of(1)),
+        row(two, one, tokens_of(2)),
     ]
     assert sorted(restored(world, circle)) == [one, two]
 

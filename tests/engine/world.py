@@ -6,7 +6,7 @@ a slot reused too early, a copy of the wrong block, or a miss of a stored one is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -17,6 +17,8 @@ from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
 from hicache.keys import chain_keys
 from hicache.tiers.block import PAGE_BYTES, TierSpec
+from hicache.tiers.disk_forest import Forest
+from hicache.tiers.disk_format import Header
 from hicache.tiers.slots import SlotPool
 
 A = TypeVar("A")
@@ -26,6 +28,9 @@ STEP = BLOCK_TOKENS * 4
 BLOCK_BYTES = 4096
 DIGEST = b"n" * 32
 ROOT = bytes(32)
+ZERO_S = 1_700_000_000
+"""When the world's clock stood at 0, in seconds since 1970."""
+MAX_TOLD = 3
 
 THREE_TIERS = (("hbm", 6, True, False), ("dram", 8, True, False), ("disk", 12, False, True))
 ONE_TIER = (("dram", 8, True, False),)
@@ -63,9 +68,10 @@ class World:
         )
         self.now_s = 1.0
         self.contents: dict[tuple[str, int], bytes] = {}
-        self.rows: dict[bytes, p.StoredBlock] = {}
-        self.row_digests: dict[bytes, bytes] = {}
+        self.rows: dict[bytes, Header] = {}
         self.orphans: list[bytes] = []
+        self.untold: Iterator[list[bytes]] = iter(())
+        self.is_telling = False
         self.digests: dict[int, bytes] = {}
         self.in_flight: dict[int, p.Move] = {}
         self.arrived: dict[int, list[p.ReadyRun]] = {}
@@ -209,10 +215,15 @@ class World:
                 assert content == identity.key, "another block stands in the source slot"
         if move.dst == "disk":
             assert identity is not None
-            self.rows[identity.key] = p.StoredBlock(
-                identity.key, identity.parent, identity.tokens, move.block_bytes, identity.hits
+            self.rows[identity.key] = row(
+                identity.key,
+                identity.parent,
+                identity.tokens,
+                move.block_bytes,
+                identity.hits,
+                int(self.now_s) + ZERO_S,
+                identity.namespace,
             )
-            self.row_digests[identity.key] = identity.namespace
             if identity.parent != ROOT and identity.parent not in self.rows:
                 self.orphans.append(identity.key)
         else:
@@ -230,6 +241,7 @@ class World:
 
     def lose(self, tier: str) -> None:
         """The tier's worker dies: its moves fail, then the engine hears of it."""
+        self.is_telling = self.is_telling and tier != "disk"
         mine = [n for n, move in self.in_flight.items() if tier in (move.src, move.dst)]
         for number in mine:
             del self.in_flight[number]
@@ -237,23 +249,57 @@ class World:
         assert not any(tier in (m.src, m.dst) for m in self.in_flight.values())
 
     def recover(self, tier: str) -> None:
-        """The worker is back; a durable tier tells what it holds, parents first."""
-        self.do(p.TierUp(tier, self.now_s))
-        if tier == "disk":
-            for number, digest in self.digests.items():
-                rows = [r for r in self.rows_parents_first() if self.row_digests[r.key] == digest]
-                for key in self.do(p.Restore("disk", number, rows, self.now_s)):
-                    del self.rows[key]
+        """The worker is back; a durable tier tells all it holds."""
+        self.begin_recovery(tier)
+        while tier == "disk" and self.tell_more():
+            pass
 
-    def rows_parents_first(self) -> list[p.StoredBlock]:
-        ordered: list[p.StoredBlock] = []
-        placed = {ROOT}
-        waiting = list(self.rows.values())
-        while waiting:
-            ready = [row for row in waiting if row.parent in placed]
-            if not ready:
-                return ordered + waiting
-            ordered += ready
-            placed.update(row.key for row in ready)
-            waiting = [row for row in waiting if row.key not in placed]
-        return ordered
+    def begin_recovery(self, tier: str) -> None:
+        """The worker is back; what a durable tier holds is still to be told."""
+        is_durable = tier == "disk"
+        self.do(p.TierUp(tier, self.now_s, is_restoring=is_durable))
+        if is_durable:
+            self.untold = self._tell(list(self.rows.values()))
+            self.is_telling = True
+
+    def tell_more(self) -> bool:
+        """Some rows more. False when there were none left: the tier is restored."""
+        homeless = next(self.untold, None)
+        for key in homeless or ():
+            self.rows.pop(key, None)
+        self.is_telling = homeless is not None
+        if not self.is_telling:
+            self.do(p.Restored("disk", self.now_s))
+        return self.is_telling
+
+    def restore(self, rows: Iterable[Header]) -> list[bytes]:
+        """Tell the engine of rows on disk. Returns the keys of the homeless and of the orphans."""
+        return [key for homeless in self._tell(list(rows)) for key in homeless]
+
+    def _tell(self, rows: list[Header]) -> Iterator[list[bytes]]:
+        """As a worker does it: a few rows at a time. Yields those that are to be removed."""
+        forests: dict[tuple[bytes, int, int], Forest] = {}
+        for row in rows:
+            kind = row.namespace, row.block_bytes, len(row.tokens)
+            forests.setdefault(kind, Forest(*kind)).add([row])
+        numbers = {digest: number for number, digest in self.digests.items()}
+        first = 0
+        for forest in forests.values():
+            for told in forest.told(first, len(rows), MAX_TOLD):
+                number = numbers[told.namespace]
+                yield self.do(p.Restore("disk", number, told, self.now_s, float(ZERO_S)))
+            first += len(forest)
+            yield forest.orphans
+
+
+def row(
+    key: bytes,
+    parent: bytes,
+    tokens: bytes,
+    block_bytes: int = BLOCK_BYTES,
+    hits: int = 0,
+    used_s: int = ZERO_S,
+    namespace: bytes = DIGEST,
+) -> Header:
+    """A block as a durable tier's scan finds it."""
+    return Header(namespace, key, parent, tokens, 0, hits, block_bytes, 0, 0.0, used_s)

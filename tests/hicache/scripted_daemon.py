@@ -121,6 +121,7 @@ class ScriptedDaemon(threading.Thread):
             "bye": {},
             "release": {"released": True},
             "observe": {},
+            "hint": {"known": True},
             "abort": {"aborted": 0},
         }
         self._orders: queue.SimpleQueue[tuple[bytes, list[bytes]] | None] = queue.SimpleQueue()

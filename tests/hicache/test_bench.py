@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from hicache.bench import planner
 from hicache.bench.grove import LONG, PROMPT, TURN, Grove
 from hicache.bench.report import RpcRow, StoreRow, tell
+from hicache.engine.planner import PlannerSettings
 
 
 def test_a_call_beside_its_floor() -> None:
@@ -109,3 +111,14 @@ def test_bench_of_the_index_and_of_the_decision(what: str) -> None:
     expected = {"hit", "hit_turns_branched", "insert", "evict"} if what == "index" else {"decision"}
     assert expected <= {row["op"] for row in rows}
     assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
+
+
+def test_the_planner_is_right_on_simulated_machines() -> None:
+    """A sample of the grid; `hicache bench planner --full` is all of it."""
+    settings = PlannerSettings(exploration=0.01)
+    figures = planner.run(lambda *_: None, settings, sample=60)
+    assert figures["mean_regret"] < 0.03 < figures["always_reload"]
+    assert figures["mean_regret"] < figures["threshold"] < figures["always_recompute"]
+    assert figures["worst_regret"] < 0.15, figures["worst_cell"]
+    assert 0 < figures["recovery_decisions"] <= 10
+    assert figures["explored_share"] < 0.01

@@ -136,6 +136,7 @@ def assert_every_call_misses(client: Any) -> None:
     assert client.put(TOKENS, out) == PutResult(refused=4)
     assert client.release(match) is None
     assert client.observe(sum_n=1, sum_nc=1, seconds=1) is None
+    assert client.hint(TOKENS, ended="turn") is None
     assert client.ping() is None
     assert client.stats() is None
     assert client.health() is None
@@ -448,6 +449,27 @@ def test_an_observation_nobody_waits_for_still_finds_out(
         client.match(TOKENS)
 
 
+def test_a_hint_says_only_what_is_known(connect: Any, daemon: ScriptedDaemon) -> None:
+    client = connect()
+    daemon.on("match", hit(0))
+    client.match(TOKENS, conversation="a")
+    client.hint(conversation="a", ended="tool_call", return_s=3)
+    client.hint(TOKENS, finish_reason="length", keep=False)
+    assert daemon.wait_for("match").body["conversation"] == "a"
+    about = daemon.wait_for("hint", 2).body
+    assert about == {
+        "tokens": np.asarray(TOKENS, "<u4").tobytes(),
+        "conversation": "",
+        "ended": "",
+        "finish_reason": "length",
+        "return_s": 0.0,
+        "keep": False,
+        "quiet": True,
+    }
+    first = daemon.wait_for("hint").body
+    assert (first["conversation"], first["ended"], first["return_s"]) == ("a", "tool_call", 3.0)
+
+
 def test_close_says_bye(connect: Any, daemon: ScriptedDaemon) -> None:
     client = connect()
     daemon.on("match", hit(0))
@@ -472,6 +494,7 @@ def test_every_request_tells_when_it_was_sent_and_how_long_it_waits(
         "skip_blocks": 2,
         "hop_bytes_per_s": 1e9,
         "explain": False,
+        "conversation": "",
     }
 
 

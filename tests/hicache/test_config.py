@@ -74,6 +74,17 @@ def test_units_and_paths_are_read() -> None:
         _ = config.tiers.dram.size_bytes
 
 
+def test_links_can_be_throttled_and_stalled() -> None:
+    debug = read(
+        LEAST + "debug: {throttle_bytes_per_s: {disk_to_dram: 50MB}, stall: {dram_to_hbm: true}}"
+    ).debug
+    assert debug.bytes_per_s("disk_to_dram") == 50e6
+    assert debug.bytes_per_s("dram_to_hbm") == 0.0
+    assert debug.bytes_per_s("dram_to_disk") == float("inf")
+    assert not debug.check
+    assert read(LEAST + "debug: true").debug.check
+
+
 def test_relative_paths_start_at_the_files_folder(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("tiers: {dram: {size: 1GiB}, disk: {size: 1GiB, path: ../blocks}}\n")
@@ -85,7 +96,7 @@ def test_relative_paths_start_at_the_files_folder(tmp_path: Path) -> None:
 def test_every_value_says_where_it_came_from() -> None:
     environ = {"HICACHE_ENDPOINT": "ipc:///tmp/e.sock", "HOME": "/home/op"}
     loaded = parse_config(LEAST + "debug: true\n", "x.yaml", Surroundings.of(environ, 7))
-    assert loaded.sources["debug"] == "x.yaml:2"
+    assert loaded.sources["debug.check"] == "x.yaml:2"
     assert loaded.sources["tiers.dram.size"] == "x.yaml:1"
     assert loaded.sources["limits.lease_ttl"] == "default"
     assert loaded.sources["socket.endpoint"] == "environment HICACHE_ENDPOINT"
@@ -109,6 +120,8 @@ def test_every_value_says_where_it_came_from() -> None:
         ("limits: {max_message: 1KiB}", "found '1KiB'; allowed: a size such as"),
         ("limits: 3", "limits: found 3; allowed: the keys max_message, "),
         ("planner: {recompute_band: 2}", "at least 0 and at most 1"),
+        ("debug: {stall: {disk: true}}", "debug.stall.disk: unknown key; allowed: hbm_to_dram"),
+        ("debug: {throttle_bytes_per_s: {disk_to_dram: 0}}", "found 0; allowed: a size such as"),
         (
             "socket: {endpoint: 'http://x'}",
             "allowed: ipc:///absolute/path.sock, or tcp://host:port",
@@ -225,7 +238,7 @@ def test_diff_says_what_applies_live() -> None:
         """
     )
     diff = diff_live(old, new)
-    assert set(diff.live) == {"tiers.dram.high_watermark", "planner.mode", "debug"}
+    assert set(diff.live) == {"tiers.dram.high_watermark", "planner.mode", "debug.check"}
     assert set(diff.restart) == {"tiers.dram.size", "block_tokens", "tiers.hbm"}
     assert diff_live(old, old).is_empty
 

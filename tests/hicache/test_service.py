@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from hicache.config import DeadlinesConfig, LimitsConfig
+from hicache.conversations import Conversations
 from hicache.delivery import Part
 from hicache.engine import plan as p
 from hicache.engine.planner import PlannerSettings
@@ -22,7 +23,7 @@ from hicache.service import Asked, Service
 from hicache.session import MAX_REMEMBERED_MATCHES, Session, Sessions
 from hicache.tiers.arena import Arena
 from hicache.waiting import Peer
-from hicache.wire import MatchReply, decode_reply, decode_request, pack
+from hicache.wire import MatchReply, WireError, decode_reply, decode_request, pack
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, ONE_TIER, World
 
 SPEC = NamespaceSpec(
@@ -177,3 +178,50 @@ def test_nothing_is_sent_of_a_lease_that_has_ended(desk: Desk) -> None:
     desk.service.send_more()
     assert first_bytes(sent) == [0, 1, 2, 3]
     assert sent[-1].message["blocks"] == 4
+
+
+def held(desk: Desk, tokens: bytes) -> int:
+    """Blocks of a prompt in memory, without asking for it."""
+    return len([tier for tier in desk.world.tiers_of(tokens, 1) if tier != "-"])
+
+
+def test_a_hint_may_name_the_conversation_instead_of_its_prompt(desk: Desk) -> None:
+    session = desk.hello()
+    asked = desk.ask("match", s=session.token, tokens=PROMPT, conversation="a")
+    assert asked["hit_blocks"] == 0
+    store(desk, session, PROMPT, 6)
+    assert desk.ask("hint", s=session.token, conversation="b", keep=False)["known"] is False
+    assert held(desk, PROMPT) == 6
+    assert desk.ask("hint", s=session.token, conversation="a", keep=False)["known"] is True
+    assert held(desk, PROMPT) == 0
+    over = desk.ask("hint", s=session.token, conversation="a", ended="conversation")
+    assert over["known"] is True
+    assert len(desk.service.conversations) == 0
+
+
+def test_a_conversation_that_goes_on_elsewhere_has_left_its_old_end(desk: Desk) -> None:
+    """Its context was rewritten: what only the old prompt needs goes first."""
+    session = desk.hello()
+    store(desk, session, PROMPT, 3)
+    rewritten = PROMPT[: 4 * BLOCK_TOKENS] + bytes(len(PROMPT))
+    desk.send("hint", s=session.token, tokens=PROMPT, conversation="a", quiet=True)
+    desk.world.now_s += 1
+    desk.send("match", s=session.token, tokens=rewritten, conversation="a")
+    assert [len(nodes) for nodes in desk.world.engine.residency.dismissed] == [1]
+
+
+def test_a_hint_that_is_none_of_the_documented_ones_is_refused(desk: Desk) -> None:
+    session = desk.hello()
+    with pytest.raises(WireError, match="turn, tool_call, conversation"):
+        desk.ask("hint", s=session.token, ended="soon")
+
+
+def test_conversations_take_little_room() -> None:
+    known = Conversations(max_bytes=100)
+    for number in range(50):
+        assert known.went_on(0, str(number), bytes(40), 8) == b""
+    assert len(known) == 2
+    assert known.newest(0, "49") == bytes(40)
+    assert known.newest(0, "47") == b""
+    assert known.went_on(0, "49", bytes(44), 8) == b""
+    assert known.went_on(0, "49", bytes(8) + b"x" * 36, 8) == bytes(44)

@@ -17,7 +17,7 @@ from hicache.tiers.dram import DramTier
 from hicache.tiers.hbm import HostPool
 from hicache.transfer.messages import WorkerConfig
 from hicache.transfer.mover import Mover
-from hicache.transfer.news import News, WorkerDown, WorkerUp
+from hicache.transfer.news import News, WorkerDown, WorkerRows, WorkerUp
 from tests.tiers.blocks import content, name
 
 MIB = 1 << 20
@@ -62,6 +62,8 @@ class Rig:
         self.news: list[News] = []
         self.skew_s = 0.0
         self.forgotten: set[int] = set()
+        self.takes_rows = True
+        self._num_taken = 0
         self._next_id = 0
         self.mover = Mover([configs[d] for d in devices], self.arenas, self.identify)
         self.mover.start(self.now_s)
@@ -123,6 +125,10 @@ class Rig:
         assert len(ids) == len(set(ids)), "a move had two outcomes"
         return outcomes
 
+    def heard_of(self, moves: Sequence[Move]) -> bool:
+        """Whether any of these has an outcome."""
+        return bool({outcome.move for outcome in self.heard()} & {move.id for move in moves})
+
     def wait(self, until: Callable[[], bool]) -> None:
         """Turn the loop until something is true."""
         poller = select.poll()
@@ -133,6 +139,14 @@ class Rig:
             poller.poll(20)
             self.news += self.mover.on_readable(self.now_s)
             self.news += self.mover.tick(self.now_s)
+            self._take_rows()
+
+    def _take_rows(self) -> None:
+        """As the daemon does: rows that were taken in let others come."""
+        told = [news.device for news in self.news if isinstance(news, WorkerRows)]
+        while self.takes_rows and self._num_taken < len(told):
+            self.mover.taken(told[self._num_taken])
+            self._num_taken += 1
 
     def hold(self, device: str) -> None:
         """The worker does not run from now on."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, StoredBlock
+from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, Use
+from hicache.tiers.block import StoredRows
 from hicache.transfer import messages
 from hicache.transfer.messages import Batch, Done, MalformedMessage, Stream, WorkerConfig
 
@@ -39,9 +41,23 @@ def test_outcomes_survive_with_their_share_of_the_time() -> None:
 
 
 def test_rows_survive() -> None:
-    rows = [StoredBlock(b"k", b"p", b"t", 10, 2)]
-    found = messages.unpack_rows(one(messages.pack_rows(b"ns", rows)))
-    assert (found.namespace, found.rows) == (b"ns", rows)
+    words = [np.array(row, np.uint32) for row in ([1, 2], [5, 6, 7], [8, 9, 2**32 - 1])]
+    lengths, hits, used_s = words
+    parents = np.array([-1, 0], np.int32)
+    rows = StoredRows(b"ns", 10, 4, 0, 3, lengths, parents, b"k" * 64, b"t" * 12, hits, used_s)
+    found = messages.unpack_rows(one(messages.pack_rows(rows)))
+    assert str(found) == str(rows)
+    wrongs: list[dict[str, Any]] = [{"tokens": b"t"}, {"hits": hits[:2]}, {"step": 0}]
+    for wrong in wrongs:
+        packed = messages.pack_rows(replace(rows, **wrong))
+        with pytest.raises(MalformedMessage):
+            messages.unpack_rows(one(packed))
+
+
+def test_uses_survive() -> None:
+    uses = [Use(4096, b"k", 3, 10.5), Use(8192, b"l", 1, -99.0)]
+    found = messages.unpack_uses(one(messages.pack_uses(uses, 50.0)))
+    assert found == {4096: [(b"k", 3, 60)], 8192: [(b"l", 1, 0)]}
 
 
 def test_a_stream_may_be_cut_anywhere() -> None:
@@ -71,7 +87,9 @@ VALUES = st.recursive(
 @settings(deadline=None)
 @given(
     fields=st.dictionaries(
-        st.sampled_from(["n", "moves", "out", "seconds", "bytes", "rows", "namespace", "keys"]),
+        st.sampled_from(
+            ["n", "moves", "out", "seconds", "bytes", "names", "words", "tokens", "keys", "uses"]
+        ),
         VALUES,
     )
 )
@@ -81,6 +99,7 @@ def test_wrong_fields_are_malformed_and_nothing_else(fields: dict[str, Any]) -> 
         messages.unpack_batch,
         messages.unpack_done,
         messages.unpack_rows,
+        messages.unpack_uses,
         messages.unpack_keys,
     ):
         with contextlib.suppress(MalformedMessage):

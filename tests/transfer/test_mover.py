@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
 
-from hicache.engine.plan import Priority
+from hicache.engine.plan import Priority, Use
+from hicache.tiers.disk import DiskTier
 from hicache.transfer.mover import Mover
-from hicache.transfer.news import WorkerMeasured, WorkerRows, WorkerUp
-from tests.tiers.blocks import NAMESPACE, name
-from tests.transfer.rig import BLOCK, DISK, GPU, SLOT, Rig
+from hicache.transfer.news import WorkerMeasured, WorkerRestored, WorkerRows, WorkerUp
+from tests.tiers.blocks import NAMESPACE, content, name
+from tests.transfer.rig import BLOCK, DISK, GPU, MIB, SLOT, Rig
 
 
 def slots(*blocks: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
@@ -144,11 +148,10 @@ def test_what_is_stored_comes_as_rows_after_a_restart(tmp_path: Path) -> None:
     rig.mover.describe(DISK, NAMESPACE, {"name": "smol"})
     rig.close()
     again = Rig(tmp_path, devices=[DISK])
-    rows = [n for n in again.news if isinstance(n, WorkerRows)]
-    up = next(n for n in again.news if isinstance(n, WorkerUp))
-    assert again.news.index(rows[-1]) < again.news.index(up)
-    assert {row.key for n in rows for row in n.rows} == {name(n).key for n in range(5)}
-    assert {(n.namespace, n.tier, n.is_first) for n in rows} == {(NAMESPACE, "disk", True)}
+    assert [up.is_restoring for up in again.news if isinstance(up, WorkerUp)] == [True]
+    assert tokens_told(again) == {name(n).tokens for n in range(5)}
+    told = [news.rows for news in again.news if isinstance(news, WorkerRows)]
+    assert {(rows.namespace, rows.total) for rows in told} == {(NAMESPACE, 5)}
     assert (again.disk_path / "namespaces" / f"{NAMESPACE.hex()}.json").exists()
     again.mover.forget(DISK, [(SLOT, name(n).key) for n in range(4)])
     outcomes = again.run(*[again.move("disk", "dram", n) for n in range(5)])
@@ -156,9 +159,65 @@ def test_what_is_stored_comes_as_rows_after_a_restart(tmp_path: Path) -> None:
     # `forget` is in the writer's order, not the reader's: look again after a stop.
     last = Rig(tmp_path, devices=[DISK])
     assert outcomes[4].ok
-    kept = [row for n in last.news if isinstance(n, WorkerRows) for row in n.rows]
-    assert [row.key for row in kept] == [name(4).key]
+    assert tokens_told(last) == {name(4).tokens}
     last.close()
+
+
+def tokens_told(rig: Rig) -> set[bytes]:
+    """Waits until all that was stored is told; the tokens of each block."""
+    rig.wait(lambda: any(isinstance(news, WorkerRestored) for news in rig.news))
+    told = [news.rows for news in rig.news if isinstance(news, WorkerRows)]
+    return {
+        rows.tokens[at : at + rows.step]
+        for rows in told
+        for at in range(0, len(rows.tokens), rows.step)
+    }
+
+
+def store_small(path: Path, numbers: range) -> None:
+    with DiskTier(path / "disk", 32 * MIB, durability="fast") as tier:
+        for start in numbers[::200]:
+            tier.put(4096, [(name(n), content(n, 100)) for n in range(start, start + 200)])
+
+
+def test_many_rows_come_as_they_are_taken_and_moves_go_on(tmp_path: Path) -> None:
+    """Rows that nobody takes in wait in the worker, and reads and writes do not wait for them."""
+    store_small(tmp_path, range(1000, 4000))
+    rig = Rig(tmp_path, devices=[DISK])
+    rig.takes_rows = False
+    rig.fill("dram", 1)
+    assert rig.run(rig.move("dram", "disk", 1))[0].ok
+    assert rig.run(rig.move("disk", "dram", 1))[0].ok
+    assert not any(isinstance(news, WorkerRestored) for news in rig.news)
+    rig.takes_rows = True
+    assert tokens_told(rig) >= {name(n).tokens for n in range(1000, 4000)}
+    rig.close()
+
+
+def test_stopped_in_the_middle_of_telling(tmp_path: Path) -> None:
+    store_small(tmp_path, range(3000))
+    rig = Rig(tmp_path, devices=[DISK])
+    rig.takes_rows = False
+    rig.wait(lambda: any(isinstance(news, WorkerRows) for news in rig.news))
+    rig.close()
+    again = Rig(tmp_path, devices=[DISK])
+    assert len(tokens_told(again)) == 3000
+    again.close()
+
+
+def test_uses_are_told_after_a_restart(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, devices=[DISK])
+    rig.run(*[rig.move("dram", "disk", n) for n in range(2)])
+    rig.mover.note(DISK, [Use(SLOT, name(1).key, 9, 50.0), Use(SLOT, name(7).key, 1, 1.0)], 3e9)
+    rig.close()
+    again = Rig(tmp_path, devices=[DISK])
+    tokens_told(again)
+    (rows,) = [news.rows for news in again.news if isinstance(news, WorkerRows)]
+    uses = list(zip(rows.hits.tolist(), rows.used_s.tolist(), strict=True))
+    assert uses[0] == (9, 3_000_000_050), "what was used last is told first"
+    assert uses[1][0] == 0
+    assert len(uses) == 2
+    again.close()
 
 
 def test_a_second_worker_on_a_path_says_whose_it_is(tmp_path: Path) -> None:
@@ -185,3 +244,44 @@ def test_a_worker_has_its_name(rig: Rig) -> None:
     for device, title in ((DISK, "hicache-disk-0"), (GPU, "hicache-gpu-0")):
         pid = rig.mover.pids()[device]
         assert Path(f"/proc/{pid}/comm").read_text().strip() == title
+
+
+def test_a_throttled_link_looks_as_slow_as_it_is_told(rig: Rig) -> None:
+    """To the meters, and in what its probe says after a restart."""
+    rig.fill("dram", *range(8))
+    assert all(o.ok for o in rig.run(*[rig.move("dram", "disk", n) for n in range(8)]))
+    rig.mover.pace("disk", 4e6, inf)
+    rig.news.clear()
+    assert all(o.ok for o in rig.run(*[rig.move("disk", "dram", n) for n in range(8)]))
+    (measured,) = (n for n in rig.news if isinstance(n, WorkerMeasured))
+    assert measured.num_bytes / measured.seconds <= 4e6
+    os.kill(rig.mover.pids()[DISK], signal.SIGKILL)
+    rig.wait(lambda: any(isinstance(n, WorkerUp) for n in rig.news))
+    probes = [n for n in rig.news if isinstance(n, WorkerMeasured) and n.is_probe]
+    speeds = {n.src: n.num_bytes / n.seconds for n in probes}
+    assert speeds["disk"] <= 4e6 < speeds["dram"]
+
+
+def test_a_stalled_link_goes_on_when_it_may(rig: Rig) -> None:
+    """What travels is not called back, what is queued can be; the other direction is free."""
+    rig.fill("dram", *range(100))
+    assert all(o.ok for o in rig.run(*[rig.move("dram", "disk", n) for n in range(100)]))
+    rig.mover.pace("disk", 0.0, inf)
+    late = [rig.move("disk", "dram", n) for n in range(100)]
+    assert not rig.submit(*late)
+    assert rig.run(rig.move("dram", "disk", 100))[0].ok
+    assert not rig.heard_of(late)
+    cancelled = rig.mover.cancel([move.id for move in late])
+    assert len(cancelled) == 100 - 2 * 32, "but for two batches"
+    rig.news += cancelled
+    rig.mover.pace("disk", inf, inf)
+    assert [outcome.ok for outcome in rig.outcomes(*late)] == [True] * 64 + [False] * 36
+
+
+def test_a_stalled_worker_stops_in_order(rig: Rig) -> None:
+    rig.fill("dram", 1)
+    rig.mover.pace("disk", inf, 0.0)
+    move = rig.move("dram", "disk", 1)
+    assert not rig.submit(move)
+    outcomes = rig.mover.close(10.0)
+    assert [(o.move, o.ok) for o in outcomes] == [(move.id, True)]

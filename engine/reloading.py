@@ -1,0 +1,87 @@
+"""What reloading takes, run by run: links work side by side, the client's last copy comes on top.
+
+Each run is either readable in place, or comes over one link behind what is queued there. The time
+of the first k runs is the slowest link's time for its share of them. So a run costs nothing more
+for as long as another link is busy, and it may be best to stop where that ends: such a run is cut
+in two there (`docs/planner.md`).
+
+    link a   [ queue ][ run 0        ]
+    link b   [ run 1          ¦      ]
+                              └ stopping here costs no more than run 0 alone
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hicache.engine.cost import LinkCost
+from hicache.engine.plan import TierRun
+
+
+@dataclass(slots=True, eq=False)
+class Way:
+    """How a tier's blocks come to where they can be read: over a link, behind `ahead_bytes`. A link
+    that should have brought something `late_s` ago may well need as long again."""
+
+    cost: LinkCost
+    ahead_bytes: float
+    late_s: float = 0.0
+    num_bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Until `num_bytes` have come; with none, until the first could."""
+        return self.late_s + self.cost.seconds(max(self.num_bytes, 1.0), self.ahead_bytes)
+
+    @property
+    def doubt_s(self) -> float:
+        return self.cost.doubt_s(max(self.num_bytes, 1.0), self.ahead_bytes)
+
+
+@dataclass(slots=True)
+class Reload:
+    """Per run (some cut in two): expected seconds until it and those before it are in the inference
+    engine, and how far off that may be. `start_s`: before the first block comes."""
+
+    runs: list[TierRun]
+    seconds: list[float]
+    doubt_s: list[float]
+    start_s: float
+
+
+def reload_over(
+    runs: Sequence[TierRun], ways: Sequence[Way | None], block_bytes: int, hop_s_per_byte: float
+) -> Reload:
+    """`ways[k]` is that of `runs[k]`, None where it is readable in place; runs of one tier share
+    theirs."""
+    reload = Reload([], [], [], 0.0)
+    busy: list[Way] = []
+    num_blocks = 0
+    for run, way in zip(runs, ways, strict=True):
+        pieces = [run]
+        if way is not None:
+            if not num_blocks:
+                reload.start_s = way.seconds
+            others_s = max([other.seconds for other in busy if other is not way], default=0.0)
+            free = int((others_s - way.seconds) * way.cost.bytes_per_s / block_bytes)
+            if 0 < free < run.num_blocks:
+                pieces = [TierRun(run.tier, free), TierRun(run.tier, run.num_blocks - free)]
+            if way not in busy:
+                busy.append(way)
+        for piece in pieces:
+            num_blocks += piece.num_blocks
+            if way is not None:
+                way.num_bytes += piece.num_blocks * block_bytes
+            last = max(busy, key=_seconds_of, default=None)
+            hop_s = num_blocks * block_bytes * hop_s_per_byte
+            reload.runs.append(piece)
+            reload.seconds.append(hop_s if last is None else last.seconds + hop_s)
+            reload.doubt_s.append(0.0 if last is None else last.doubt_s)
+    return reload
+
+
+def _seconds_of(way: Way) -> float:
+    return way.seconds

@@ -1,0 +1,135 @@
+"""`hicache serve --record FILE`: what was asked for, as a trace that `hicache replay` reads.
+
+    {"block_tokens": 16, "block_bytes": 2097152}
+    {"timestamp": 1764463406123, "input_length": 812, "output_length": 0, "hash_ids": [81…, 17…, …]}
+    {"timestamp": 1764463409876, "session": "5b…", "stop": "tool_call"}
+
+Hashes, not prompts: an id is the block's key (BLAKE2b over all before it) under a secret that is
+never written, so nobody can try prompts against a file, and ids of two runs of the daemon do not
+compare; neither do the names of conversations. Whole blocks only, in milliseconds since 1970. The
+second kind of row is a hint, about the request of its session before it. Requests of namespaces
+whose blocks have another number of tokens than the first one's are left out.
+
+Bounded: when FILE is full, or there when a daemon starts, it becomes FILE.1 in place of an older
+one. A full disk, or any other trouble with the file, ends the recording and nothing else. Rows
+reach the file about every tenth of a second. Called from the daemon's loop only, when the answer
+has left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from hicache.keys import ROOT_KEY, chain_keys
+from hicache.session import Session
+
+MAX_FILE_BYTES: Final = 256 << 20
+_ID_BITS: Final = 53
+"""As many as every reader of JSON keeps; among a million blocks two are alike once in 20,000."""
+
+log = logging.getLogger(__name__)
+_encoder: Final = msgspec.json.Encoder()
+
+
+class Recorder:
+    """Writes one file at a time. `close` at the end."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
+        """Raises OSError where the file cannot be written."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._secret = secrets.token_bytes(32)
+        self._wall_s = time.time() - time.monotonic()
+        self._header = b""
+        self._block_tokens = 0
+        self._num_bytes = 0
+        self._file: BinaryIO | None = self._open()
+
+    def asked(self, session: Session, tokens: bytes, conversation: str, now_s: float) -> None:
+        """A prompt came."""
+        spec = session.spec
+        if not self._block_tokens:
+            self._block_tokens = spec.block_tokens
+            sizes = {"block_tokens": spec.block_tokens, "block_bytes": spec.block_bytes}
+            self._header = _encoder.encode(sizes) + b"\n"
+            self._write(self._header)
+        if self._file is None or spec.block_tokens != self._block_tokens:
+            return
+        namespace = hashlib.blake2b(
+            session.namespace.to_bytes(8, "little"), key=self._secret
+        ).digest()
+        step = 4 * spec.block_tokens
+        ids = [
+            int.from_bytes(key[:8], "little") >> 64 - _ID_BITS
+            for key in chain_keys(namespace, ROOT_KEY, tokens, step)
+        ]
+        row: dict[str, Any] = {
+            "timestamp": self._at(now_s),
+            "input_length": len(tokens) // 4,
+            "output_length": 0,
+            "hash_ids": ids,
+        }
+        if conversation:
+            row["session"] = self._alias(session, conversation)
+        self._write(_encoder.encode(row) + b"\n")
+
+    def hinted(self, session: Session, conversation: str, stop: str, now_s: float) -> None:
+        """An answer of a conversation ended, for this reason."""
+        if conversation and stop and self._block_tokens:
+            alias = self._alias(session, conversation)
+            row = {"timestamp": self._at(now_s), "session": alias, "stop": stop}
+            self._write(_encoder.encode(row) + b"\n")
+
+    def flush(self) -> None:
+        """Let others read what was recorded so far."""
+        if self._file is not None:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """End the recording."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _at(self, now_s: float) -> int:
+        return round(1000 * (self._wall_s + now_s))
+
+    def _alias(self, session: Session, conversation: str) -> str:
+        """A name that only tells conversations apart."""
+        name = f"{session.namespace}/{conversation}".encode()
+        return hashlib.blake2b(name, key=self._secret, digest_size=8).hexdigest()
+
+    def _write(self, line: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            if self._num_bytes and self._num_bytes + len(line) > self._max_bytes:
+                self._file.close()
+                self._file = self._open()
+                self._num_bytes += self._file.write(self._header)
+            self._num_bytes += self._file.write(line)
+        except OSError as error:
+            self._give_up(error)
+
+    def _open(self) -> BinaryIO:
+        if self._path.exists() and self._path.stat().st_size:
+            self._path.replace(f"{self._path}.1")
+        self._num_bytes = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        return os.fdopen(os.open(self._path, flags, 0o600), "wb", buffering=1 << 20)
+
+    def _give_up(self, error: OSError) -> None:
+        log.error("%s: nothing more is recorded: %s", self._path, error.strerror or error)
+        self._file = None

@@ -1,0 +1,64 @@
+"""The file in which a daemon's estimates survive its restart: small, versioned, replaced at once.
+
+It lies beside the blocks on disk, or beside the socket where there is no disk tier. What cannot be
+read is left alone until it is replaced, and costs nothing but what was learned. Called from the
+daemon's loop, which a write of some kilobytes holds up for less than a millisecond; it is not
+synced, since after a power cut a few prefills teach as much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from hicache.config import Config
+from hicache.endpoint import ipc_path
+
+MAX_BYTES: Final = 16 << 20
+EVERY_S: Final = 60.0
+
+log = logging.getLogger("hicache")
+
+
+def file_for(config: Config) -> Path | None:
+    """Where this configuration's estimates are kept; None where there is no place for them."""
+    if config.tiers.disk is not None:
+        return Path(config.tiers.disk.path) / "estimates.json"
+    socket = ipc_path(config.socket.endpoint)
+    return Path(socket).with_name(Path(socket).name + ".estimates.json") if socket else None
+
+
+def read(file: Path) -> dict[str, Any]:
+    """What stands there; empty where there is nothing yet, or nothing that could be used."""
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(MAX_BYTES + 1)
+        known = json.loads(text) if len(text) <= MAX_BYTES else None
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("what was learned about speeds is not used: %s: %s", file, error)
+        return {}
+    if not isinstance(known, dict):
+        log.warning("what was learned about speeds is not used: %s holds something else", file)
+        return {}
+    return known
+
+
+def write(file: Path, known: dict[str, Any]) -> None:
+    """Put it in the place of what stands there."""
+    unfinished = file.with_name(file.name + ".new")
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        opened = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with open(opened, "w", encoding="utf-8") as sink:
+            json.dump(known, sink)
+        os.replace(unfinished, file)
+    except OSError as error:
+        log.warning("what was learned about speeds is not kept: %s: %s", file, error)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()

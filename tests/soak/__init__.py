@@ -1,0 +1,1 @@
+"""Many real clients, one daemon, and everything that can happen to them: `make soak`."""

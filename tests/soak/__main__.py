@@ -1,0 +1,221 @@
+"""Run a soak and judge it.
+
+    python -m tests.soak [--duration 10m] [--clients 6] [--seed N] [--json FILE]
+
+Exit status 1 where anything was wrong: wrong bytes, a call past its deadline, a client that ended
+or hung, a lease, slot, file descriptor, thread, process or shared file left behind, memory that
+grows, or a complaint in the daemon's log. It runs with `debug: true`, so that the daemon checks all
+its invariants ten times a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import psutil
+
+from hicache.config.units import parse_seconds
+from tests.e2e.household import Household, wait_for
+from tests.soak import load
+from tests.soak.chaos import CONFIG, Chaos
+
+SETTLED_S: Final = 300.0
+"""Memory is judged from this age of a daemon on: until then, everything is used for the first
+time."""
+MAX_GROWTH: Final = 0.01
+LOOK_S: Final = 5.0
+EXPECTED: Final = ("worker", "disk", "host")
+"""What an ERROR line of the log may be about: the workers that were killed."""
+
+
+class Soak:
+    def __init__(self, duration_s: float, num_clients: int, seed: int) -> None:
+        self.duration_s = duration_s
+        self.num_clients = num_clients
+        self.seed = seed
+        self.memory: list[tuple[float, int]] = []
+        self.troubles: list[str] = []
+
+    def run(self) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="hicache-soak-") as folder:
+            house = Household(autostart=False, **CONFIG)
+            house.expected_errors = list(EXPECTED)
+            house.start()
+            with house:
+                return self._run(house, Path(folder))
+
+    def _run(self, house: Household, folder: Path) -> dict[str, Any]:
+        before = _holdings(house)
+        with Chaos(house, self.num_clients, folder, self.seed) as chaos:
+            return self._soak(house, chaos, before)
+
+    def _soak(
+        self, house: Household, chaos: Chaos, before: dict[str, int] | None
+    ) -> dict[str, Any]:
+        began_s = time.monotonic()
+        # A long soak has a second half in which one daemon lives on and its memory is looked at.
+        spare_after_s = self.duration_s / 3 if self.duration_s > 2 * SETTLED_S else self.duration_s
+        rng = random.Random(self.seed)
+        look_s = daemon_s = began_s
+        pid = house.pid
+        while (now_s := time.monotonic()) < began_s + self.duration_s:
+            chaos.step(spare_daemon=now_s > began_s + spare_after_s)
+            if house.pid != pid:
+                pid, daemon_s, before = house.pid, now_s, None
+            if now_s >= look_s:
+                look_s = now_s + LOOK_S
+                self._look(house, now_s - daemon_s)
+                _show(chaos, began_s, self.duration_s)
+            time.sleep(rng.uniform(0.05, 1.0))
+            chaos.watch()
+        chaos.finish()
+        self.troubles += chaos.troubles
+        totals, slowest_s = _totals(chaos.files)
+        self._judge_totals(totals)
+        self._judge_leaks(house, before)
+        growth = self._judge_memory()
+        return {
+            "seed": self.seed,
+            "duration_s": round(time.monotonic() - began_s),
+            "clients": self.num_clients,
+            "deeds": dict(chaos.deeds),
+            "totals": totals,
+            "slowest_call_s": slowest_s,
+            "memory_growth": growth,
+            "troubles": self.troubles,
+        }
+
+    def _look(self, house: Household, age_s: float) -> None:
+        try:
+            self.memory.append((age_s, _private_bytes(house.pid)))
+        except psutil.NoSuchProcess:
+            return
+
+    def _judge_totals(self, totals: Mapping[str, int]) -> None:
+        for what in ("late match", "late fetch", "late put", "wrong"):
+            if totals.get(what):
+                self.troubles.append(f"{totals[what]} × {what}")
+        for what in ("fetched", "stored"):
+            if not totals.get(what):
+                self.troubles.append(f"nothing was {what}: the soak proved nothing")
+
+    def _judge_leaks(self, house: Household, before: Mapping[str, int] | None) -> None:
+        """With all clients gone nothing may be held, and all that is held must be right."""
+        wait_for(lambda: house.ask("health")["healthy"], "all tiers up")
+        for spec in load.MODELS:
+            with house.client(spec) as client:
+                for number in range(load.NUM_CONVERSATIONS):
+                    tokens = load.prompt(number, load.MAX_TURNS)
+                    match = client.match(tokens)
+                    out = np.zeros((match.decision.reload_blocks, spec.block_bytes), np.uint8)
+                    came = client.fetch(match, out).blocks
+                    client.release(match)
+                    if not np.array_equal(out[:came], load.blocks(spec, tokens, 0, came)):
+                        self.troubles.append(f"wrong bytes at the end, {spec.model_digest}")
+
+        with suppress(AssertionError):
+            wait_for(lambda: not _held(house), "nothing held by anybody")
+        if held := _held(house):
+            self.troubles.append(f"held by nobody who lives: {held}")
+        if before is not None:
+            after = _holdings(house)
+            for what, count in after.items():
+                if count > before[what]:
+                    self.troubles.append(f"{what}: {before[what]} at the start, {count} at the end")
+
+    def _judge_memory(self) -> float | None:
+        """Growth of the last daemon's private memory, from its fifth minute to its end."""
+        lives: list[list[tuple[float, int]]] = [[]]
+        for age_s, num_bytes in self.memory:
+            if lives[-1] and age_s < lives[-1][-1][0]:
+                lives.append([])
+            lives[-1].append((age_s, num_bytes))
+        old = [num_bytes for age_s, num_bytes in lives[-1] if age_s >= SETTLED_S]
+        if len(old) < 20:
+            return None
+        fifth = len(old) // 5
+        growth = float(np.median(old[-fifth:]) / np.median(old[:fifth]) - 1.0)
+        if growth > MAX_GROWTH:
+            self.troubles.append(f"memory grew by {growth:.1%}")
+        return round(growth, 4)
+
+
+def _held(house: Household) -> dict[str, int]:
+    """What clients hold, by what it is."""
+    stats = house.stats()
+    held = {what: stats[what] for what in ("sessions", "leases", "tickets", "waiting")}
+    for tier in stats["tiers"]:
+        held[f"{tier['name']} quarantined"] = tier["quarantined_bytes"]
+        held[f"{tier['name']} moves"] = tier["queue_depth"]
+    return {what: count for what, count in held.items() if count}
+
+
+def _holdings(house: Household) -> dict[str, int]:
+    process = psutil.Process(house.pid)
+    return {"file descriptors": process.num_fds(), "threads": process.num_threads()}
+
+
+def _private_bytes(pid: int) -> int:
+    """Anonymous memory: neither the arenas nor the disk tier's mapped file."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise psutil.NoSuchProcess(pid)
+
+
+def _totals(files: list[Path]) -> tuple[dict[str, int], float]:
+    """The sums of what the clients said last, and their slowest call."""
+    totals: Counter[str] = Counter()
+    slowest_s = 0.0
+    for file in files:
+        lines = [line for line in file.read_text().splitlines() if line.startswith("{")]
+        for line in reversed(lines):
+            try:
+                said = json.loads(line)
+            except ValueError:  # it was killed while it spoke
+                continue
+            slowest_s = max(slowest_s, said.pop("slowest_s"))
+            totals.update(said)
+            break
+    return dict(totals), slowest_s
+
+
+def _show(chaos: Chaos, began_s: float, duration_s: float) -> None:
+    if sys.stderr.isatty():
+        done_s = time.monotonic() - began_s
+        text = f"soak: {done_s:.0f} of {duration_s:.0f} s, {sum(chaos.deeds.values())} deeds"
+        print(f"\r{text}, {len(chaos.troubles)} troubles ", end="", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make soak", description=__doc__)
+    parser.add_argument("--duration", default="10m", help="like 120s or 30m")
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--json", default="", help="write the result to this file")
+    options = parser.parse_args()
+    print(f"soak: {options.duration}, {options.clients} clients, seed {options.seed}", flush=True)
+    soak = Soak(parse_seconds(options.duration), options.clients, options.seed)
+    result = soak.run()
+    text = json.dumps(result, indent=1)
+    if options.json:
+        Path(options.json).write_text(text + "\n")
+    print(text)
+    for trouble in result["troubles"]:
+        print(f"TROUBLE: {trouble}")
+    return 1 if result["troubles"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""What is done to the daemon, its workers and its clients while they work.
+
+Every entry of `DEEDS` is one kind of trouble with how often it is chosen. Those of `FATAL` end or
+stop the daemon itself, and with it what its memory would show of a leak; a long soak leaves them
+out in its second half.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Final, Self
+
+import psutil
+import zmq
+
+from hicache.client import DaemonAbsent
+from tests.e2e.household import ROOT, Household, Peer
+from tests.soak import load
+from tests.soak.client import WRONG_BYTES
+
+LEASE_TTL_S: Final = 3.0
+
+
+class Hand:
+    """A client process, and what it said."""
+
+    def __init__(self, house: Household, number: int, serial: int, folder: Path) -> None:
+        self.may_be_stopped = number % 3 == 2
+        transport = "frames" if number % 4 == 3 else "arena"
+        self.said = folder / f"client-{serial}.jsonl"
+        self._sink: IO[bytes] = self.said.open("wb")
+        command = [sys.executable, "-m", "tests.soak.client", house.endpoint, str(serial)]
+        self.process = subprocess.Popen(
+            [*command, transport, str(int(not self.may_be_stopped))],
+            stdout=self._sink,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+        )
+
+    def ended(self) -> int | None:
+        return self.process.poll()
+
+    def bury(self) -> None:
+        self.process.wait(30)
+        self._sink.close()
+
+
+class Chaos:
+    """`deeds` counts what was done."""
+
+    def __init__(self, house: Household, num_clients: int, folder: Path, seed: int) -> None:
+        self.house = house
+        self.rng = random.Random(seed)
+        self.deeds: Counter[str] = Counter()
+        self.troubles: list[str] = []
+        self.files: list[Path] = []
+        self._folder = folder
+        self._serial = 0
+        self._to_wake: list[tuple[float, int]] = []
+        self.hands = [self._hire(number) for number in range(num_clients)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever happened: nobody stays behind."""
+        for hand in self.hands:
+            hand.process.kill()
+            hand.bury()
+
+    def step(self, spare_daemon: bool) -> None:
+        """One deed, and a look at everybody."""
+        deeds = [deed for deed in DEEDS if not (spare_daemon and deed in FATAL)]
+        (deed,) = self.rng.choices(deeds, [DEEDS[deed] for deed in deeds])
+        self.deeds[deed.__name__.strip("_")] += 1
+        with suppress(DaemonAbsent, psutil.NoSuchProcess, ProcessLookupError):
+            deed(self)  # or it was just not there to be hurt
+        self.watch()
+
+    def watch(self) -> None:
+        """Wake who slept long enough; replace who is gone; notice who ended by itself."""
+        now_s = time.monotonic()
+        for wake_s, pid in self._to_wake:
+            if now_s >= wake_s and psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGCONT)
+        self._to_wake = [entry for entry in self._to_wake if now_s < entry[0]]
+        for number, hand in enumerate(self.hands):
+            status = hand.ended()
+            if status is not None:
+                if status != -signal.SIGKILL:
+                    what = "read wrong bytes" if status == WRONG_BYTES else f"ended with {status}"
+                    self.troubles.append(f"a client {what}: {hand.said.read_text()[-2000:]}")
+                hand.bury()
+                self.hands[number] = self._hire(number)
+
+    def finish(self) -> None:
+        """Wake everybody, and let the clients go home."""
+        for _, pid in self._to_wake:
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGCONT)
+        self._to_wake = []
+        for hand in self.hands:
+            hand.process.terminate()
+        for hand in self.hands:
+            try:
+                hand.bury()
+            except subprocess.TimeoutExpired:
+                self.troubles.append(f"a client hangs: {hand.said.read_text()[-2000:]}")
+                hand.process.kill()
+                hand.bury()
+
+    def _hire(self, number: int) -> Hand:
+        self._serial += 1
+        hand = Hand(self.house, number, self._serial, self._folder)
+        self.files.append(hand.said)
+        return hand
+
+    def _put_to_sleep(self, pid: int, least_s: float, most_s: float) -> None:
+        if all(pid != sleeper for _, sleeper in self._to_wake):
+            os.kill(pid, signal.SIGSTOP)
+            self._to_wake.append((time.monotonic() + self.rng.uniform(least_s, most_s), pid))
+
+    # --- deeds ----------------------------------------------------------------------------------
+
+    def _kill_client(self) -> None:
+        self.rng.choice(self.hands).process.kill()
+
+    def _stop_client(self) -> None:
+        """Longer than its leases last, sometimes."""
+        hand = self.rng.choice([hand for hand in self.hands if hand.may_be_stopped])
+        self._put_to_sleep(hand.process.pid, 0.2, 2 * LEASE_TTL_S)
+
+    def _kill_worker(self) -> None:
+        os.kill(self._worker(), signal.SIGKILL)
+
+    def _stop_worker(self) -> None:
+        self._put_to_sleep(self._worker(), 0.2, 3.0)
+
+    def _worker(self) -> int:
+        workers = self.house.stats()["workers"]
+        if not workers:
+            raise ProcessLookupError
+        return int(self.rng.choice(list(workers.values())))
+
+    def _garbage(self) -> None:
+        """From a stranger: what is no message, no operation, or too large."""
+        peer = Peer(self.house.endpoint)
+        peer.socket.rcvtimeo = 200
+        frames = [self.rng.randbytes(self.rng.randint(0, 200)) for _ in range(3)]
+        try:
+            peer.send(*frames)
+            peer.socket.send(bytes(80 << 20))
+        except zmq.ZMQError:
+            pass
+        finally:
+            peer.close()
+
+    def _reload(self) -> None:
+        low = self.rng.choice([0.6, 0.8])
+        dram = {**CONFIG["dram"], "low_watermark": low}
+        self.house.configure(**{**CONFIG, "dram": dram}, write_policy=self._policy())
+        if self.house.process is not None:
+            self.house.process.send_signal(signal.SIGHUP)
+
+    def _policy(self) -> str:
+        return self.rng.choice(["write_back", "write_through", "write_through_selective"])
+
+    def _clear(self) -> None:
+        peer = Peer(self.house.endpoint)
+        peer.socket.rcvtimeo = 1000
+        try:
+            spec = self.rng.choice(load.MODELS)
+            session = peer.ask("hello", protocol=1, spec=spec.to_wire(), client="clear")["session"]
+            peer.ask("clear", s=session)
+            peer.ask("bye", s=session)
+        except (zmq.ZMQError, KeyError):
+            pass
+        finally:
+            peer.close()
+
+    def _stop_daemon(self) -> None:
+        pid = self.house.pid
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(self.rng.uniform(0.1, 2.0))
+        os.kill(pid, signal.SIGCONT)
+
+    def _kill_daemon(self) -> None:
+        self._to_wake = [e for e in self._to_wake if e[1] in {h.process.pid for h in self.hands}]
+        self.house.kill()
+        self.house.start()
+
+    def _restart_daemon(self) -> None:
+        self.watch()
+        self.house.stop()
+        self.house.start()
+
+
+CONFIG: Final[dict[str, Any]] = {
+    "hbm": {"size": "12MiB"},
+    "dram": {"size": "24MiB"},
+    "disk": {"size": "96MiB"},
+    "limits": {"lease_ttl": f"{LEASE_TTL_S:.0f}s", "session_ttl": "6s"},
+    "deadlines": {"fetch": "2s", "put": "3s"},
+}
+
+DEEDS: Final[dict[Callable[[Chaos], None], float]] = {
+    Chaos._kill_client: 6,
+    Chaos._stop_client: 5,
+    Chaos._kill_worker: 3,
+    Chaos._stop_worker: 3,
+    Chaos._garbage: 3,
+    Chaos._reload: 2,
+    Chaos._clear: 1,
+    Chaos._stop_daemon: 1,
+    Chaos._kill_daemon: 1,
+    Chaos._restart_daemon: 1,
+}
+FATAL: Final = (Chaos._stop_daemon, Chaos._kill_daemon, Chaos._restart_daemon)

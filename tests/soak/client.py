@@ -1,0 +1,131 @@
+"""One client of a soak: asks, fetches, compares, stores, until SIGTERM, or whatever comes first.
+
+    python -m tests.soak.client ENDPOINT SEED TRANSPORT JUDGES
+
+A line of JSON on stdout tells every second what it did so far. Wrong bytes end it with status 3. A
+call that outlasts its deadline is told too, unless somebody may stop this process (`JUDGES` is 0):
+then its own time says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from typing import Any, Final, Literal, cast
+
+import numpy as np
+
+from hicache.client import Client, Match
+from tests.e2e.household import Tokens
+from tests.soak import load
+
+CALL_S: Final = 1.0
+FETCH_S: Final = 2.0
+PUT_S: Final = 3.0
+GRACE_S: Final = 2.0
+"""What a loaded machine may add to a deadline before it is called missed."""
+TELL_S: Final = 1.0
+PREFILL_S: Final = 0.01
+WRONG_BYTES: Final = 3
+
+
+class SoakClient:
+    def __init__(self, endpoint: str, seed: int, transport: str, judges: bool) -> None:
+        self.rng = random.Random(seed)
+        self.judges = judges
+        self.told: Counter[str] = Counter()
+        self.slowest_s = 0.0
+        self.spec = load.MODELS[self.rng.randrange(len(load.MODELS))]
+        self.client = Client(
+            self.spec,
+            endpoint,
+            transport=cast(Literal["arena", "frames"], transport),
+            timeout_s=CALL_S,
+            fetch_timeout_s=FETCH_S,
+            put_timeout_s=PUT_S,
+            name=f"soak {seed}",
+        )
+
+    def turn(self) -> None:
+        """One request of an inference engine, from its prompt to its new blocks."""
+        number = min(int(self.rng.expovariate(0.08)), load.NUM_CONVERSATIONS - 1)
+        tokens = load.prompt(number, self.rng.randint(1, load.MAX_TURNS))
+        started_s = time.monotonic()
+        match = self.client.match(tokens, request=self.rng.choice(["", str(number)]))
+        self.judge("match", started_s, CALL_S)
+        self.told["matches"] += 1
+        self.told["unanswered"] += not match.is_answered
+        have = self.fetch(match, tokens) if match.lease else 0
+        if self.rng.random() < 0.95:  # some forget to: their leases run out
+            self.client.release(match, hop_bytes=1e6, hop_s=1e-3, total_s=0.01)
+        if self.rng.random() < 0.2:
+            self.client.observe(sum_n=len(tokens), sum_nc=1e3, seconds=0.05)
+        time.sleep(self.rng.uniform(0.0, 2 * PREFILL_S))
+        self.put(tokens, have)
+
+    def fetch(self, match: Match, tokens: Tokens) -> int:
+        started_s = time.monotonic()
+        if self.rng.random() < 0.05:  # gives up half-way
+            for run in self.client.fetch_runs(match):
+                self.told["runs left"] += run.num_blocks
+                return 0
+        out = np.zeros((match.decision.reload_blocks, self.spec.block_bytes), np.uint8)
+        fetched = self.client.fetch(match, out)
+        self.judge("fetch", started_s, FETCH_S)
+        expected = load.blocks(self.spec, tokens, 0, fetched.blocks)
+        if not np.array_equal(out[: fetched.blocks], expected):
+            self.told["wrong"] += 1
+            self.tell()
+            sys.exit(WRONG_BYTES)
+        self.told["fetched"] += fetched.blocks
+        self.told["missing"] += match.decision.reload_blocks - fetched.blocks
+        return fetched.blocks
+
+    def put(self, tokens: Tokens, first: int) -> None:
+        last = (len(tokens) - 1) // self.spec.block_tokens
+        if first == last:
+            return
+        started_s = time.monotonic()
+        new = load.blocks(self.spec, tokens, first, last)
+        durable = self.rng.random() < 0.1
+        result = self.client.put(tokens, new, first=first, last=last, durable=durable)
+        self.judge("put", started_s, PUT_S)
+        self.told["stored"] += result.stored
+        self.told["refused"] += result.refused
+
+    def judge(self, what: str, started_s: float, deadline_s: float) -> None:
+        took_s = time.monotonic() - started_s
+        if self.judges:
+            self.slowest_s = max(self.slowest_s, took_s)
+            self.told[f"late {what}"] += took_s > deadline_s + GRACE_S
+
+    def tell(self) -> None:
+        said: dict[str, Any] = {**self.told, "slowest_s": round(self.slowest_s, 3)}
+        print(json.dumps(said), flush=True)
+
+
+def main(endpoint: str, seed: str, transport: str, judges: str) -> None:
+    ended = False
+
+    def end(*_: object) -> None:
+        nonlocal ended
+        ended = True
+
+    signal.signal(signal.SIGTERM, end)
+    soak = SoakClient(endpoint, int(seed), transport, judges == "1")
+    tell_s = time.monotonic()
+    while not ended:
+        soak.turn()
+        if time.monotonic() >= tell_s:
+            tell_s = time.monotonic() + TELL_S
+            soak.tell()
+    soak.client.close()
+    soak.tell()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
