@@ -15,7 +15,7 @@ from tests.hicache.scripted_daemon import ScriptedDaemon
 from tests.vllm.driver import Driver, Said
 from tests.vllm.test_reload import prompts, whole_blocks
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 ASKED = prompts([400, 530, 660], seed=3)
 OTHERS = prompts([1700], seed=4)

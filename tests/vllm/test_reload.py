@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.household import Household, wait_for
 from tests.vllm.driver import Driver
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 BLOCK_TOKENS = 128
 LENGTHS = np.geomspace(200, 4000, 20).astype(int).tolist()

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ import pytest
 from tests.e2e.household import Household, free_port, wait_for
 from tests.vllm.driver import ENVIRONMENT, PATIENT, ROOT, transfer_config
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 SYSTEM = "You are a careful assistant. " + " ".join(
     f"Rule {number}: answer question {number} briefly, politely and in whole sentences."
@@ -67,7 +68,10 @@ class Server:
         )
 
     def __enter__(self) -> Self:
-        wait_for(self._is_up, "a server that answers", patience_s=300.0)
+        with ExitStack() as undo:
+            undo.push(self.__exit__)
+            wait_for(self._is_up, "a server that answers", patience_s=600.0)
+            undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
