@@ -317,11 +317,13 @@ class CacheEngine:
     ) -> tuple[dict[int, Lease], dict[int, list[int]], int]:
         """Apply outcomes. Returns the leases to tell, what came for each, and blocks changed."""
         house = self.residency
+        arrived: dict[int, list[int]] = {}
+        finished = [(house.finish(outcome, now_s, arrived), outcome) for outcome in outcomes]
+        house.arrive(arrived)
         changed: list[int] = []
         told: dict[int, Lease] = {}
         came: dict[int, list[int]] = {}
-        for outcome in outcomes:
-            move = house.finish(outcome, now_s)
+        for move, outcome in finished:
             if move is None:
                 continue
             changed.append(move.block)

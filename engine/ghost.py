@@ -10,7 +10,7 @@ Owned by the daemon's one loop.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -145,14 +145,16 @@ class Ghost:
 
     def runs(self) -> list[Run]:
         """All runs."""
-        found: list[Run] = []
+        return list(self.each())
+
+    def each(self) -> Iterator[Run]:
+        """All runs, one by one. Runs may come, go and be split meanwhile: those are told or not."""
         stack = list(self._roots.values())
         while stack:
             run = stack.pop()
             stack.extend(run.children.values())
             if run.parent is not None:
-                found.append(run)
-        return found
+                yield run
 
     def _split(self, run: Run, count: int) -> Run:
         """Cut the first `count` blocks off into a run of their own, which is returned."""

@@ -174,13 +174,21 @@ class History:
         return self.wants_fits and self.num_requests - self._fitted_at >= REFIT_REQUESTS
 
     def snapshot(self) -> Snapshot:
-        """All that a fit needs, as of now."""
+        """All that a fit needs, as of now, in one go."""
+        return next(found for found in self.snapshot_in_slices() if found is not None)
+
+    def snapshot_in_slices(self, runs_each: int = 1000) -> Iterator[Snapshot | None]:
+        """All that a fit needs, last; None before, whenever so many runs more have been looked at.
+        Requests may come between: what they change counts in either state, never both for long."""
         self._fitted_at = self.num_requests
-        size = len(self._levels)
-        censored = self._censored[:size].copy()
-        for run in self.ghost.runs():
+        censored = np.zeros((MAX_KINDS, NUM_BINS))
+        for number, run in enumerate(self.ghost.each()):
+            if number % runs_each == runs_each - 1:
+                yield None
             censored[run.kind, bin_of(self.now_s - run.last_s)] += run.weight
-        return Snapshot(np.array(self._levels, np.int64), self._events[:size].copy(), censored)
+        size = len(self._levels)
+        censored = censored[:size] + self._censored[:size]
+        yield Snapshot(np.array(self._levels, np.int64), self._events[:size].copy(), censored)
 
     def adopt(self, model: Model | None) -> None:
         """A fit is done; None changes nothing."""

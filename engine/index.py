@@ -191,10 +191,12 @@ class Index:
         self._drop(parent)
         return parent
 
-    def mark(self, nodes: Sequence[Node], marks: Sequence[Mark], step: int) -> None:
+    def mark(self, nodes: Sequence[Node], marks: Sequence[Mark], step: int) -> bool:
         """Tell the nodes of one path their kind, uses and run: each of `marks` holds up to a block,
-        (end, kind, uses, run). Nodes are split where kinds differ, so a path of them is stale."""
+        (end, kind, uses, run). Nodes are split where kinds differ: whether any was, so that a path
+        of them is stale."""
         position = 0
+        is_stale = False
         for node in nodes:
             last = node.depth + node.num_blocks
             while position < len(marks) and marks[position][0] <= node.depth:
@@ -207,8 +209,10 @@ class Index:
                 if position + 1 < len(marks) and marks[position + 1][1] != kind:
                     upper = self.split(node, end - node.depth, step)
                     upper.kind, upper.uses, upper.run = kind, uses, run
+                    is_stale = True
                 node.kind, node.uses, node.run = kind, uses, run
                 position += 1
+        return is_stale
 
     def join(self, nodes: Sequence[Node]) -> None:
         """Bring a path's symbols together in as few stems as may be: it will be asked for again."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.engine.ghost import Run
+from hicache.engine.ghost import SYMBOL, Run
 from hicache.engine.hazard import NUM_BINS, Model
-from hicache.engine.history import SYMBOL, History
+from hicache.engine.history import History
 from hicache.engine.policies.base import ALWAYS
 from hicache.engine.policies.hazard import Hazard
 from hicache.engine.trial import Trial
