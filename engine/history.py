@@ -177,7 +177,7 @@ class History:
         """All that a fit needs, as of now, in one go."""
         return next(found for found in self.snapshot_in_slices() if found is not None)
 
-    def snapshot_in_slices(self, runs_each: int = 1000) -> Iterator[Snapshot | None]:
+    def snapshot_in_slices(self, runs_each: int = 250) -> Iterator[Snapshot | None]:
         """All that a fit needs, last; None before, whenever so many runs more have been looked at.
         Requests may come between: what they change counts in either state, never both for long."""
         self._fitted_at = self.num_requests

@@ -3,11 +3,11 @@
     counts, a slice each tick ──▶ process ──▶ it is ready ──▶ snapshot ──▶ model
 
 The loop hands over a snapshot of counts and takes the model when it comes; until then the old one
-serves. Nothing here holds the loop up: the ghost index is looked through in slices of about a
-millisecond, and the snapshot, larger than a pipe's buffer, is sent only to a process that reads it
-(a starting Python takes a quarter of a second to get there). A fit that fails or dies costs nothing
-but its model. The child ends by itself: with its answer, or when nobody is there to take it. Called
-from the daemon's loop only.
+serves. Nothing here holds the loop up: the ghost index is looked through in slices of about half a
+millisecond, ten a second, and the snapshot, larger than a pipe's buffer, is sent only to a process
+that reads it (a starting Python takes a quarter of a second to get there). A fit that fails or dies
+costs nothing but its model. The child ends by itself: with its answer, or when nobody is there to
+take it. Called from the daemon's loop only.
 """
 
 from __future__ import annotations
