@@ -57,10 +57,12 @@ from hicache.tiers.disk_format import (
     most_growth_bytes,
     pack_header,
     pack_use,
+    unpack_header,
 )
 from hicache.tiers.disk_reading import Bytes, Found, copy_all
 from hicache.tiers.disk_scan import Scan, Scanned
 from hicache.tiers.disk_shrink import compact, evict_coldest
+from hicache.tiers.disk_verify import Scrub
 
 Durability = Literal["fast", "batched", "sync"]
 READERS = 4
@@ -231,6 +233,20 @@ class DiskTier:
                 self.notes.append(f"{num_bad} records of {slot_bytes}-byte slots were not whole")
                 self._remove_bad(opened, scan.bad)
 
+    def scrub(self) -> Scrub:
+        """A pass over all that is stored, in steps, from a thread of its own."""
+        return Scrub(dict(self._environments))
+
+    def remove_bad(self, slot_bytes: int, key: bytes, row: bytes) -> tuple[bytes, bytes] | None:
+        """Remove a record that a scrub found bad, unless it was stored anew since. Returns its
+        namespace and the tokens of its whole prefix, None where nobody can tell."""
+        opened = self._environments.get(slot_bytes)
+        if opened is None:
+            return None
+        prefix = _prefix(opened, row)
+        self._remove_bad(opened, [(key, row)])
+        return prefix
+
     def num_blocks(self) -> int:
         """How many blocks are stored."""
         return sum(opened.num_blocks() for opened in self._environments.values())
@@ -352,6 +368,21 @@ class DiskTier:
 
         with contextlib.suppress(TierError):
             opened.commit(remove)
+
+
+def _prefix(opened: Environment, row: bytes) -> tuple[bytes, bytes] | None:
+    """The namespace of a row of `meta` and the tokens from the root to its block's end, None where
+    a row on the way is missing or damaged."""
+    tokens: list[bytes] = []
+    header = unpack_header(row)
+    with typed("read", opened.env.path()), opened.env.begin() as txn:
+        while header is not None:
+            tokens.append(header.tokens)
+            if header.parent == bytes(32):
+                return header.namespace, b"".join(reversed(tokens))
+            above = txn.get(header.parent, db=opened.meta)
+            header = None if above is None else unpack_header(bytes(above))
+    return None
 
 
 def _find(txn: lmdb.Transaction, opened: Environment, identity: Identity, view: Bytes) -> Found:
