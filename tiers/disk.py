@@ -24,7 +24,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -113,7 +113,7 @@ class DiskTier:
             for slot_bytes in self._device.classes():
                 self._reopen(slot_bytes)
             most = map_bytes(self.capacity_bytes)
-            if sum(opened.file_bytes() for opened in self._environments.values()) > most:
+            if sum(opened.file_bytes() for opened in list(self._environments.values())) > most:
                 self._shrink(most - most // 20 if usable_bytes is None else usable_bytes, progress)
             undo.pop_all()
 
@@ -185,6 +185,11 @@ class DiskTier:
         """Leave a readable account of a namespace beside its blocks, for people."""
         self._device.describe(digest, json.dumps(description, indent=1, sort_keys=True))
 
+    def drop_descriptions(self, kept: Container[bytes]) -> None:
+        """After a scan that found blocks of these namespaces: the accounts of others go."""
+        with contextlib.suppress(OSError, ValueError):  # for people only; a strange name stays
+            self._device.drop_descriptions(kept)
+
     def sync(self) -> None:
         """Everything that was committed is on the medium when this returns."""
         for opened in list(self._environments.values()):
@@ -249,11 +254,11 @@ class DiskTier:
 
     def num_blocks(self) -> int:
         """How many blocks are stored."""
-        return sum(opened.num_blocks() for opened in self._environments.values())
+        return sum(opened.num_blocks() for opened in list(self._environments.values()))
 
     def room_bytes(self) -> int:
         """How much longer the files may become, all together."""
-        files = sum(opened.file_bytes() for opened in self._environments.values())
+        files = sum(opened.file_bytes() for opened in list(self._environments.values()))
         others = len(self._environments) > 1 or self._device.aside_bytes
         kept = self._device.aside_bytes + (self._spare_bytes() if others else 0)
         room = map_bytes(self.capacity_bytes) - files - kept

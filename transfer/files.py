@@ -180,6 +180,7 @@ class DiskMedium:
             if kind not in forests:
                 forests[kind] = Forest(*kind)
             forests[kind].add(rows)
+        self._tier.drop_descriptions({namespace for namespace, _, _ in forests})
         total, first = sum(map(len, forests.values())), 0
         while forests:
             _, forest = forests.popitem()

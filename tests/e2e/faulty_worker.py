@@ -4,7 +4,8 @@
 
 Which call is said by the JSON file that HICACHE_TEST_FAULT names: {"folder", "kind", "nth",
 "errno"}, and "at_start": whether to count from the start of the process on, or from SIGUSR1. Once
-it has failed, a file beside that one says so, and no call fails any more, here or in the next.
+it has failed, a file beside that one says so, and no call fails any more, here or in the next; with
+"for_good" all after it fail too, until SIGUSR2.
 """
 
 from __future__ import annotations
@@ -45,7 +46,12 @@ class ToldFaults(Faults):
         """If this is the moment, and it has not failed before."""
         wanted = json.loads(self._control.read_text())
         if wanted["at_start"] == at_start and not mark_beside(self._control).exists():
-            self._stack.enter_context(self.fail_at(wanted["kind"], wanted["nth"], wanted["errno"]))
+            what = wanted["kind"], wanted["nth"], wanted["errno"]
+            self._stack.enter_context(self.fail_at(*what, for_good=wanted["for_good"]))
+
+    def end(self) -> None:
+        """The cause is gone."""
+        self._stack.close()
 
 
 def main(fd: int) -> int:
@@ -55,6 +61,7 @@ def main(fd: int) -> int:
     assert lmdb.version()
     faults = ToldFaults(control, Path(json.loads(control.read_text())["folder"]))
     signal.signal(signal.SIGUSR1, lambda *_: faults.arm(at_start=False))
+    signal.signal(signal.SIGUSR2, lambda *_: faults.end())
     faults.arm(at_start=True)
     return worker.main(fd)
 

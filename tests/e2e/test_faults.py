@@ -41,8 +41,11 @@ class FaultyHousehold(Household):
             hbm=None, dram={"size": "8MiB"}, module="tests.e2e.faulty_daemon", autostart=False
         )
 
-    def will_fail(self, kind: Kind, nth: int, error: int, at_start: bool) -> None:
+    def will_fail(
+        self, kind: Kind, nth: int, error: int, at_start: bool, for_good: bool = False
+    ) -> None:
         fault = {"kind": kind, "nth": nth, "errno": error, "at_start": at_start}
+        fault["for_good"] = for_good
         self.control.write_text(json.dumps({"folder": str(self.disk), **fault}))
         mark_beside(self.control).unlink(missing_ok=True)
 
@@ -72,6 +75,34 @@ def test_a_call_fails_while_it_serves(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_each_while_it_serves(kind, errno.EIO, tmp_path, monkeypatch)
+
+
+def test_a_volume_that_takes_no_write_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a read-only remount: `health` says so, what is held is served, memory takes what
+    comes; when the cause is gone the disk takes blocks again by itself."""
+    with FaultyHousehold(monkeypatch, tmp_path / "fault") as house:
+        house.will_fail("write", 1, errno.EROFS, at_start=False, for_good=True)
+        house.start()
+        client = house.client()
+        for seed in BASE:
+            assert store(client, prompt(seed, NUM_BLOCKS), durable=True) == NUM_BLOCKS
+        worker = house.worker("disk")
+        os.kill(worker, signal.SIGUSR1)
+        seeds = itertools.count(100)
+        assert not is_durable(client, seeds)
+        health = house.ask("health")
+        assert health["tiers"]["disk"] == "read-only"
+        assert "Read-only file system" in health["problems"]["disk"]
+        for seed in BASE:
+            assert read(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS
+        for seed in range(200, 212):
+            assert store(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS
+            assert read(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS
+        assert house.worker("disk") == worker
+        os.kill(worker, signal.SIGUSR2)
+        wait_for(lambda: is_durable(client, seeds) and house.is_healthy(), "its return", 90.0)
 
 
 @pytest.mark.slow

@@ -748,6 +748,48 @@ def test_a_path_larger_than_the_memory_it_passes_through() -> None:
     assert world.store(tokens_of(7, 8, 9)).ticket
 
 
+# --- writing down: ends that move, records that go ----------------------------------------------
+
+
+def test_a_path_that_waits_is_merged_with_what_hangs_below_it() -> None:
+    """1. A, B are to be durable; one block at a time goes to disk. 2. C is stored below them and
+    the whole is asked for: their nodes become one. 3. B is written all the same, and whoever waits
+    is told.
+    """
+    w = world((("dram", 8, True, False), ("disk", 20, False, True)), max_moving_bytes=BLOCK_BYTES)
+    ticket = w.store(tokens_of(1, 2), durable=True).ticket
+    w.store(tokens_of(1, 2, 3))
+    w.release(w.match(tokens_of(1, 2, 3, 9)).lease)
+    house = w.engine.residency
+    assert len(house.namespaces[0].root.children) == 1
+    assert len(next(iter(house.namespaces[0].root.children.values()))) == 3, "one node"
+    w.finish_all()
+    assert w.tiers_of(tokens_of(1, 2, 3)) == ["dram+disk", "dram+disk", "dram"]
+    assert ticket in w.durable
+
+
+def test_a_child_waits_while_its_parents_record_is_deleted() -> None:
+    """1. A's record is being deleted, which cannot be called back. 2. B, below A, is to be durable.
+    3. It is written only after A has been written anew: no crash leaves it without its parent.
+    """
+    w = world((("dram", 8, True, False), ("disk", 20, False, True)))
+    a, b = tokens_of(1), tokens_of(1, 2)
+    w.store(a, durable=True)
+    w.finish_all()
+    house = w.engine.residency
+    block = house.index.match(house.namespaces[0].root, a, STEP).ids()
+    house.start_giving_up(house.namespaces[0], block, 1)
+    house.settle(block)
+    ticket = w.store(b, durable=True).ticket
+    (deletion,) = w.moving("disk", None)
+    assert not w.moving("dram", "disk")
+    w.finish(deletion)
+    assert len(w.moving("dram", "disk")) == 2
+    w.finish_all()
+    assert w.orphans == []
+    assert ticket in w.durable
+
+
 # --- a scrub ----------------------------------------------------------------------------------
 
 
