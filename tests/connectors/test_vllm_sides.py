@@ -224,7 +224,7 @@ def test_preemption_and_resumption(memory: AsyncMemory, engine: Make, num_ranks:
 def test_pages_are_held_while_they_are_being_stored(memory: AsyncMemory, engine: Make) -> None:
     """The request has ended and its pages would be overwritten by the next."""
     gate = memory.gates["put"] = threading.Event()
-    one = engine(num_blocks=16, store_share=0.5)
+    one = engine(num_blocks=16)
     first = request("a", tokens(1, 29), max_tokens=1)
     one.add(first)
     while first.status != "finished":

@@ -191,7 +191,7 @@ class Engine:
         budget: int = 64,
         lookup_s: float = 30.0,
         load_s: float = 30.0,
-        store_share: float = 0.5,
+        store_share: float = 1.0,
         **more: Any,
     ) -> None:
         self.trouble = Trouble()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
@@ -33,6 +33,7 @@ from hicache.aio import AsyncClient
 from hicache.connectors.vllm.announcing import Announcements
 from hicache.connectors.vllm.asking import Asking
 from hicache.connectors.vllm.background import Background, Trouble
+from hicache.connectors.vllm.metrics import HiCacheProm, HiCacheStats
 from hicache.connectors.vllm.namespace import (
     EngineFacts,
     namespace_spec,
@@ -42,7 +43,7 @@ from hicache.connectors.vllm.namespace import (
 from hicache.connectors.vllm.options import Options, check_failure_policy
 from hicache.connectors.vllm.orders import Orders, Report
 from hicache.connectors.vllm.pages import Unsupported, pages_of
-from hicache.connectors.vllm.scheduling import SchedulerSide
+from hicache.connectors.vllm.scheduling import Counters, SchedulerSide
 from hicache.connectors.vllm.working import WorkerSide
 from hicache.keys import NamespaceSpec
 
@@ -79,6 +80,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         self._spec: NamespaceSpec | None = None
         self._side: SchedulerSide | None = None
         self._bad_pages: set[int] = set()
+        self._troubles = 0
         try:
             refuse_by_config(vllm_config)
             refuse_by_cache(kv_cache_config.kv_cache_groups)
@@ -349,8 +351,16 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
             self._side.close(CLOSE_S)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return None
+        if self._side is None:
+            return None
+        counters, self._side.counters = self._side.counters, Counters()
+        troubles, self._troubles = TROUBLE.count - self._troubles, TROUBLE.count
+        return HiCacheStats(data={**asdict(counters), "troubles": troubles})
 
     @classmethod
-    def build_prom_metrics(cls, *_: Any, **__: Any) -> KVConnectorPromMetrics | None:
-        return None
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return HiCacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any, **named: Any) -> KVConnectorPromMetrics | None:
+        return HiCacheProm(*arguments, *named.values())

@@ -1,0 +1,140 @@
+"""One real vLLM, started without a daemon, through everything that can become of one. What the
+model says never changes, and nothing takes longer than the deadlines."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.household import Household, wait_for
+from tests.hicache.scripted_daemon import ScriptedDaemon
+from tests.vllm.driver import Driver, Said
+from tests.vllm.test_reload import prompts, whole_blocks
+
+pytestmark = pytest.mark.timeout(1800)
+
+ASKED = prompts([400, 530, 660], seed=3)
+OTHERS = prompts([1700], seed=4)
+ALL = [whole_blocks(prompt) for prompt in ASKED]
+WARNING = "vLLM goes on without it"
+
+
+class Story:
+    """vLLM and its daemon. The first answer is given without a daemon; all others must equal it."""
+
+    def __init__(self, driver: Driver, house: Household) -> None:
+        self.driver, self.house = driver, house
+        self.expected = driver.generate(ASKED)
+
+    def ask(self) -> Said:
+        """Again, with vLLM's own cache emptied."""
+        self.driver.reset()
+        return self.check(self.driver.generate(ASKED))
+
+    def check(self, said: Said) -> Said:
+        assert said.outputs == self.expected.outputs
+        return said
+
+    def ask_until_served(self) -> None:
+        """The daemon is back: by itself vLLM comes to it again, and loads everything."""
+        wait_for(lambda: self.ask().cached == ALL, "hits of everything", patience_s=200.0)
+
+    def absent_at_start(self) -> None:
+        assert self.driver.said().count(WARNING) == 1
+
+    def there(self) -> None:
+        self.house.start()
+        self.ask_until_served()
+
+    def dies_while_blocks_are_loading(self) -> None:
+        """They lie on disk only, whose worker stands still: the load is under way for sure."""
+        self.house.settle()
+        self.driver.generate(OTHERS)
+        self.house.settle()
+        disk = self.house.worker("disk")
+        os.kill(disk, signal.SIGSTOP)
+        try:
+            self.driver.reset()
+            fetches = self.house.stats()["requests"].get("fetch", 0)
+            self.driver.begin(ASKED)
+            wait_for(lambda: self.house.stats()["requests"].get("fetch", 0) > fetches, "a fetch")
+        finally:
+            assert self.house.process is not None
+            self.house.process.kill()
+            os.kill(disk, signal.SIGCONT)
+        said = self.check(self.driver.end())
+        assert said.cached != ALL
+        self.house.kill()
+
+    def back_from_disk(self) -> None:
+        self.house.start()
+        self.ask_until_served()
+
+    def stands_still(self) -> None:
+        os.kill(self.house.pid, signal.SIGSTOP)
+        try:
+            said = self.ask()
+            assert sum(said.cached) == 0
+        finally:
+            os.kill(self.house.pid, signal.SIGCONT)
+        self.ask_until_served()
+
+    def damaged_on_disk(self) -> None:
+        """Every block of the file is bad: all are computed, and stored anew."""
+        self.house.settle()
+        self.house.stop()
+        (file,) = self.house.disk.glob("class-*/data.mdb")
+        with file.open("r+b") as data:
+            for start in range(1 << 20, file.stat().st_size, 1 << 20):
+                data.seek(start)
+                data.write(b"\x55" * 64)
+        self.house.start()
+        assert sum(self.ask().cached) < sum(ALL)
+        self.ask_until_served()
+
+    def talks_garbage(self) -> None:
+        self.house.stop()
+        impostor = ScriptedDaemon(self.house.endpoint)
+        for op in ("hello", "match", "put", "ping", "heartbeat"):
+            impostor.on(op, b"\xc1 this is no message")
+        impostor.start()
+        try:
+            assert sum(self.ask().cached) == 0
+        finally:
+            impostor.stop()
+
+    def is_full(self) -> None:
+        """Room for three blocks of the eleven."""
+        self.house.configure(hbm=None, dram={"size": "20MiB"}, disk=None)
+        self.house.start()
+        self.ask()
+        self.ask()
+        assert self.house.stats()["leases"] == 0
+
+
+CHAPTERS = (
+    Story.absent_at_start,
+    Story.there,
+    Story.dies_while_blocks_are_loading,
+    Story.back_from_disk,
+    Story.stands_still,
+    Story.damaged_on_disk,
+    Story.talks_garbage,
+    Story.is_full,
+)
+
+
+def test_what_can_become_of_a_daemon(checkpoint: Path, tmp_path: Path) -> None:
+    tiers: dict[str, Any] = {"dram": {"size": "72MiB"}, "disk": {"size": "1GiB"}}
+    house = Household(hbm=None, autostart=False, **tiers)
+    log = tmp_path / "vllm.log"
+    deadlines = {"lookup_s": 3.0, "load_s": 10.0, "store_s": 3.0}
+    with house, Driver(checkpoint, house.endpoint, log, extra=deadlines) as driver:
+        story = Story(driver, house)
+        for chapter in CHAPTERS:
+            print("now:", chapter.__name__)
+            chapter(story)

@@ -1,0 +1,159 @@
+"""vLLM's HTTP server with chat requests: after a restart of both, the prompt comes from disk."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from tests.e2e.household import Household, free_port, wait_for
+from tests.vllm.driver import ENVIRONMENT, PATIENT, ROOT, transfer_config
+
+pytestmark = pytest.mark.timeout(1800)
+
+SYSTEM = "You are a careful assistant. " + " ".join(
+    f"Rule {number}: answer question {number} briefly, politely and in whole sentences."
+    for number in range(40)
+)
+
+
+class Server:
+    """`python -m vllm.entrypoints.openai.api_server`, as an operator starts it."""
+
+    def __init__(self, model: Path, house: Household, log: Path) -> None:
+        self.port = free_port()
+        self.log = log
+        self._sink = log.open("ab")
+        options = {
+            "--model": str(model),
+            "--served-model-name": "smol",
+            "--host": "127.0.0.1",
+            "--port": str(self.port),
+            "--dtype": "float32",
+            "--max-model-len": "4608",
+            "--max-num-seqs": "4",
+            "--kv-transfer-config": json.dumps(transfer_config(house.endpoint, **PATIENT)),
+            "--kv-events-config": json.dumps(
+                {
+                    "enable_kv_cache_events": True,
+                    "publisher": "zmq",
+                    "endpoint": f"tcp://127.0.0.1:{free_port()}",
+                }
+            ),
+        }
+        words = [word for pair in options.items() for word in pair]
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                *words,
+                "--enforce-eager",
+                "--enable-prompt-tokens-details",
+            ],
+            stdout=self._sink,
+            stderr=self._sink,
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT},
+        )
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            undo.push(self.__exit__)
+            wait_for(self._is_up, "a server that answers", patience_s=600.0)
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+        self._sink.close()
+
+    def chat(self, question: str, **more: Any) -> dict[str, Any]:
+        body = json.dumps(self._body(question, **more)).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions",
+            body,
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as reply:
+            answer: dict[str, Any] = json.load(reply)
+        return answer
+
+    def hang_up_early(self, question: str) -> None:
+        """A stream whose reader goes after the first word."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+        body = json.dumps(self._body(question, stream=True, max_tokens=200))
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", body, headers)
+        connection.getresponse().readline()
+        connection.close()
+
+    def metric(self, name: str) -> float:
+        """Summed over its labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as reply:
+            lines = reply.read().decode().splitlines()
+        mine = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in mine)
+
+    def _body(self, question: str, **more: Any) -> dict[str, Any]:
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        return {"model": "smol", "messages": messages, "temperature": 0, "max_tokens": 12, **more}
+
+    def _is_up(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text(errors="replace")[-4000:]
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+            return False
+        return True
+
+
+def words_of(answer: dict[str, Any]) -> list[str]:
+    return [choice["message"]["content"] for choice in answer["choices"]]
+
+
+def cached_of(answer: dict[str, Any]) -> int:
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
+
+
+def test_chat_after_a_restart_of_everything(
+    house: Household, checkpoint: Path, tmp_path: Path
+) -> None:
+    questions = ["What is the capital of France?", "How many legs has a spider?"]
+    with Server(checkpoint, house, tmp_path / "first.log") as server:
+        first = [words_of(server.chat(question)) for question in questions]
+        prompt_tokens = server.chat(questions[0])["usage"]["prompt_tokens"]
+        server.hang_up_early("Tell me a long story about rule one.")
+        assert server.metric("vllm:external_prefix_cache_hits_total") == 0
+    house.stop()
+    house.start()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for file in checkpoint.iterdir():
+        (elsewhere / file.name).symlink_to(file)
+    with Server(elsewhere, house, tmp_path / "second.log") as server:
+        answers = [server.chat(question) for question in questions]
+        assert [words_of(answer) for answer in answers] == first
+        assert cached_of(answers[0]) >= (prompt_tokens - 1) // 128 * 128 > 0
+        assert server.metric("vllm:external_prefix_cache_hits_total") >= cached_of(answers[0])
+        assert server.metric("vllm:hicache_loads_total") >= 1
+        salted = server.chat(questions[0], cache_salt="somebody's")
+        assert (words_of(salted), cached_of(salted)) == (first[0], 0)
+        several = server.chat(questions[1], n=2, temperature=0.7)
+        assert len(words_of(several)) == 2
+        server.hang_up_early("Tell me another long story.")
+        assert words_of(server.chat(questions[1])) == first[1]
+    assert house.stats()["leases"] == 0
