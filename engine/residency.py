@@ -88,6 +88,7 @@ class Residency:
         self.promoted = [0] * len(tiers)
         self.demoted = [0] * len(tiers)
         self.evicted = [0] * len(tiers)
+        self.corrupt = [0] * len(tiers)
         self._numbers = {tier.name: number for number, tier in enumerate(tiers)}
         self._move_serial = 0
         self.dismissed: list[dict[Node, None]] = [{} for _ in tiers]
@@ -248,6 +249,7 @@ class Residency:
             self.blocks.vacate(dst, ids, move.slot_bytes)
             if outcome.corrupt:
                 self.vacate(ids, src)
+                self.corrupt[src] += 1
             elif self.blocks.state[src][move.block] == State.DRAINING:
                 self.rescue(ids, src)  # it has nowhere to go for now
         return move

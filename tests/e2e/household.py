@@ -109,6 +109,7 @@ class Household:
         endpoint: str = "",
         autostart: bool = True,
         options: Sequence[str] = (),
+        module: str = "hicache",
         **changes: Any,
     ) -> None:
         # Short, since a socket's path has at most 107 bytes, which pytest's folders may exceed.
@@ -119,6 +120,7 @@ class Household:
         self.file = self.root / "hicache.yaml"
         self.log = self.root / "daemon.log"
         self.options = list(options)
+        self.module = module
         self.expected_errors: list[str] = []
         self.clients: list[Client] = []
         self.peers: list[Peer] = []
@@ -169,7 +171,7 @@ class Household:
     def launch(self) -> None:
         """Start it without waiting."""
         with self.log.open("ab") as sink:
-            command = [sys.executable, "-m", "hicache", "serve", "--config", str(self.file)]
+            command = [sys.executable, "-m", self.module, "serve", "--config", str(self.file)]
             command += self.options
             self.process = subprocess.Popen(command, stdout=sink, stderr=sink, cwd=ROOT)
         self._see(self.process.pid)
