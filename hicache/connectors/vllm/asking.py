@@ -37,7 +37,12 @@ class MatchClient(Protocol):
     def greeting(self) -> Greeting | None: ...
     @property
     def last_error(self) -> str: ...
-    async def match(self, tokens: bytes, *, request: str = "", skip_blocks: int = 0) -> Match: ...
+    async def match(
+        self, tokens: bytes, *, request: str = "", skip_blocks: int = 0, conversation: str = ""
+    ) -> Match: ...
+    async def hint(
+        self, tokens: bytes, *, conversation: str = "", finish_reason: str = ""
+    ) -> None: ...
     async def release(self, match: Match) -> None: ...
     async def heartbeat(self) -> bool: ...
     async def close(self) -> None: ...
@@ -61,13 +66,14 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """`answer` is None until it is there."""
+    """`conversation`: what the request is part of, "" if unknown. `answer`: None until it comes."""
 
     request: str
     identity: Identity
     tokens: bytes
     skip_blocks: int
     asked_s: float
+    conversation: str = ""
     answer: Answer | None = None
     answered_s: float = 0.0
     is_unwanted: bool = False
@@ -108,6 +114,10 @@ class Asking:
         """Nobody takes up this answer."""
         self.background.submit(partial(self._release, question))
 
+    def ended(self, identity: Identity, tokens: bytes, conversation: str, reason: str) -> None:
+        """An answer is complete, for this reason: advice to the daemon, if it can be asked."""
+        self.background.submit(partial(self._hint, identity, tokens, conversation, reason))
+
     def wait_a_little(self, seconds: float) -> None:
         """Where the scheduler has nothing else to do: until an answer comes. Otherwise an engine in
         this very process would ask again and again and keep the GIL from who brings the answer."""
@@ -147,6 +157,7 @@ class Asking:
             question.tokens,
             request=question.request[-200:],
             skip_blocks=question.skip_blocks,
+            conversation=question.conversation[-200:],
         )
 
     def _least(self, question: Question) -> Answer:
@@ -173,6 +184,14 @@ class Asking:
         for client, match in matches:
             if match.lease:
                 await client.release(match)
+
+    async def _hint(
+        self, identity: Identity, tokens: bytes, conversation: str, reason: str
+    ) -> None:
+        for client in self._clients_of(identity):
+            if client.greeting is not None:
+                name = conversation[-200:]
+                await client.hint(tokens, conversation=name, finish_reason=reason)
 
     async def _read_adapter(self, key: tuple[int, str]) -> None:
         digest = ""

@@ -53,6 +53,7 @@ class Request(Protocol):
     prompt_embeds: Any
     resumable: bool
     pooling_params: Any
+    session_id: str | None
 
     @property
     def block_hashes(self) -> Sequence[Any]: ...
@@ -235,8 +236,11 @@ class SchedulerSide:
         sources = self._tracked(request).sources
         return sources if sum(sources.values()) == num_external else {}
 
-    def finished(self, request: Request, pages: Sequence[int], *, is_good: bool) -> None:
-        """The request ends, for whatever reason. Its pages are still its own."""
+    def finished(
+        self, request: Request, pages: Sequence[int], *, reason: str, is_good: bool
+    ) -> None:
+        """The request ends, for this reason. Its pages are still its own; what is in them counts
+        only if it `is_good`."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
@@ -244,6 +248,10 @@ class SchedulerSide:
         if is_good and not tracked.is_loading:
             known = min(request.num_computed_tokens, request.num_tokens)
             self._store(tracked, known // self._block_tokens, pages)
+        identity = self._identity(tracked) if tracked.is_cached and self.asking else None
+        if identity is not None and self.asking is not None:
+            told = tracked.encoded(request.num_tokens), request.session_id or "", reason
+            self.asking.ended(identity, *told)
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -374,7 +382,10 @@ class SchedulerSide:
             return False
         request = tracked.request
         tokens = tracked.encoded(request.num_tokens)
-        tracked.question = Question(request.request_id, identity, tokens, skip, self._clock())
+        conversation = request.session_id or ""
+        tracked.question = Question(
+            request.request_id, identity, tokens, skip, self._clock(), conversation
+        )
         self.counters.lookups += 1
         self.asking.ask(tracked.question)
         return True
