@@ -167,7 +167,7 @@ class Asking:
         leases: list[Lease] = []
         for client, match in question.matches:
             if not match.is_answered:
-                trouble.note(client.last_error or match.decision.sentence)
+                trouble.note(client.last_error or match.decision.sentence, is_away=True)
                 return Answer(0, is_answered=False)
             greeting = client.greeting
             if greeting is None or greeting.session != match.session:
