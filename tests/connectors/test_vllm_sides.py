@@ -334,6 +334,25 @@ def test_a_daemon_that_thinks_too_long(memory: AsyncMemory, engine: Make) -> Non
     assert not memory.leases
 
 
+def test_a_long_queue_costs_no_hit(memory: AsyncMemory, engine: Make) -> None:
+    """There is no room for the request for a while: it is asked for again, since a lease ends, and
+    the time in the queue does not count as waiting for the daemon."""
+    engine().run(request("a", tokens(1, 21)))
+    now = [1.0]
+    one = engine(num_blocks=12, lookup_s=2.0, clock=lambda: now[0])
+    long = request("b", tokens(2, 33), max_tokens=8)
+    queued = request("c", tokens(1, 21))
+    one.add(long, queued)
+    while one.requests:
+        one.step()
+        now[0] += 1.9
+    one.run()
+    check([long, queued])
+    assert queued.num_cached == 20
+    assert memory.count("match") > 4
+    assert not memory.leases
+
+
 def test_a_load_ends_by_its_deadline(memory: AsyncMemory, engine: Make) -> None:
     engine().run(request("a", tokens(1, 41)))
     memory.gates["fetch more"] = threading.Event()

@@ -58,7 +58,8 @@ def transfer_config(endpoint: str, **extra: Any) -> dict[str, Any]:
 
 
 class Events:
-    """What vLLM publishes of its blocks, to whoever subscribes."""
+    """What vLLM publishes of its blocks. It connects to an endpoint that names a host, so the
+    subscriber binds."""
 
     def __init__(self) -> None:
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
@@ -70,7 +71,7 @@ class Events:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.subscribe(b"")
-        self._socket.connect(self.endpoint)
+        self._socket.bind(self.endpoint)
 
     def take(self) -> list[dict[str, Any]]:
         """All that has come. Each event is a map with its kind as `type`."""

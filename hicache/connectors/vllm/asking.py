@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,7 +74,6 @@ class Question:
     asked_s: float
     conversation: str = ""
     answer: Answer | None = None
-    answered_s: float = 0.0
     is_unwanted: bool = False
     is_told: bool = False
     matches: list[tuple[MatchClient, Match]] = field(default_factory=list)
@@ -144,7 +142,6 @@ class Asking:
             question.matches = list(zip(clients, matches, strict=True))
             answer = self._least(question)
         finally:
-            question.answered_s = time.monotonic()
             question.answer = answer
             with self._news:
                 self._open.discard(question)

@@ -144,6 +144,7 @@ class SchedulerSide:
         answer = question.answer
         if answer is None:
             return self._later(tracked)
+        tracked.waited_since_s = 0.0
         if not answer.is_answered:
             self.counters.lookups_unanswered += 1
             tracked.has_given_up = True
@@ -175,7 +176,6 @@ class SchedulerSide:
             tracked.sources = self._by_tier(question.answer.runs, skip, count)
         tracked.is_loading = True
         tracked.tries += 1
-        tracked.waited_since_s = 0.0
         self.counters.loads += 1
         self.counters.load_tokens += num_external
 
@@ -303,7 +303,7 @@ class SchedulerSide:
         is_old = (
             question.answer is not None
             and question.answer.blocks > 0
-            and self._clock() - question.answered_s > FRESH_S
+            and self._clock() - question.asked_s > FRESH_S
         )
         is_same = question.skip_blocks == skip or (
             # What is held ends before what vLLM has itself.

@@ -51,7 +51,7 @@ def is_told_by_tokens(request: Request) -> bool:
 class Tracked:
     """A request between its arrival and its end. `stored`: blocks handed over, from the first on.
 
-    `waited_since_s`: when it first had to wait for the daemon, 0 before that. `tries`: loads begun.
+    `waited_since_s`: since when it waits for the daemon, 0 if it does not. `tries`: loads begun.
     `sources`: the tokens of the last load by tier.
     """
 
