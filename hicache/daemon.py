@@ -481,6 +481,7 @@ class Daemon:
             "requests": dict(service.requests),
             "errors": dict(service.errors),
             "puts": dict(service.puts),
+            "gate": figures.gate_row(self.engine),
             "dropped_blocks": self.engine.evictor.dropped,
             "workers": self.mover.pids(),
         }

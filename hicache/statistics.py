@@ -175,6 +175,14 @@ def _what_came(record: Record) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
+def gate_row(engine: CacheEngine) -> dict[str, Any]:
+    """What is written to disk now of what memory gives up; empty where all of it is."""
+    gate = engine.gate
+    if gate.is_open:
+        return {}
+    return {"demanded_return": gate.demanded, "refused_blocks": gate.refused_blocks}
+
+
 def index_row(engine: CacheEngine) -> dict[str, Any]:
     """The size of the index."""
     house = engine.residency

@@ -127,6 +127,11 @@ def test_a_pipe_gets_whole_tables_of_100_columns(daemon: ScriptedDaemon) -> None
     assert max(len(line) for line in result.output.splitlines()) <= 100
 
 
+def test_a_gate_says_what_it_demands(daemon: ScriptedDaemon) -> None:
+    daemon.on("stats", {**FULL, "gate": {"demanded_return": 0.35, "refused_blocks": 1234}})
+    assert "a probability of 35% or more; 1,234 blocks forgotten" in run(stats, daemon).output
+
+
 def test_stats_as_data(daemon: ScriptedDaemon) -> None:
     daemon.on("stats", FULL)
     assert json.loads(run(stats, daemon, "--json").output) == FULL
