@@ -25,8 +25,8 @@ from hicache.tiers.block import Counts, Ids, StoredRows
 from hicache.tiers.disk_scan import Scanned
 
 KEY_BYTES = 32
-MAX_ROWS, MAX_CHAINS = 1000, 32
-"""Told at once: a daemon that takes them in does nothing else for a millisecond or two."""
+MAX_ROWS, MAX_CHAINS = 500, 16
+"""Told at once: a daemon that takes them in does nothing else for two milliseconds or three."""
 
 _Order = npt.NDArray[np.int64]
 

@@ -68,9 +68,9 @@ def test_what_the_index_is_measured_on_is_a_sound_cache() -> None:
     grove.engine.validate()
 
 
-def bench(*arguments: str) -> list[dict[str, Any]]:
+def bench(*arguments: str, patience_s: float = 300) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "hicache", "bench", *arguments, "--json"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=False)
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(ran.stdout)["rows"]
     assert isinstance(rows, list)
@@ -122,3 +122,19 @@ def test_the_planner_is_right_on_simulated_machines() -> None:
     assert figures["worst_regret"] < 0.15, figures["worst_cell"]
     assert 0 < figures["recovery_decisions"] <= 10
     assert figures["explored_share"] < 0.01
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(320)
+def test_bench_restart() -> None:
+    (row,) = bench("restart", "--blocks", "20000")
+    assert row["blocks"] == 20_000
+    assert 0 < row["answers_s"] <= row["all_s"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_million_blocks_are_served_before_all_are_known() -> None:
+    (row,) = bench("restart", patience_s=1500)
+    print(row)
+    assert 0 < row["first_hit_s"] < row["all_s"]
