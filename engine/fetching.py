@@ -62,7 +62,8 @@ class Fetching:
         lease.unplaced = len(lease.ids)
         expected_s, doubt_s = self._expected(lease, lease.ids[missing])
         if settings.mode != "always_reload":
-            patience_s = load_limit_s(settings, expected_s, doubt_s)
+            saves_s = lease.decision.recompute_s - lease.decision.prefill_s
+            patience_s = load_limit_s(settings, expected_s, doubt_s, saves_s)
             lease.deadline_s = min(lease.deadline_s, lease.started_s + patience_s)
         self._place(lease, missing)
         return ready, expected_s

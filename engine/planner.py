@@ -49,6 +49,7 @@ LEAST_CREDIT, MOST_CREDIT = 0.01, 0.3
 """Time set aside for trying, as a share of one request's."""
 FAR: Final = 0.7
 """A reload that takes this share of recomputing, or less, is far from any band."""
+WORTH_WAITING: Final = 0.1
 _MAX_KINDS: Final = 4096
 
 
@@ -204,11 +205,14 @@ class Planner:
         return None
 
 
-def load_limit_s(settings: PlannerSettings, expected_s: float, doubt_s: float) -> float:
+def load_limit_s(
+    settings: PlannerSettings, expected_s: float, doubt_s: float, saves_s: float
+) -> float:
     """How long a load is waited for: half as long again as expected and twice its doubt, within
-    what the settings allow."""
+    what the settings allow; in any case a tenth of the prefill that it saves, which is little
+    beside having to do it after all."""
     more_s = min(0.5 * expected_s + 2.0 * doubt_s, settings.deadline_share * expected_s)
-    return max(expected_s + more_s, settings.min_deadline_s)
+    return max(expected_s + more_s, settings.min_deadline_s, WORTH_WAITING * saves_s)
 
 
 def _doubt_s(hit: Hit, cut: _Cut) -> float:
