@@ -24,9 +24,9 @@ from typing import Any, Final
 
 from hicache.engine.fit import LEAST_NOISE_S, Fit, Habits
 
-OF_PREFILLS: Final = Habits(common=3.0, alone=1.0, steps=8, factor=5.0)
+OF_PREFILLS: Final = Habits(common=3.0, alone=1.0, first_steps=8, steps=8, factor=5.0)
 """Steps of different kinds may be off by less than five times, in rows, without a change."""
-OF_LINKS: Final = Habits(common=0.0, alone=3.0, steps=4, factor=1.6)
+OF_LINKS: Final = Habits(common=0.0, alone=3.0, first_steps=2, steps=4, factor=1.6)
 """One copy in fifty is a straggler; four in a row are none."""
 MAX_MEASURED_S: Final = 3600.0
 MAX_STEP_TOKENS: Final = 1e8
@@ -164,13 +164,16 @@ class LinkCost:
         return self.latency_s + (queued_bytes + num_bytes) * self._s_per_byte
 
     def doubt_s(self, num_bytes: float, queued_bytes: float = 0.0) -> float:
-        """Standard deviation of that. It grows while nothing is copied."""
+        """Standard deviation of that. It grows while nothing is copied, and a first copy or two
+        may have been stragglers."""
         if num_bytes <= 0:
             return 0.0
         self._num_unchecked += 1
         x = (1.0, (queued_bytes + num_bytes) * _PER_BYTE)
         expected_s = self._fit.expect(x)
-        return sqrt(self._fit.variance(x) + DRIFT * self._num_unchecked * expected_s * expected_s)
+        few = 1.0 / max(self.num_measured, 1)
+        relative = DRIFT * self._num_unchecked + few * few
+        return sqrt(self._fit.variance(x) + relative * expected_s * expected_s)
 
     def snapshot(self) -> dict[str, Any]:
         """What was learned, as plain values."""

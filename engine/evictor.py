@@ -144,13 +144,17 @@ class Evictor:
 
     def keep_watermarks(self) -> None:
         """Above a tier's high watermark, give up cold copies down to the low one. Only a durable
-        tier forgets blocks ahead of need; others wait until a slower tier can take them."""
+        tier forgets blocks ahead of need; others wait until a slower tier can take them. A tier
+        that lets in only what is worth it is kept full, where what it does not take at once goes
+        into the next mapped one: room kept free there was filled and emptied again at every hit."""
         house = self.residency
         self.evacuations.watch()
         for tier, spec in enumerate(house.tiers):
             pool = house.pools[tier]
             staying = pool.used_bytes - house.draining_bytes[tier]
             if staying <= spec.high_watermark * pool.capacity_bytes or not house.takes(tier):
+                continue
+            if house.ranks(tier) and self._is_above_a_mapped_one(tier):
                 continue
             excess = int(staying - spec.low_watermark * pool.capacity_bytes)
             if spec.durable:
@@ -161,6 +165,11 @@ class Evictor:
                 self._may_drop = False
                 self._give_up_excess(tier, excess)
                 self._may_drop = True
+
+    def _is_above_a_mapped_one(self, tier: int) -> bool:
+        house = self.residency
+        below = house.below(tier)
+        return below is not None and house.tiers[below].mapped
 
     def _give_up_excess(self, tier: int, excess_bytes: int) -> None:
         house = self.residency

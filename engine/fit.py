@@ -42,10 +42,11 @@ class Habits:
 
     `common`: how far, relatively, all terms of a prior may be off together; `alone`: one of them
     against the others. `steps` in a row that are off by more than `factor` to one side mean a
-    change."""
+    change; `first_steps`, while hardly anything has been learned."""
 
     common: float
     alone: float
+    first_steps: int
     steps: int
     factor: float
 
@@ -137,7 +138,8 @@ class Fit:
         if strange and (strange[-1] > 1.0) != (ratio > 1.0):
             strange.clear()
         strange.append(ratio)
-        if len(strange) < self._habits.steps:
+        needed = self._habits.first_steps + self.num_learned // 4
+        if len(strange) < min(needed, self._habits.steps):
             return 0.0
         typical = expected * sorted(strange)[len(strange) // 2]
         strange.clear()

@@ -83,15 +83,17 @@ class Matching:
                 path = house.index.match(namespace.root, event.tokens, namespace.step)
                 break
         runs, hit_blocks = self.runs(path)
-        loadable = max(0, (num_tokens - 1) // namespace.block_tokens)
-        kept = _slice_runs(runs, event.skip_blocks, min(hit_blocks, loadable))
+        skipped = event.skip_blocks
+        loadable = (num_tokens - 1) // namespace.block_tokens if num_tokens else 0
+        last = hit_blocks if hit_blocks < loadable else loadable
+        kept = runs if not skipped and last == hit_blocks else _slice_runs(runs, skipped, last)
         hop = event.hop_bytes_per_s
         hop_s = 1.0 / hop if hop else self.estimates.hop_s_per_byte[event.namespace]
         prefill = self.estimates.prefill[event.namespace]
         hit = Hit(
             num_tokens,
             namespace.block_tokens,
-            min(event.skip_blocks * namespace.block_tokens, num_tokens),
+            min(skipped * namespace.block_tokens, num_tokens) if skipped else 0,
             kept,
             (),
             prefill.seconds,
@@ -103,10 +105,11 @@ class Matching:
         )
         self._estimate_reload(hit, namespace, path, event, hop_s)
         decision = self.planner.decide(hit)
-        self.ledger.decided(decision.name, decision.reason)
         lease_id = house.leases.next_id() if decision.reload_blocks else 0
         if path.num_blocks or self.history is not None:
             self._unsettled = _Unsettled(event, path, lease_id, hit, decision)
+        else:
+            self.ledger.decided(decision.name, decision.reason)
         return p.Matched(lease_id, tuple(runs), hit_blocks, decision)
 
     def settle(self) -> None:
@@ -115,6 +118,7 @@ class Matching:
         if unsettled is None:
             return
         event, path, decision = unsettled.event, unsettled.path, unsettled.decision
+        self.ledger.decided(decision.name, decision.reason)
         house = self.residency
         namespace = house.namespaces[event.namespace]
         house.index.cut(path, namespace.step)

@@ -125,6 +125,11 @@ class Residency:
                 return lower
         return None
 
+    def ranks(self, tier: int) -> bool:
+        """Whether the tier's policy tells now which blocks are worth more than others, so that not
+        everything is let in."""
+        return self.policies[tier].worth(-1, 0.0) != ALWAYS
+
     def bytes_moving(self, link: tuple[int, int], at_most: Priority) -> int:
         """Bytes in the link's queue of this priority or a more urgent one."""
         return sum(self.num_moving[link][: at_most + 1])

@@ -28,6 +28,7 @@ from hicache.tiers.block import Counts, Ids, StoredRows
 
 ROOT_ROW = -1
 _NO_BLOCK = -1
+_NO_CUTS = np.empty(0, np.int64)
 _Seconds = npt.NDArray[np.float64]
 
 
@@ -128,6 +129,8 @@ class Restoration:
         index.part(parent, step)
         found = index.match(parent, tokens, step)
         num_known = found.num_blocks
+        if not num_known:  # nearly always
+            return self._extend(namespace, parent, tokens, hits, used_s)
         path = Path(index.path_to(parent) + found.nodes, found.partial, depth + num_known)
         known = ids_along(path.spans(depth, depth + num_known))
         is_absent = blocks.state[tier][known] == State.ABSENT
@@ -149,9 +152,28 @@ class Restoration:
         blocks.change(tier, gaining, State.READY)
         return ids, gaining
 
+    def _extend(
+        self, namespace: Namespace, parent: Node, tokens: bytes, hits: Counts, used_s: _Seconds
+    ) -> tuple[Ids, Ids]:
+        """The same where none of the chain is known."""
+        house, step, tier = self.residency, namespace.step, self.tier
+        slots = house.pools[tier].allocate(namespace.slot_bytes, len(hits))
+        count = len(slots)
+        if not count:
+            return slots, slots
+        path = Path([] if parent.is_root else [parent], 0, parent.depth + len(parent))
+        node = house.index.extend(namespace.root, path, tokens[: count * step], step)
+        span, blocks = node.span, house.blocks
+        blocks.hits[span] = blocks.noted_hits[span] = hits[:count]
+        blocks.fill(tier, span, slots)
+        blocks.change(tier, span, State.READY)
+        ids = node.block_ids()
+        self._date(node, used_s[:count], step)
+        return ids, ids
+
     def _date(self, node: Node, used_s: _Seconds, step: int) -> None:
         """Note when a new node was used last, in pieces where its blocks differ."""
-        cuts = np.flatnonzero(np.diff(used_s)) + 1
+        cuts = np.flatnonzero(np.diff(used_s)) + 1 if used_s[0] != used_s[-1] else _NO_CUTS
         done = 0
         for cut in cuts.tolist():
             upper = self.residency.index.split(node, cut - done, step)

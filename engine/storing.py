@@ -143,14 +143,22 @@ class Storing:
     def _place(
         self, namespace: Namespace, count: int, marks: Sequence[Mark], event: p.Put
     ) -> tuple[int, Ids]:
-        """Slots for new blocks: the fastest mapped tier that has room, or can make some at once, at
-        the expense of blocks that are worth less."""
+        """Slots for new blocks: the fastest mapped tier that has room, or can make some at once at
+        the expense of blocks that are worth less. Where the policy ranks nothing, a slower tier's
+        free room comes before what a faster one holds."""
         house = self.residency
         mapped = [n for n, tier in enumerate(house.tiers) if tier.mapped and house.is_up(n)]
+        ranking = []
         for tier in mapped:
             if house.pools[tier].available(namespace.slot_bytes) >= count:
                 return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
+            if marks and house.ranks(tier):
+                ranking.append(tier)
+                if self._make_room(tier, namespace.slot_bytes, count, marks, event):
+                    return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
         for tier in mapped:
+            if tier in ranking:
+                continue
             if self._make_room(tier, namespace.slot_bytes, count, marks, event):
                 return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
         return 0, _NO_IDS

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import zmq
 
-from hicache import __version__, remembering
+from hicache import __version__
 from hicache import statistics as figures
 from hicache.assembly import Parts, engine_settings, new_engine, paces_of, tier_specs
 from hicache.config import Config, LoadedConfig, diff_live
@@ -38,6 +38,7 @@ from hicache.fitting import Fitter
 from hicache.instance import Instance
 from hicache.keys import NamespaceSpec
 from hicache.recording import Recorder
+from hicache.remembering import Keeper
 from hicache.restoring import Restoring
 from hicache.sampling import Sample
 from hicache.service import Asked, Service
@@ -60,6 +61,8 @@ _READABLE: Final = int(zmq.POLLIN)
 _FIRST_PART, _LAST_PART = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 SEND_MORE_S: Final = 0.002
 """How often a client is looked at that has to read before more is sent to it."""
+KEEP_S: Final = 2.0
+"""How long the last writing of what was learned may take."""
 MAX_DRAIN: Final = 64
 """Requests served between two polls, so that workers and timers get their turn."""
 
@@ -128,9 +131,7 @@ class Daemon:
         self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
         self._watched: set[int] = set()
         self._news_s = self.started_s
-        self._estimates_file = remembering.file_for(config)
-        self._kept_s = self.started_s
-        self._recall()
+        self._keeper = Keeper(config, self.engine.memory)
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -207,8 +208,7 @@ class Daemon:
         self._tell_reluctance()
         if self._fitter is not None:
             self._fitter.tick()
-        if now_s - self._kept_s >= remembering.EVERY_S:
-            self._keep_estimates(now_s)
+        self._keeper.tick(now_s)
         if self._recorder is not None:
             self._recorder.flush()
         if self.config.debug.check:
@@ -590,21 +590,6 @@ class Daemon:
             logging.getLogger().setLevel(self.config.log_level.upper())
         return {"live": list(diff.live), "restart": list(diff.restart)}
 
-    def _recall(self) -> None:
-        """What an earlier daemon learned about speeds."""
-        known = remembering.read(self._estimates_file) if self._estimates_file else {}
-        if known:
-            try:
-                self.engine.memory.recall(known)
-            except ValueError as error:
-                file = self._estimates_file
-                log.warning("what was learned about speeds is not used: %s: %s", file, error)
-
-    def _keep_estimates(self, now_s: float) -> None:
-        self._kept_s = now_s
-        if self._estimates_file is not None:
-            remembering.write(self._estimates_file, self.engine.memory.snapshot())
-
     # --- the end --------------------------------------------------------------------------------
 
     def _catch_signals(self) -> None:
@@ -630,7 +615,6 @@ class Daemon:
             self._take_news(self.mover.tick(now_s))
             self._watch_processes()
             self._turn(min(TICK_S, give_up_s - now_s))
-        self._keep_estimates(time.monotonic())
         if left:
             log.warning("stopped with %d writes to disk still to do: shutdown was too short", left)
         self._note(self.restoring.all_uses())
@@ -641,6 +625,7 @@ class Daemon:
             self._fitter.close()
         if self._recorder is not None:
             self._recorder.close()
+        self._keeper.close(KEEP_S)
         left_s = max(2.0, self.config.deadlines.shutdown_s / 2)
         self.mover.close(left_s)
         self.sessions.close_all()

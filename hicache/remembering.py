@@ -1,9 +1,9 @@
 """The file in which a daemon's estimates survive its restart: small, versioned, replaced at once.
 
 It lies beside the blocks on disk, or beside the socket where there is no disk tier. What cannot be
-read is left alone until it is replaced, and costs nothing but what was learned. Called from the
-daemon's loop, which a write of some kilobytes holds up for less than a millisecond; it is not
-synced, since after a power cut a few prefills teach as much.
+read is left alone until it is replaced, and costs nothing but what was learned. It is not synced,
+since after a power cut a few prefills teach as much. While the daemon serves, it is written by a
+thread of its own: a file system may take its time, or never answer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import contextlib
 import json
 import logging
 import os
+import queue
+import threading
+import time
 from pathlib import Path
 from typing import Any, Final
 
 from hicache.config import Config
 from hicache.endpoint import ipc_path
+from hicache.engine.memory import Memory
 
 MAX_BYTES: Final = 16 << 20
 EVERY_S: Final = 60.0
@@ -62,3 +66,44 @@ def write(file: Path, known: dict[str, Any]) -> None:
         log.warning("what was learned about speeds is not kept: %s: %s", file, error)
         with contextlib.suppress(OSError):
             unfinished.unlink()
+
+
+class Keeper:
+    """Has the engine's memory written every now and then, and at the end. Called from the daemon's
+    loop, which waits for none of it but `close`."""
+
+    def __init__(self, config: Config, memory: Memory) -> None:
+        self._memory = memory
+        self._file = file_for(config)
+        self._due_s = time.monotonic() + EVERY_S
+        self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name="estimates", daemon=True)
+        if self._file is not None:
+            self._recall(self._file)
+            self._thread.start()
+
+    def tick(self, now_s: float) -> None:
+        """Write if it is time, and what was ordered last is written."""
+        if now_s >= self._due_s and self._orders.empty():
+            self._due_s = now_s + EVERY_S
+            self._orders.put(self._memory.snapshot())
+
+    def close(self, patience_s: float) -> None:
+        """Write a last time; what takes longer than that is left undone."""
+        if self._thread.is_alive():
+            self._orders.put(self._memory.snapshot())
+            self._orders.put(None)
+            self._thread.join(patience_s)
+
+    def _recall(self, file: Path) -> None:
+        """What an earlier daemon learned."""
+        if known := read(file):
+            try:
+                self._memory.recall(known)
+            except ValueError as error:
+                log.warning("what was learned about speeds is not used: %s: %s", file, error)
+
+    def _write_all(self) -> None:
+        assert self._file is not None
+        while (known := self._orders.get()) is not None:
+            write(self._file, known)

@@ -319,16 +319,9 @@ class Service:
             )
         self._send(asked.peer, reply, ())
         if body["conversation"]:
-            self._went_on(session, body["conversation"], body["tokens"], asked.now_s)
+            self.conversations.went_on(session.namespace, body["conversation"], body["tokens"])
         for witness in self.witnesses:
             witness.asked(session, body["tokens"], body["conversation"], asked.now_s)
-
-    def _went_on(self, session: Session, conversation: str, tokens: bytes, now_s: float) -> None:
-        """Nobody asks again for what a conversation has left behind."""
-        step = 4 * session.spec.block_tokens
-        left = self.conversations.went_on(session.namespace, conversation, tokens, step)
-        if left:
-            self.do(p.Hint(session.namespace, left, now_s, "conversation", "superseded"))
 
     def _is_same(self, known: RememberedMatch, tokens: bytes, skip_blocks: int) -> bool:
         """Idempotent: the same request asking the same gets the same lease while it lasts."""
@@ -478,7 +471,7 @@ class Service:
             raise WireError("malformed", f"ended: must be one of {', '.join(ENDED)[2:]}")
         self._check_tokens(tokens)
         if conversation and tokens:
-            self._went_on(session, conversation, tokens, asked.now_s)
+            self.conversations.went_on(session.namespace, conversation, tokens)
         known = tokens or self.conversations.newest(session.namespace, conversation)
         if known:
             self.do(

@@ -135,6 +135,7 @@ NEEDS_SESSION: Final = frozenset(OPS) - {
     "ping",
     "stats",
     "health",
+    "explain",
     "what_if",
     "reload",
 }

@@ -46,22 +46,20 @@ from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.disk_device import DiskDevice
 from hicache.tiers.disk_environment import (
     Environment,
+    keep_freed_memory,
     open_environment,
     remove_record,
     typed,
     volume_free_bytes,
 )
 from hicache.tiers.disk_format import (
-    Header,
-    is_sound,
     map_bytes,
     most_growth_bytes,
     pack_header,
     pack_use,
-    unpack_header,
-    with_use,
 )
 from hicache.tiers.disk_reading import Bytes, Found, copy_all
+from hicache.tiers.disk_scan import Scan, Scanned
 from hicache.tiers.disk_shrink import compact, evict_coldest
 
 Durability = Literal["fast", "batched", "sync"]
@@ -102,6 +100,7 @@ class DiskTier:
         self._min_free_bytes = min_free_bytes
         self._environments: dict[int, Environment] = {}
         self._is_open = True
+        keep_freed_memory()
         self._device = DiskDevice(path, durability, lock_wait_s=lock_wait_s, set_aside=set_aside)
         self._pool = (
             ThreadPoolExecutor(readers, thread_name_prefix="hicache-copy") if readers > 1 else None
@@ -122,21 +121,14 @@ class DiskTier:
         """Store blocks of one class in one transaction: all of them or, on TierError, none."""
         num_bytes = sum(view.nbytes for _, view in blocks)
         opened = self._with_room(slot_bytes, most_growth_bytes(len(blocks), num_bytes))
-        rows = [
-            (
-                identity.key,
-                pack_header(
-                    identity, view.nbytes, xxhash.xxh3_64_intdigest(view.data), time.time()
-                ),
-                view.data,
-            )
-            for identity, view in blocks
-        ]
+        now_s = time.time()
 
         def store(txn: lmdb.Transaction) -> None:
-            for key, header, content in rows:
-                txn.put(key, header, db=opened.meta)
-                txn.put(key, content, db=opened.blocks)
+            for identity, view in blocks:  # one by one: what was hashed is copied from the cache
+                checksum = xxhash.xxh3_64_intdigest(view.data)
+                header = pack_header(identity, view.nbytes, checksum, now_s)
+                txn.put(identity.key, header, db=opened.meta)
+                txn.put(identity.key, view.data, db=opened.blocks)
 
         try:
             try:
@@ -227,27 +219,17 @@ class DiskTier:
             self._remove_bad(opened, bad)
         return results
 
-    def scan(self, batch_rows: int = 1000) -> Iterator[list[Header]]:
-        """What is stored, from `meta` alone, as it lies: batches of one namespace each, in no order
-        that means anything. Rows that are not what they claim to be are removed. Meanwhile blocks
-        may be read; what is stored or deleted may or may not be told. Raises TierDamaged when the
-        tree goes round in circles."""
-        waiting: dict[bytes, list[Header]] = {}
+    def scan(self) -> Iterator[Scanned]:
+        """What is stored, from `meta` alone, as it lies, in no order that means anything. Rows that
+        are not what they claim to be are removed. Meanwhile blocks may be read; what is stored or
+        deleted may or may not be told. Raises TierDamaged when a tree goes round in circles."""
         for slot_bytes, opened in list(self._environments.items()):
-            bad: list[tuple[bytes, bytes | None]] = []
-            for key, packed, noted in _rows(opened):
-                header = unpack_header(packed)
-                if header is None or not is_sound(header, key, slot_bytes):
-                    bad.append((key, packed))
-                    continue
-                batch = waiting.setdefault(header.namespace, [])
-                batch.append(with_use(header, noted))
-                if len(batch) == batch_rows:
-                    yield waiting.pop(header.namespace)
-            if bad:
-                self.notes.append(f"{len(bad)} records of {slot_bytes}-byte slots were not whole")
-                self._remove_bad(opened, bad)
-        yield from waiting.values()
+            scan = Scan(opened, slot_bytes)
+            yield from scan.rows()
+            if scan.bad:
+                num_bad = len(scan.bad)
+                self.notes.append(f"{num_bad} records of {slot_bytes}-byte slots were not whole")
+                self._remove_bad(opened, scan.bad)
 
     def num_blocks(self) -> int:
         """How many blocks are stored."""
@@ -381,20 +363,3 @@ def _find(txn: lmdb.Transaction, opened: Environment, identity: Identity, view: 
         None if packed is None else bytes(packed),
         None if content is None else np.frombuffer(content, np.uint8),
     )
-
-
-def _rows(opened: Environment) -> Iterator[tuple[bytes, bytes, bytes | None]]:
-    """Every key of `meta`, what lies under it, and what lies under it in `usage`. A damaged tree
-    may show a page many times over: keys that do not rise say so before anybody follows it for
-    ever."""
-    last = b""
-    with (
-        typed("scan", opened.env.path()),
-        opened.env.begin() as txn,
-        txn.cursor(db=opened.meta) as cursor,
-    ):
-        for key, packed in cursor:
-            if key <= last:
-                raise TierDamaged("scan: the keys of its tree are out of order")
-            last = key
-            yield key, packed, txn.get(key, db=opened.usage)

@@ -7,6 +7,7 @@ once: the device's lock sees to that.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import threading
@@ -20,6 +21,8 @@ from hicache.tiers.base import TierBroken, TierDamaged, TierError, TierFull
 from hicache.tiers.block import PAGE_BYTES
 
 DATA_FILE = "data.mdb"
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
+_KEPT_BYTES = 64 << 20
 _FULL_BYTES = 16 << 20
 _MAX_READERS = 64
 _DAMAGE = (
@@ -127,6 +130,27 @@ def open_environment(
             inode = file.stat().st_ino
             undo.pop_all()
         return Environment(env, meta, blocks, usage, inode, threading.Lock(), threading.Lock())
+
+
+def keep_freed_memory() -> None:
+    """For this process: what a commit has freed serves the next one.
+
+    LMDB allocates a value's pages when it is put and frees them at the commit. By default glibc
+    gives so much at once back to the kernel, which then clears every page anew: that was half of
+    the processor time of a write (32 MiB: 50 ms against 20). Elsewhere than on glibc nothing is
+    changed."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def give_memory_back() -> None:
+    """After something large that will not come again."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def remove_record(txn: lmdb.Transaction, opened: Environment, key: bytes) -> None:

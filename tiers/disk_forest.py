@@ -16,13 +16,13 @@ Pure; called by the disk worker's scanning thread.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.tiers.block import Counts, Ids, StoredRows
-from hicache.tiers.disk_format import Header
+from hicache.tiers.disk_scan import Scanned
 
 KEY_BYTES = 32
 MAX_ROWS, MAX_CHAINS = 1000, 32
@@ -44,14 +44,13 @@ class Forest:
     def __len__(self) -> int:
         return len(self._hits)
 
-    def add(self, rows: Iterable[Header]) -> None:
+    def add(self, rows: Scanned) -> None:
         """More rows, of this namespace, block size and number of tokens."""
-        for row in rows:
-            self._keys += row.key
-            self._parents += row.parent
-            self._tokens += row.tokens
-            self._hits.append(row.hits)
-            self._used_s.append(row.used_s)
+        self._keys += rows.keys
+        self._parents += rows.parents
+        self._tokens += rows.tokens
+        self._hits.frombytes(rows.hits.tobytes())
+        self._used_s.frombytes(rows.used_s.tobytes())
 
     def told(self, first: int, total: int, max_rows: int = MAX_ROWS) -> Iterator[StoredRows]:
         """All of them, numbered from `first` on, of `total` in all, at most so many at a time."""

@@ -18,6 +18,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from hicache.tiers.base import Identity, TierUnavailable
@@ -27,7 +29,25 @@ FORMAT = 1
 MAGIC = b"hicB"
 MAX_TOKEN_BYTES = 1 << 20
 _FIXED = struct.Struct("<4sHHIIQdQ32s32s32sI")
+FIELDS = np.dtype(
+    [
+        ("magic", "S4"),
+        ("version", "<u2"),
+        ("zero", "<u2"),
+        ("depth", "<u4"),
+        ("hits", "<u4"),
+        ("block_bytes", "<u8"),
+        ("created_s", "<f8"),
+        ("checksum", "<u8"),
+        ("namespace", "V32"),
+        ("key", "V32"),
+        ("parent", "V32"),
+        ("token_bytes", "<u4"),
+    ]
+)
+"""The same as `_FIXED`, for many at once."""
 _CHECK = struct.Struct("<Q")
+CHECK_BYTES = _CHECK.size
 _USE = struct.Struct("<II")
 _SMALL_FILES_BYTES = 128 << 10
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
@@ -36,7 +56,6 @@ BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 @dataclass(slots=True)
 class Header:
     """A stored block's identity, length, age and checksum. It is itself an `Identity`.
-    `used_s`, when it was used last in seconds since 1970, is told by a scan; it is kept elsewhere.
 
     Never changed once made; not frozen, which cost a third of the scan at start."""
 
@@ -49,7 +68,6 @@ class Header:
     block_bytes: int
     checksum: int
     created_s: float
-    used_s: int = 0
 
     def packed(self) -> bytes:
         """As it is stored."""
@@ -99,8 +117,7 @@ def unpack_header(packed: bytes) -> Header | None:
     tokens = described[_FIXED.size :]
     if magic != MAGIC:
         return None
-    if version != FORMAT:
-        raise TierUnavailable(f"a block is stored in format {version}; this hicache knows {FORMAT}")
+    refuse_format(version)
     if length != len(tokens):
         return None
     namespace, key, parent = names
@@ -112,15 +129,22 @@ def pack_use(hits: int, used_s: int) -> bytes:
     return _USE.pack(min(hits, 0xFFFFFFFF), min(max(0, used_s), 0xFFFFFFFF))
 
 
-def with_use(header: Header, noted: bytes | None) -> Header:
-    """The header with what was noted since it was written, if anything was. Nobody vouches for a
-    note's bytes: at worst a block goes earlier or later than it should."""
-    if noted is not None and len(noted) == _USE.size:
-        hits, header.used_s = _USE.unpack(noted)
-        header.hits = max(header.hits, hits)
-    else:
-        header.used_s = int(min(max(0.0, header.created_s), 0xFFFFFFFF))
-    return header
+def unpack_use(noted: bytes | None) -> tuple[int, int] | None:
+    """The same again, None where nothing was noted. Nobody vouches for these bytes: at worst a
+    block goes earlier or later than it should."""
+    if noted is None or len(noted) != _USE.size:
+        return None
+    hits, used_s = _USE.unpack(noted)
+    return hits, used_s
+
+
+def refuse_format(versions: npt.ArrayLike) -> None:
+    """TierUnavailable when one of these is not ours: such rows are whole, and another hicache's."""
+    for version in np.unique(versions).tolist():
+        if version != FORMAT:
+            raise TierUnavailable(
+                f"a block is stored in format {version}; this hicache knows {FORMAT}"
+            )
 
 
 def header_at(data: bytes, start: int) -> Header | None:

@@ -24,7 +24,7 @@ from hicache.tiers.disk_environment import (
     typed,
     volume_free_bytes,
 )
-from hicache.tiers.disk_format import record_pages, unpack_header, with_use
+from hicache.tiers.disk_format import record_pages, unpack_header, unpack_use
 
 Progress = Callable[[int, int], None]
 COPIES = "compact-"
@@ -47,10 +47,10 @@ def evict_coldest(environments: Mapping[int, Environment], room_bytes: int) -> i
                 header = unpack_header(packed)
                 if header is None:
                     continue  # the scan removes it
-                header = with_use(header, txn.get(key, db=opened.usage))
+                use = unpack_use(txn.get(key, db=opened.usage))
                 rows[key] = slot_bytes, header.depth
                 parents[key] = header.parent
-                warmth[key] = header.hits, header.used_s
+                warmth[key] = use if use is not None else (header.hits, int(header.created_s))
     for key in sorted(rows, key=lambda k: -rows[k][1]):
         above = parents[key]
         if above in warmth:

@@ -21,8 +21,10 @@ from hicache.tiers.arena import Arena
 from hicache.tiers.base import NoRoomForSize, TierBroken, TierDamaged, TierError, TierFull
 from hicache.tiers.block import StoredRows, slot_bytes_for
 from hicache.tiers.disk import DiskTier
+from hicache.tiers.disk_environment import give_memory_back
 from hicache.tiers.disk_forest import Forest
-from hicache.tiers.disk_format import Header, derive_key
+from hicache.tiers.disk_format import derive_key
+from hicache.tiers.disk_scan import Scanned
 from hicache.transfer.link import Link, Measured, by_size, failed
 from hicache.transfer.messages import WorkerConfig
 
@@ -172,12 +174,10 @@ class DiskMedium:
         written while the block above it was given up, and the daemon died in between."""
         forests: dict[tuple[bytes, int, int], Forest] = {}
         for rows in self._watched(self._tier.scan()):
-            for row in rows:
-                kind = row.namespace, row.block_bytes, len(row.tokens)
-                forest = forests.get(kind)
-                if forest is None:
-                    forest = forests[kind] = Forest(*kind)
-                forest.add((row,))
+            kind = rows.namespace, rows.block_bytes, rows.step
+            if kind not in forests:
+                forests[kind] = Forest(*kind)
+            forests[kind].add(rows)
         total, first = sum(map(len, forests.values())), 0
         while forests:
             _, forest = forests.popitem()
@@ -187,8 +187,9 @@ class DiskMedium:
                 self.notes.append(f"{len(forest.orphans)} blocks had lost the block above them")
                 with contextlib.suppress(TierFull):  # they are found again at the next start
                     self._tier.delete(slot_bytes_for(forest.block_bytes), forest.orphans)
+        give_memory_back()
 
-    def _watched(self, batches: Iterable[list[Header]]) -> Iterator[list[Header]]:
+    def _watched(self, batches: Iterable[Scanned]) -> Iterator[Scanned]:
         """The same, with a word to the daemon now and then."""
         total, done, told = self._tier.num_blocks(), 0, 0
         for batch in batches:

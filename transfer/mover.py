@@ -32,7 +32,7 @@ import numpy as np
 
 from hicache.engine.plan import Move, Outcome, Use
 from hicache.tiers.arena import Arena
-from hicache.transfer.lane import GPU_LIMITS, LIMITS, Lane
+from hicache.transfer.lane import GPU_LIMITS, LIMITS, Lane, Limits
 from hicache.transfer.messages import (
     Batch,
     MalformedMessage,
@@ -71,6 +71,8 @@ FIRST_DELAY_S, LAST_DELAY_S = 0.2, 10.0
 HEALTHY_S = 60.0
 KILL_S = 5.0
 MAX_QUEUED = 8192
+MAX_COMMITTED = 1024
+"""Blocks of one commit: 32 MiB of blocks of 32 KiB."""
 _CRASHES = {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 
 DeviceState = Literal["starting", "up", "down"]
@@ -88,7 +90,8 @@ class _Device:
         limits = GPU_LIMITS if config.kind == "cuda" else LIMITS
         self.read, self.write = Lane(max_queued, limits), Lane(max_queued, limits)
         if config.kind == "disk":  # a batch is a commit, whose syncs cost the same however large
-            self.write = Lane(max_queued, replace(LIMITS, num_bytes=config.batch_bytes))
+            moves = LIMITS.moves if config.durability == "sync" else MAX_COMMITTED
+            self.write = Lane(max_queued, Limits(moves, config.batch_bytes, LIMITS.in_flight))
         self.start_at_s = 0.0
         self.started_s = 0.0
         self.heard_s = 0.0

@@ -43,6 +43,31 @@ class Running(NamedTuple):
         )
 
 
+class Launched(NamedTuple):
+    """A daemon of our own that was started and may not answer yet."""
+
+    process: subprocess.Popen[bytes]
+    running: Running
+    log: Path
+
+
+@contextmanager
+def launched(folder: Path, config: Mapping[str, Any]) -> Iterator[Launched]:
+    """A daemon of our own in this folder, stopped in order afterwards."""
+    own = Running(f"ipc://{folder}/hicache.sock")
+    file = folder / "bench.yaml"
+    socket = {**config.get("socket", {}), "endpoint": own.endpoint}
+    file.write_text(json.dumps({**config, "socket": socket}))
+    log = folder / "daemon.log"
+    with log.open("wb") as sink:
+        command = [sys.executable, "-m", "hicache", "serve", "--config", str(file)]
+        daemon = subprocess.Popen(command, stdout=sink, stderr=sink)
+        try:
+            yield Launched(daemon, own, log)
+        finally:
+            _stop(daemon)
+
+
 @contextmanager
 def lodging(running: Running | None, config: Mapping[str, Any]) -> Iterator[tuple[Running, Path]]:
     """(the daemon, a folder for more sockets). A daemon of our own runs `config`, has no disk tier,
@@ -54,20 +79,18 @@ def lodging(running: Running | None, config: Mapping[str, Any]) -> Iterator[tupl
             _ping(running)
             yield running, folder
             return
-        own = Running(f"ipc://{folder}/hicache.sock")
-        file = folder / "bench.yaml"
-        file.write_text(
-            json.dumps({**config, "socket": {**config.get("socket", {}), "endpoint": own.endpoint}})
-        )
-        log = folder / "daemon.log"
-        with log.open("wb") as sink:
-            command = [sys.executable, "-m", "hicache", "serve", "--config", str(file)]
-            daemon = subprocess.Popen(command, stdout=sink, stderr=sink)
-            try:
-                _wait(daemon, own, log)
-                yield own, folder
-            finally:
-                _stop(daemon)
+        with launched(folder, config) as daemon:
+            _wait(daemon)
+            yield daemon.running, folder
+
+
+def tiers_of(running: Running) -> dict[str, str]:
+    """The state of each of its tiers; none while it does not answer."""
+    try:
+        states: dict[str, str] = _ping(running)["tiers"]
+    except BenchError:
+        return {}
+    return states
 
 
 def _ping(running: Running) -> dict[str, Any]:
@@ -77,16 +100,14 @@ def _ping(running: Running) -> dict[str, Any]:
         raise BenchError(str(error)) from None
 
 
-def _wait(daemon: subprocess.Popen[bytes], own: Running, log: Path) -> None:
+def _wait(daemon: Launched) -> None:
     give_up_s = time.monotonic() + START_S
-    while time.monotonic() < give_up_s and daemon.poll() is None:
-        try:
-            if _ping(own).get("ready"):
-                return
-        except BenchError:
-            pass
+    while time.monotonic() < give_up_s and daemon.process.poll() is None:
+        states = tiers_of(daemon.running)
+        if states and "starting" not in states.values():
+            return
         time.sleep(0.05)
-    last_words = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+    last_words = "\n".join(daemon.log.read_text(errors="replace").splitlines()[-12:])
     raise BenchError(f"the daemon to be measured did not start; it said:\n{last_words}")
 
 

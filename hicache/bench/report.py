@@ -86,7 +86,7 @@ class IndexRow:
 
 @dataclass(frozen=True, slots=True)
 class DiskRow:
-    """Values in GB (10⁹ bytes) per second, best of several rounds, beside raw reads or writes."""
+    """Values in GB (10⁹ bytes) per second, median of several rounds, beside raw reads or writes."""
 
     op: str
     temperature: str
@@ -97,7 +97,49 @@ class DiskRow:
     ratio: float
 
 
-Row = RpcRow | StoreRow | IndexRow | DiskRow
+@dataclass(frozen=True, slots=True)
+class ReloadRow:
+    """A model's time to first token on a throttled disk: medians in milliseconds. `of_best`: the
+    planner's over the better of the two fixed policies'; `spread`: how far two medians of the same
+    policy are apart, as a share; `reloads`: of the planner's `n` requests."""
+
+    speed: str
+    prefix: int
+    planner_ms: float
+    reload_ms: float
+    recompute_ms: float
+    of_best: float
+    spread: float
+    reloads: int
+    n: int
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the planner was within a tenth of the best, or within the spread."""
+        return self.of_best <= 1.1 or self.of_best - 1.0 <= self.spread
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRow:
+    """A start of the daemon, in seconds from its launch: until it answers, until the first hit is
+    served, until all blocks are known again; the longest round trip of a match meanwhile."""
+
+    blocks: int
+    answers_s: float
+    first_hit_s: float
+    all_s: float
+    longest_match_s: float
+    num_matches: int
+
+    @classmethod
+    def of(
+        cls, blocks: int, seconds: tuple[float, float, float, float], num_matches: int
+    ) -> RestartRow:
+        answers_s, first_hit_s, all_s, longest_s = (round(s, 3) for s in seconds)
+        return cls(blocks, answers_s, first_hit_s, all_s, longest_s, num_matches)
+
+
+Row = RpcRow | StoreRow | IndexRow | DiskRow | ReloadRow | RestartRow
 
 
 class Step(Protocol):

@@ -9,6 +9,7 @@ from hicache.bench import disk as disk_bench
 from hicache.bench import engine as engine_bench
 from hicache.bench import index as index_bench
 from hicache.bench import planner as planner_bench
+from hicache.bench import restart as restart_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
 from hicache.bench.lodging import Running
@@ -113,6 +114,38 @@ def planner(is_full: bool, seed: int, json_target: str | None) -> None:
     tell_figures(figures, "regret, as a share of the best expected time", json_target)
 
 
+@bench.command()
+@click.option("--speeds", default="0.5,1,2,free", show_default=True, help="Of the disk, beside KV.")
+@click.option("--prefixes", default="256,1024", show_default=True, help="Tokens on disk.")
+@click.option("--rounds", default=5, show_default=True, help="Requests per cell and policy.")
+@click.option("--random-weights", is_flag=True, help="A small model of random weights instead.")
+@_json_option
+def reload(
+    speeds: str, prefixes: str, rounds: int, random_weights: bool, json_target: str | None
+) -> None:
+    """A real model on a throttled disk: the planner beside always reloading and recomputing.
+
+    Speeds are multiples of the model's KV-generation bandwidth; the whole table of docs/planner.md
+    has --speeds 0.25,0.5,1,2,10,free and --prefixes 256,512,1024,2048,4096.
+    """
+    from hicache.demo.model import ModelMissing, check_engine, load_random, load_smollm2
+
+    try:
+        check_engine()
+        from hicache.bench import reload as reload_bench
+
+        demo = load_random() if random_weights else load_smollm2("bfloat16")
+    except ModelMissing as error:
+        raise click.ClickException(str(error)) from None
+    multiples = [float("inf") if s.strip() == "free" else float(s) for s in speeds.split(",")]
+    lengths = [int(prefix) for prefix in prefixes.split(",")]
+    with ProgressLine() as step:
+        rows, generated = reload_bench.run(demo, multiples, lengths, rounds, step)
+    bad = sum(not row.is_good for row in rows)
+    more: dict[str, object] = {"model": demo.name, "kv_bytes_per_s": generated, "not_good": bad}
+    tell(rows, f"{demo.name}, {generated / 1e6:.1f} MB of KV per second", json_target, more)
+
+
 def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:
     if endpoint is None and curve is not None:
         raise click.UsageError("--curve is for a running daemon: give its --endpoint too")
@@ -121,7 +154,7 @@ def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:
 
 @bench.command()
 @click.option("--path", type=click.Path(path_type=Path), help="A folder on the disk to measure.")
-@click.option("--rounds", default=3, show_default=True, help="Rounds per row; the best counts.")
+@click.option("--rounds", default=5, show_default=True, help="Rounds per row; the median counts.")
 @click.option("--total", default=128, show_default=True, help="MiB of values per size.")
 @click.option(
     "--durability", type=click.Choice(["fast", "batched"]), default="batched", show_default=True
@@ -135,6 +168,17 @@ def disk(
     with ProgressLine() as step:
         rows, churn = disk_bench.run(path, plan, step)
     tell(rows, "values beside raw reads and writes", json_target, {"churn": churn})
+
+
+@bench.command()
+@click.option("--path", type=click.Path(path_type=Path), help="A folder on the disk to measure.")
+@click.option("--blocks", default=1_000_000, show_default=True, help="Blocks that are stored.")
+@_json_option
+def restart(path: Path | None, blocks: int, json_target: str | None) -> None:
+    """A daemon's start on a disk tier full of small blocks: how soon it serves, and all of it."""
+    with ProgressLine() as step:
+        row = restart_bench.run(path, blocks, step)
+    tell([row], "a start on a full disk tier", json_target)
 
 
 for _command in (rpc, store):

@@ -145,15 +145,12 @@ class DiskConfig(TierConfig):
     path: FilePath = Field(description="Folder of the blocks; one daemon at a time.")
     durability: Literal["fast", "batched", "sync"] = Field(
         default="batched",
-        description="When a block is safe from power loss: at the system's leisure (fast), "
-        "every batch_interval (batched), or before each answer (sync).",
+        description="When a block is safe from power loss: at the system's leisure (fast), once "
+        "its batch is on disk (batched), or once it is there itself (sync).",
     )
     read_ahead: bool = Field(default=True, description="Let the kernel read ahead.")
     batch_bytes: Bytes = Field(
         default=32 * MIB, validation_alias="batch", ge=MIB, description="Bytes per commit at most."
-    )
-    batch_interval_s: Deadline = Field(
-        default=1.0, validation_alias="batch_interval", description="Time between syncs."
     )
     min_free_bytes: Bytes = Field(
         default=256 * MIB, validation_alias="min_free", ge=0, description="Left free on the volume."

@@ -34,17 +34,23 @@ class PrivateDaemon:
     """A daemon from `config_file`, except for where it listens and keeps things; not started.
 
     `hbm_device`: the demo's HBM is emulated wherever it runs. `own_group`: Ctrl-C does not reach
-    it, and whoever made it ends it in order.
+    it, and whoever made it ends it in order. `needs_hbm`: it is an error where there is none.
     """
 
     def __init__(
-        self, config_file: Path, *, hbm_device: str = "host", own_group: bool = True
+        self,
+        config_file: Path,
+        *,
+        hbm_device: str = "host",
+        own_group: bool = True,
+        needs_hbm: bool = True,
+        explores: bool = False,
     ) -> None:
         self._own_group = own_group
         around = Surroundings.of(os.environ, os.getuid())
         self.config: Config = load_config(config_file, around).config
         tiers = self.config.tiers
-        if tiers.hbm is None or tiers.disk is None:
+        if tiers.disk is None or (needs_hbm and tiers.hbm is None):
             raise DaemonFailed(f"{config_file}: the demo needs all three tiers: hbm, dram and disk")
         self._process: subprocess.Popen[bytes] | None = None
         with ExitStack() as cleanup:
@@ -54,10 +60,12 @@ class PrivateDaemon:
             self._log = self._folder / "daemon.log"
             values: dict[str, Any] = yaml.safe_load(config_file.read_text())
             values["socket"] = {**(values.get("socket") or {}), "endpoint": self.endpoint}
-            values["planner"] = {**(values.get("planner") or {}), "exploration": 0.0}
+            if not explores:
+                values["planner"] = {**(values.get("planner") or {}), "exploration": 0.0}
             own = values["tiers"]
-            hbm_folder = _temporary_folder(cleanup, tiers.hbm.path)
-            own["hbm"] |= {"device": hbm_device, "path": str(hbm_folder)}
+            if tiers.hbm is not None:
+                hbm_folder = _temporary_folder(cleanup, tiers.hbm.path)
+                own["hbm"] |= {"device": hbm_device, "path": str(hbm_folder)}
             own["dram"] |= {"path": str(_temporary_folder(cleanup, tiers.dram.path))}
             own["disk"] |= {"path": str(self._folder / "disk")}
             self._file.write_text(yaml.safe_dump(values))
@@ -104,6 +112,15 @@ class PrivateDaemon:
         """Raises DaemonFailed if it does not answer."""
         try:
             return admin_call(self.endpoint, "stats")
+        except (DaemonAbsent, DaemonError) as error:
+            raise DaemonFailed(f"{error}{self._last_words()}") from error
+
+    def change(self, **sections: Any) -> None:
+        """Have it go on with these sections of its configuration. Raises DaemonFailed."""
+        values: dict[str, Any] = yaml.safe_load(self._file.read_text())
+        self._file.write_text(yaml.safe_dump({**values, **sections}))
+        try:
+            admin_call(self.endpoint, "reload")
         except (DaemonAbsent, DaemonError) as error:
             raise DaemonFailed(f"{error}{self._last_words()}") from error
 

@@ -44,14 +44,14 @@ class DemoModel:
     stop: frozenset[int]
 
 
-def load_smollm2() -> DemoModel:
-    """In fp32, in which a suffix rounds like the whole prompt. Raises ModelMissing."""
+def load_smollm2(dtype: str = "float32") -> DemoModel:
+    """In fp32 a suffix rounds like the whole prompt. Raises ModelMissing."""
     file = _gguf_file()
     transformers, torch = _engine()
     options = {"gguf_file": file.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **options)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, **options, dtype=torch.float32
+        file.parent, **options, dtype=getattr(torch, dtype)
     )
 
     def encode(text: str) -> list[int]:
@@ -62,7 +62,8 @@ def load_smollm2() -> DemoModel:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
     stop = frozenset({int(tokenizer.eos_token_id)})
-    return DemoModel("SmolLM2-135M-Instruct (fp32)", model.eval(), encode, decode, stop)
+    short = {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, dtype)
+    return DemoModel(f"SmolLM2-135M-Instruct ({short})", model.eval(), encode, decode, stop)
 
 
 def load_random() -> DemoModel:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from hicache.conversations import Conversations
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.hazard import fit
@@ -137,7 +136,6 @@ class Household:
         self.engine = CacheEngine(specs, pools, links, settings, lambda: 1.0, new_policy, history)
         self.block_tokens = block_tokens
         self.tally = Tally()
-        self._conversations = Conversations()
         self.now_s = 0.0
         tokens_per_symbol = SYMBOL_BYTES // 4
         self.namespace = self.do(p.OpenNamespace(b"replay", tokens_per_symbol, PAGE_BYTES))
@@ -156,11 +154,6 @@ class Household:
             self.do(p.Fetch(matched.lease, now_s, now_s + _TTL_S))
             self.do(p.Release(matched.lease, now_s))
         self._put(tokens, matched.hit_blocks, request.num_blocks)
-        if hints and request.session:
-            whole = request.symbols[: -SYMBOL_BYTES if is_partial else None]
-            left = self._conversations.went_on(0, request.session, whole, SYMBOL_BYTES)
-            if left:
-                self.do(p.Hint(self.namespace, left, now_s, "conversation", "superseded"))
         if hints and request.stop:
             self.do(p.Hint(self.namespace, tokens, now_s, finish_reason=request.stop))
         self._learn()

@@ -5,8 +5,8 @@
         ...
     # leaving: stopped in order, nothing left behind, nothing bad in its log
 
-The daemon runs with `debug: true`: it recomputes every counter of its cache engine at each tick,
-and a difference ends it with a traceback, which `close` finds in the log.
+The daemon runs with `debug: {check: true}`: it recomputes every counter of its cache engine at each
+tick, and a difference ends it with a traceback, which `close` finds in the log.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hicache.client import Client
+from hicache.wire import pack
 from tests.e2e.household import Household, Tokens, prompt, read, store, wait_for
 
 BLOCKS = 12
@@ -89,6 +90,32 @@ def test_a_fetch_that_joins_a_stalled_one_has_its_own_deadline(house: Household)
     hinder(house)
     house.settle()
     assert fetch(house, one, prompt(0, BLOCKS)) == BLOCKS
+
+
+def test_a_request_may_end_at_every_stage(house: Household) -> None:
+    """Before its fetch, while its blocks wait or travel, and when they are there: nothing is left
+    behind, and the next one finds what came."""
+    peer = house.peer()
+    session = peer.hello()["session"]
+    asked = {"s": session, "tokens": prompt(0, BLOCKS).tobytes()}
+    lease = peer.ask("match", **asked)["lease"]
+    assert peer.ask("release", s=session, lease=lease)["released"]
+    hinder(house, **STALLED)
+    lease = peer.ask("match", **asked)["lease"]
+    said = pack({"op": "fetch", "id": 90, "s": session, "lease": lease, "deadline_s": 3000.0})
+    peer.socket.send(said)
+    peer.socket.send(pack({"op": "release", "id": 91, "s": session, "lease": lease}))
+    fetched, released = peer.answer(), peer.answer()
+    assert (fetched["id"], fetched["blocks"], fetched["ready"]) == (90, 0, [])
+    assert (released["id"], released["released"]) == (91, True)
+    assert house.stats()["leases"] == 0
+    hinder(house)
+    house.settle()
+    assert fetch(house, patient(house), prompt(0, BLOCKS)) == BLOCKS
+    lease = peer.ask("match", **asked)["lease"]
+    assert peer.ask("fetch", s=session, lease=lease)["blocks"] == BLOCKS
+    assert peer.ask("release", s=session, lease=lease)["released"]
+    assert not peer.ask("release", s=session, lease=lease)["released"]
 
 
 def teach(client: Client, seconds: float) -> None:

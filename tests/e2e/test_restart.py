@@ -14,6 +14,7 @@ import pytest
 from hicache.client import Client, DaemonAbsent
 from hicache.tiers.disk import DiskTier
 from tests.e2e.household import Household, blocks_of, hicache, prompt, read, store, wait_for
+from tests.tiers.blocks import listed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -119,7 +120,7 @@ def test_uses_outlive_a_stop() -> None:
 
 def hits_on_disk(path: Path) -> list[int]:
     with DiskTier(path, 256 << 20) as tier:
-        return sorted(row.hits for batch in tier.scan() for row in batch)
+        return sorted(row.hits for row in listed(tier))
 
 
 def test_stopped_when_the_disk_is_full() -> None:

@@ -174,6 +174,19 @@ def test_released_while_its_blocks_are_on_their_way() -> None:
     assert not w.finished
 
 
+def test_a_joined_move_has_the_later_deadline() -> None:
+    """1. A fetch is under way. 2. Another one wants the same blocks and waits longer. 3. The first
+    deadline drops nothing that the second waits for."""
+    w = world()
+    a = tokens_of(1, 2)
+    on_disk_only(w, a)
+    first, second = w.match(a + END).lease, w.match(a + END).lease
+    w.do(p.Fetch(first, w.now_s, w.now_s + 0.01))
+    w.do(p.Fetch(second, w.now_s, w.now_s + 0.05))
+    moves = [w.in_flight[n] for n in w.moving("disk", "dram")]
+    assert [move.deadline_s for move in moves] == [w.now_s + 0.05] * 2
+
+
 def test_released_while_somebody_else_waits() -> None:
     """1. Two wait for A. 2. One gives up: the move goes on. 3. The other is told."""
     w = world()

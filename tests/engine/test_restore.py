@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from hicache.engine import plan as p
 from hicache.engine.settings import EngineSettings
-from hicache.tiers.disk_format import Header
 from tests.engine.world import BLOCK_BYTES, ROOT, STEP, World, keys_of, row, tokens_of
+from tests.tiers.blocks import Row
 
 DISK = (("dram", 64, True, False), ("disk", 64, False, True))
 
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=12)
 
 
-def rows_of(prompts: Sequence[Sequence[int]]) -> list[Header]:
+def rows_of(prompts: Sequence[Sequence[int]]) -> list[Row]:
     """One row for every block of every prompt; its hits are its depth."""
-    rows: dict[bytes, Header] = {}
+    rows: dict[bytes, Row] = {}
     for blocks in prompts:
         tokens = tokens_of(*blocks)
         keys = keys_of(tokens)
@@ -31,7 +31,7 @@ def rows_of(prompts: Sequence[Sequence[int]]) -> list[Header]:
     return list(rows.values())
 
 
-def restored(world: World, rows: Sequence[Header]) -> list[bytes]:
+def restored(world: World, rows: Sequence[Row]) -> list[bytes]:
     """As after a restart: the tier comes up, and its rows are told."""
     return world.restore(rows)
 

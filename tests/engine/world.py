@@ -18,8 +18,8 @@ from hicache.engine.settings import EngineSettings
 from hicache.keys import chain_keys
 from hicache.tiers.block import PAGE_BYTES, TierSpec
 from hicache.tiers.disk_forest import Forest
-from hicache.tiers.disk_format import Header
 from hicache.tiers.slots import SlotPool
+from tests.tiers.blocks import Row, scanned
 
 A = TypeVar("A")
 
@@ -68,7 +68,7 @@ class World:
         )
         self.now_s = 1.0
         self.contents: dict[tuple[str, int], bytes] = {}
-        self.rows: dict[bytes, Header] = {}
+        self.rows: dict[bytes, Row] = {}
         self.orphans: list[bytes] = []
         self.untold: Iterator[list[bytes]] = iter(())
         self.is_telling = False
@@ -272,16 +272,16 @@ class World:
             self.do(p.Restored("disk", self.now_s))
         return self.is_telling
 
-    def restore(self, rows: Iterable[Header]) -> list[bytes]:
+    def restore(self, rows: Iterable[Row]) -> list[bytes]:
         """Tell the engine of rows on disk. Returns the keys of the homeless and of the orphans."""
         return [key for homeless in self._tell(list(rows)) for key in homeless]
 
-    def _tell(self, rows: list[Header]) -> Iterator[list[bytes]]:
+    def _tell(self, rows: list[Row]) -> Iterator[list[bytes]]:
         """As a worker does it: a few rows at a time. Yields those that are to be removed."""
         forests: dict[tuple[bytes, int, int], Forest] = {}
         for row in rows:
             kind = row.namespace, row.block_bytes, len(row.tokens)
-            forests.setdefault(kind, Forest(*kind)).add([row])
+            forests.setdefault(kind, Forest(*kind)).add(scanned([row]))
         numbers = {digest: number for number, digest in self.digests.items()}
         first = 0
         for forest in forests.values():
@@ -300,6 +300,6 @@ def row(
     hits: int = 0,
     used_s: int = ZERO_S,
     namespace: bytes = DIGEST,
-) -> Header:
+) -> Row:
     """A block as a durable tier's scan finds it."""
-    return Header(namespace, key, parent, tokens, 0, hits, block_bytes, 0, 0.0, used_s)
+    return Row(namespace, key, parent, tokens, block_bytes, hits, used_s)

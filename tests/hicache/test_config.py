@@ -59,14 +59,14 @@ def test_units_and_paths_are_read() -> None:
         tiers:
           hbm: {size: 256MiB, device: cuda:1}
           dram: {size: 25%}
-          disk: {size: 10GB, path: ~/cache, batch: 8MiB, batch_interval: 250ms, min_free: 0}
+          disk: {size: 10GB, path: ~/cache, batch: 8MiB, min_free: 0}
         deadlines: {fetch: 1m, put: 2.5}
         planner: {prior_per_token_squared: 1ns}
         """
     )
     disk = config.tiers.disk
     assert disk is not None
-    assert (disk.size_bytes, disk.path, disk.batch_interval_s) == (10**10, "/home/op/cache", 0.25)
+    assert (disk.size_bytes, disk.path, disk.batch_bytes) == (10**10, "/home/op/cache", 8 << 20)
     assert config.tiers.dram.size == Share(0.25)
     assert (config.deadlines.fetch_s, config.deadlines.put_s) == (60.0, 2.5)
     assert config.planner.prior_per_token_squared_s == 1e-9
@@ -256,7 +256,7 @@ def test_schema_knows_the_keys_as_written() -> None:
     schema = json.loads(json.dumps(Config.model_json_schema(mode="validation")))
     disk = schema["$defs"]["DiskConfig"]
     assert disk["additionalProperties"] is False
-    assert "batch_interval" in disk["properties"]
+    assert "batch" in disk["properties"]
     assert disk["required"] == ["size", "path"]
 
 

@@ -199,17 +199,6 @@ def test_a_hint_may_name_the_conversation_instead_of_its_prompt(desk: Desk) -> N
     assert len(desk.service.conversations) == 0
 
 
-def test_a_conversation_that_goes_on_elsewhere_has_left_its_old_end(desk: Desk) -> None:
-    """Its context was rewritten: what only the old prompt needs goes first."""
-    session = desk.hello()
-    store(desk, session, PROMPT, 3)
-    rewritten = PROMPT[: 4 * BLOCK_TOKENS] + bytes(len(PROMPT))
-    desk.send("hint", s=session.token, tokens=PROMPT, conversation="a", quiet=True)
-    desk.world.now_s += 1
-    desk.send("match", s=session.token, tokens=rewritten, conversation="a")
-    assert [len(nodes) for nodes in desk.world.engine.residency.dismissed] == [1]
-
-
 def test_a_hint_that_is_none_of_the_documented_ones_is_refused(desk: Desk) -> None:
     session = desk.hello()
     with pytest.raises(WireError, match="turn, tool_call, conversation"):
@@ -219,9 +208,9 @@ def test_a_hint_that_is_none_of_the_documented_ones_is_refused(desk: Desk) -> No
 def test_conversations_take_little_room() -> None:
     known = Conversations(max_bytes=100)
     for number in range(50):
-        assert known.went_on(0, str(number), bytes(40), 8) == b""
+        known.went_on(0, str(number), bytes(40))
     assert len(known) == 2
     assert known.newest(0, "49") == bytes(40)
     assert known.newest(0, "47") == b""
-    assert known.went_on(0, "49", bytes(44), 8) == b""
-    assert known.went_on(0, "49", bytes(8) + b"x" * 36, 8) == bytes(44)
+    known.went_on(0, "49", bytes(44))
+    assert known.newest(0, "49") == bytes(44)

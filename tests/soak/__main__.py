@@ -4,8 +4,8 @@
 
 Exit status 1 where anything was wrong: wrong bytes, a call past its deadline, a client that ended
 or hung, a lease, slot, file descriptor, thread, process or shared file left behind, memory that
-grows, or a complaint in the daemon's log. It runs with `debug: true`, so that the daemon checks all
-its invariants ten times a second.
+grows, or a complaint in the daemon's log. It runs with `debug: {check: true}`, so that the daemon
+checks all its invariants ten times a second.
 """
 
 from __future__ import annotations

@@ -171,6 +171,17 @@ class Chaos:
         if self.house.process is not None:
             self.house.process.send_signal(signal.SIGHUP)
 
+    def _slow_disk(self) -> None:
+        """Until the next reload: a disk that crawls, or from which nothing comes."""
+        debug: dict[str, Any] = {"check": True}
+        if self.rng.random() < 0.5:
+            debug["throttle_bytes_per_s"] = {"disk_to_dram": "500KB", "dram_to_disk": "2MB"}
+        else:
+            debug["stall"] = {"disk_to_dram": True}
+        self.house.configure(**CONFIG, debug=debug)
+        if self.house.process is not None:
+            self.house.process.send_signal(signal.SIGHUP)
+
     def _policy(self) -> str:
         return self.rng.choice(["write_back", "write_through", "write_through_selective"])
 
@@ -218,7 +229,8 @@ DEEDS: Final[dict[Callable[[Chaos], None], float]] = {
     Chaos._kill_worker: 3,
     Chaos._stop_worker: 3,
     Chaos._garbage: 3,
-    Chaos._reload: 2,
+    Chaos._reload: 4,
+    Chaos._slow_disk: 2,
     Chaos._clear: 1,
     Chaos._stop_daemon: 1,
     Chaos._kill_daemon: 1,

@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from hicache.tiers.disk_format import (
     usable_bytes,
 )
 from hicache.tiers.slots import SlotPool
-from tests.tiers.blocks import NAMESPACE, Name, content, name
+from tests.tiers.blocks import NAMESPACE, Name, content, listed, name, rows_of
 
 MIB = 1 << 20
 BLOCK = 40_000
@@ -86,22 +88,33 @@ def test_a_block_of_an_unknown_size_is_missing(tier: DiskTier) -> None:
     tier.delete(77 * PAGE_BYTES, [name(1).key])
 
 
-def test_the_scan_gives_everything_and_one_namespace_a_batch(tier: DiskTier) -> None:
+def test_the_scan_gives_everything_and_one_namespace_at_a_time(tier: DiskTier) -> None:
     rows = []
     for namespace in (b"b" * 32, b"a" * 32):
         parent = bytes(32)
         for depth in range(5):
-            row = name(depth, namespace=namespace, parent=parent, depth=depth)
+            row = replace(name(depth, namespace=namespace, parent=parent, depth=depth), hits=depth)
             rows.append(row)
             parent = row.key
     tier.put(SLOT, [(row, content(0, BLOCK)) for row in reversed(rows)])
-    batches = list(tier.scan(batch_rows=3))
-    assert sorted(len(batch) for batch in batches) == [2, 2, 3, 3]
-    assert [len({row.namespace for row in batch}) for batch in batches] == [1, 1, 1, 1]
-    found = [row for batch in batches for row in batch]
-    assert sorted(row.depth for row in found) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert {row.key for row in found} == {row.key for row in rows}
-    assert all(row.block_bytes == BLOCK for row in found)
+    before_s = int(time.time())
+    tier.note_uses(SLOT, [(rows[0].key, 7, 1234), (name(99).key, 1, 1)])
+    scans = list(tier.scan())
+    assert {(some.namespace, some.block_bytes, len(some)) for some in scans} == {
+        (b"a" * 32, BLOCK, 5),
+        (b"b" * 32, BLOCK, 5),
+    }
+    found = {row.key: row for row in rows_of(scans)}
+    for row in rows[1:]:
+        assert (found[row.key].parent, found[row.key].tokens) == (row.parent, row.tokens)
+        assert found[row.key].hits == row.hits
+        assert before_s - 60 <= found[row.key].used_s <= before_s, "when it was written"
+    assert (found[rows[0].key].hits, found[rows[0].key].used_s) == (7, 1234)
+    tier.delete(SLOT, [rows[0].key])
+    tier.put(SLOT, [(rows[0], content(0, BLOCK))])
+    assert {row.key: row for row in listed(tier)}[rows[0].key].hits == 0, (
+        "a use goes with its block"
+    )
 
 
 def test_namespaces_are_described_for_people(tier: DiskTier) -> None:
@@ -169,7 +182,7 @@ def test_swapped_records_are_corrupt_and_dropped_by_the_scan(tmp_path: Path) -> 
                 txn.put(name(2).key, one, db=db)
         assert isinstance(read(tier, name(1)), TierCorrupt)
     with DiskTier(tmp_path, 16 * MIB) as tier:
-        assert [row.key for batch in tier.scan() for row in batch] == [name(3).key]
+        assert [row.key for row in listed(tier)] == [name(3).key]
         assert tier.notes == [f"1 records of {SLOT}-byte slots were not whole"]
         assert tier.num_blocks() == 1
 
@@ -203,7 +216,7 @@ def test_flipped_bytes_of_blocks_are_found_out(tmp_path: Path) -> None:
         raw[at + 3] ^= 0x40
     file.write_bytes(raw)
     with DiskTier(tmp_path, 16 * MIB) as tier:
-        assert sum(len(batch) for batch in tier.scan()) == 20, "the scan reads no block bytes"
+        assert len(listed(tier)) == 20, "the scan reads no block bytes"
         for number in range(20):
             found = read(tier, name(number))
             if number % 2:

@@ -13,7 +13,7 @@ import pytest
 from hicache.tiers.base import TierMissing
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.disk import DiskTier
-from tests.tiers.blocks import content, name
+from tests.tiers.blocks import content, listed, name
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -63,12 +63,12 @@ def kill_a_writer(path: Path, durability: str, first: int, lines: int) -> tuple[
 def check(path: Path, durability: str, acked: set[int], next_number: int) -> None:
     with DiskTier(path, 8 * MIB, lock_wait_s=10) as tier:
         assert not tier.notes
-        listed = {row.tokens for batch in tier.scan() for row in batch}
+        told = {row.tokens for row in listed(tier)}
         maybe_gone = set(range(next_number - 8 * BATCH, next_number - 7 * BATCH))
         for number in range(max(0, next_number - 10 * BATCH), next_number + 2 * BATCH):
             view = np.zeros(SLOT, np.uint8)
             (problem,) = tier.read(SLOT, [(name(number), view)])
-            assert (problem is None) == (name(number).tokens in listed)
+            assert (problem is None) == (name(number).tokens in told)
             if problem is None:
                 assert np.array_equal(view, content(number, SLOT))
             else:

@@ -13,7 +13,7 @@ from hicache.tiers.base import TierUnavailable
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.disk import DiskTier
 from hicache.tiers.disk_format import map_bytes
-from tests.tiers.blocks import Name, content, name
+from tests.tiers.blocks import Name, content, listed, name
 from tests.tiers.test_disk_cap import on_volume
 
 MIB = 1 << 20
@@ -79,7 +79,7 @@ def test_shrinking_keeps_the_warmest_prefixes(tmp_path: Path) -> None:
         assert coldest_kept > 0
         assert all(kept[number] == 4 for number in range(coldest_kept + 1, 60))
         assert tier.num_blocks() == sum(kept.values())
-        assert [row.key for batch in tier.scan() for row in batch]
+        assert listed(tier)
         assert told
     with DiskTier(path, 16 * MIB) as tier:
         assert not tier.notes

@@ -59,14 +59,14 @@ def test_generations_are_raised_before_a_slot_is_written(rig: Rig) -> None:
 
 def test_demand_overtakes_demotion_and_batches_are_bounded(rig: Rig) -> None:
     rig.fill("dram", *range(120))
-    rig.hold(DISK)
-    low = [rig.move("dram", "disk", n, Priority.DEMOTION) for n in range(100)]
-    mid = [rig.move("dram", "disk", n, Priority.PREFETCH) for n in range(100, 110)]
-    high = [rig.move("dram", "disk", n) for n in range(110, 120)]
+    rig.hold(GPU)
+    low = [rig.move("dram", "hbm", n, Priority.DEMOTION) for n in range(100)]
+    mid = [rig.move("dram", "hbm", n, Priority.PREFETCH) for n in range(100, 110)]
+    high = [rig.move("dram", "hbm", n) for n in range(110, 120)]
     assert not rig.submit(*low)
     assert not rig.submit(*mid, *high)
-    assert rig.mover.backlog()["dram", "disk"] == {0: 10 * BLOCK, 1: 10 * BLOCK, 2: 100 * BLOCK}
-    rig.let_go(DISK)
+    assert rig.mover.backlog()["dram", "hbm"] == {0: 10 * BLOCK, 1: 10 * BLOCK, 2: 100 * BLOCK}
+    rig.let_go(GPU)
     rig.outcomes(*low, *mid, *high)
     ids = [outcome.move for outcome in rig.heard()]
     sent_first, waited = low[:64], low[64:]
