@@ -343,7 +343,9 @@ def test_a_long_queue_costs_no_hit(memory: AsyncMemory, engine: Make) -> None:
     long = request("b", tokens(2, 33), max_tokens=8)
     queued = request("c", tokens(1, 21))
     one.add(long, queued)
+    assert one.side.asking is not None
     while one.requests:
+        one.side.asking.wait_a_little(10.0)  # the daemon itself is quick
         one.step()
         now[0] += 1.9
     one.run()
@@ -415,7 +417,12 @@ def test_steps_with_prefill_are_observed(memory: AsyncMemory, engine: Make) -> N
     one = engine(budget=12)
     one.run(request("a", tokens(1, 9), max_tokens=1))
     one.run(request("b", tokens(2, 18), max_tokens=3))
-    assert memory.observed == [(1, 12.0, 72.0, 0), (1, 6.0, 6 * 12 + 18.0, 0)]
+    one.close()
+    assert memory.observed == [
+        (1, 9.0, 40.5, 0),
+        (1, 12.0, 72.0, 0),
+        (1, 6.0, 6 * 12 + 18.0, 0),
+    ]
 
 
 def test_why_an_answer_ended_is_told(memory: AsyncMemory, engine: Make) -> None:
