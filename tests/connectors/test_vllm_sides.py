@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hicache.connectors.vllm.announcing import Announcements
+from hicache.connectors.vllm.scheduling import MAX_LOADING
 from tests.connectors.vllm_engine import BLOCK_TOKENS, Engine, Request, expected_output
 from tests.connectors.vllm_memory import AsyncMemory
 
@@ -352,6 +353,26 @@ def test_a_long_queue_costs_no_hit(memory: AsyncMemory, engine: Make) -> None:
     check([long, queued])
     assert queued.num_cached == 20
     assert memory.count("match") > 4
+    assert not memory.leases
+
+
+def test_a_queue_does_not_load_all_at_once(memory: AsyncMemory, engine: Make) -> None:
+    """Every load holds a lease: the daemon's memory would be full of them."""
+    prompts = [tokens(seed, 9) for seed in range(12)]
+    engine().run(*(request(f"a{i}", p) for i, p in enumerate(prompts)))
+    gate = memory.gates["fetch"] = threading.Event()
+    one = engine()
+    again = [request(f"b{i}", p) for i, p in enumerate(prompts)]
+    one.add(*again)
+    assert one.side.asking is not None
+    for _ in range(20):
+        one.side.asking.wait_a_little(10.0)
+        one.step()
+    assert sum(r.status == "loading" for r in again) == MAX_LOADING
+    gate.set()
+    one.run()
+    check(again)
+    assert [r.num_cached for r in again] == [8] * 12
     assert not memory.leases
 
 

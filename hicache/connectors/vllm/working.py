@@ -181,6 +181,9 @@ class WorkerSide:
                     good[0] += 1
                 if good[0] == len(load.pages):
                     break
+            else:
+                if client.last_error:
+                    self.background.trouble.note(client.last_error)
         finally:
             # Not waited for: the request goes on while the daemon hears of it.
             hop_bytes = float(len(arrived) * self._spec.block_bytes)
