@@ -164,14 +164,14 @@ class LinkCost:
         return self.latency_s + (queued_bytes + num_bytes) * self._s_per_byte
 
     def doubt_s(self, num_bytes: float, queued_bytes: float = 0.0) -> float:
-        """Standard deviation of that. It grows while nothing is copied, and a first copy or two
-        may have been stragglers."""
+        """Standard deviation of that. It grows while nothing is copied; and the first copies, or
+        one far off, may have been stragglers."""
         if num_bytes <= 0:
             return 0.0
         self._num_unchecked += 1
         x = (1.0, (queued_bytes + num_bytes) * _PER_BYTE)
         expected_s = self._fit.expect(x)
-        few = 1.0 / max(self.num_measured, 1)
+        few = 1.0 if self._fit.is_puzzled else 1.0 / max(self._fit.num_fresh, 1)
         relative = DRIFT * self._num_unchecked + few * few
         return sqrt(self._fit.variance(x) + relative * expected_s * expected_s)
 

@@ -281,7 +281,10 @@ class Evictor:
         if not self._may_drop:
             self._spared = node
             return 0
-        return self.drop(node, tier)
+        dropped = self.drop(node, tier)
+        if not is_kept:
+            self.gate.refused_blocks += dropped
+        return dropped
 
     def _worth_below(self, node: Node, below: int) -> float:
         """What a block on its way down is worth in the tier below: anything, where it is to be

@@ -31,6 +31,8 @@ MAX_WRONG: Final = 5.0
 """A prior that is off by more than this at the first step only says how the terms compare."""
 LEAST_SHARE: Final = 0.02
 """A term that the prior takes for nothing may be this share of the largest."""
+RESTORED: Final = 4
+"""What was restored counts for so many fresh steps."""
 _LEAST_PIVOT: Final = 1e-12
 
 Row = list[float]
@@ -52,11 +54,11 @@ class Habits:
 
 
 class Fit:
-    """`theta` is the estimate, `num_learned` the steps so far. Features and `theta` are the
-    caller's, in units that bring them near 1."""
+    """`theta` is the estimate, `num_learned` the steps so far, `num_fresh` those since it began or
+    changed. Features and `theta` are the caller's, in units that bring them near 1."""
 
     def __init__(self, theta: Sequence[float], habits: Habits) -> None:
-        self.num_learned = 0
+        self.num_learned = self.num_fresh = 0
         self.theta: Row = list(theta)
         self._habits = habits
         self._strange: Row = []  # how far the last steps were off, as long as all are to one side
@@ -86,7 +88,7 @@ class Fit:
         scale = max(expected, 0.25 * seconds) if self.num_learned else seconds
         noise = max(RELATIVE_NOISE * scale, LEAST_NOISE_S)
         surprise = abs(seconds - expected) / noise
-        weight = min(1.0, HUBER / surprise) if self.num_learned > 2 and surprise else 1.0
+        weight = min(1.0, HUBER / surprise) if self.num_fresh and surprise else 1.0
         typical = self._changed_to(seconds, expected)
         if typical:
             self._start_anew(x, typical)
@@ -100,7 +102,13 @@ class Fit:
                 row[j] += share * x[j]
             self._vector[i] += share * seconds
         self.num_learned += 1
+        self.num_fresh += 1
         self._solve()
+
+    @property
+    def is_puzzled(self) -> bool:
+        """Whether the last step was far off: a straggler, or the first of another machine."""
+        return bool(self._strange)
 
     def snapshot(self) -> dict[str, Any]:
         """What was learned, as plain values."""
@@ -125,12 +133,15 @@ class Fit:
         self._vector = [float(value) * kept for value in vector]
         self._shape = [float(value) for value in shape]
         self.num_learned = max(self.num_learned, 1)
+        self.num_fresh = max(self.num_fresh, RESTORED)
         self._assume(self._shape)
         self._solve()
 
     def _changed_to(self, seconds: float, expected: float) -> float:
         """What such a step takes since the machine changed; 0 where it has not."""
         strange = self._strange
+        if not self.num_learned:
+            return 0.0  # the prior was wrong, and nothing has changed
         if not _are_apart(seconds, expected, self._habits.factor):
             strange.clear()
             return 0.0
@@ -138,7 +149,7 @@ class Fit:
         if strange and (strange[-1] > 1.0) != (ratio > 1.0):
             strange.clear()
         strange.append(ratio)
-        needed = self._habits.first_steps + self.num_learned // 4
+        needed = self._habits.first_steps + self.num_fresh // 4
         if len(strange) < min(needed, self._habits.steps):
             return 0.0
         typical = expected * sorted(strange)[len(strange) // 2]
@@ -160,6 +171,7 @@ class Fit:
             self._shape = list(self.theta)
             self._shape[most] = seconds / x[most]
         self._forget(0.0)
+        self.num_fresh = 0
         self._assume(self._shape)
         return self.expect(x)
 

@@ -27,7 +27,8 @@ UNKNOWN_RETURN: Final = 0.5
 
 
 class WriteGate:
-    """`min_return`: a probability; `bytes_per_s`: the budget, infinite where there is none."""
+    """`min_return`: a probability; `bytes_per_s`: the budget, infinite where there is none.
+    `refused_blocks` were forgotten instead of being written."""
 
     def __init__(self, history: History | None, min_return: float, bytes_per_s: float) -> None:
         self.history = history

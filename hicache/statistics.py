@@ -43,6 +43,7 @@ def tier_rows(
                 "promotions": house.promoted[number],
                 "demotions": house.demoted[number],
                 "evictions": house.evicted[number],
+                "corrupt": house.corrupt[number],
                 "queue_depth": len(into),
                 "queue_bytes": sum(move.block_bytes for move in into),
             }
@@ -172,6 +173,14 @@ def _what_came(record: Record) -> str:
         )
     text = ", ".join(told)
     return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def gate_row(engine: CacheEngine) -> dict[str, Any]:
+    """What is written to disk now of what memory gives up; empty where all of it is."""
+    gate = engine.gate
+    if gate.is_open:
+        return {}
+    return {"demanded_return": gate.demanded, "refused_blocks": gate.refused_blocks}
 
 
 def index_row(engine: CacheEngine) -> dict[str, Any]:

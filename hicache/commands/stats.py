@@ -164,6 +164,8 @@ def render(stats: Stats) -> RenderableType:
         parts += _judged(stats)
     if stats.get("namespaces"):
         parts.append(_namespaces(stats))
+    if stats.get("gate"):
+        parts.append(_gate(stats["gate"]))
     parts.append(_counts(stats))
     return Group(*parts)
 
@@ -323,6 +325,13 @@ def _namespaces(stats: Stats) -> Table:
             _number(space.get("blocks")),
         )
     return table
+
+
+def _gate(gate: Stats) -> Text:
+    return Text(
+        f"written to disk: what returns with a probability of {gate['demanded_return']:.0%} or "
+        f"more; {_number(gate['refused_blocks'])} blocks forgotten instead"
+    )
 
 
 def _counts(stats: Stats) -> Text:
