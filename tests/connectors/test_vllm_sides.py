@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hicache.connectors.vllm.announcing import Announcements
+from hicache.connectors.vllm.scheduling import MAX_LOADING
 from tests.connectors.vllm_engine import BLOCK_TOKENS, Engine, Request, expected_output
 from tests.connectors.vllm_memory import AsyncMemory
 
@@ -343,13 +344,35 @@ def test_a_long_queue_costs_no_hit(memory: AsyncMemory, engine: Make) -> None:
     long = request("b", tokens(2, 33), max_tokens=8)
     queued = request("c", tokens(1, 21))
     one.add(long, queued)
+    assert one.side.asking is not None
     while one.requests:
+        one.side.asking.wait_a_little(10.0)  # the daemon itself is quick
         one.step()
         now[0] += 1.9
     one.run()
     check([long, queued])
     assert queued.num_cached == 20
     assert memory.count("match") > 4
+    assert not memory.leases
+
+
+def test_a_queue_does_not_load_all_at_once(memory: AsyncMemory, engine: Make) -> None:
+    """Every load holds a lease: the daemon's memory would be full of them."""
+    prompts = [tokens(seed, 9) for seed in range(12)]
+    engine().run(*(request(f"a{i}", p) for i, p in enumerate(prompts)))
+    gate = memory.gates["fetch"] = threading.Event()
+    one = engine()
+    again = [request(f"b{i}", p) for i, p in enumerate(prompts)]
+    one.add(*again)
+    assert one.side.asking is not None
+    for _ in range(20):
+        one.side.asking.wait_a_little(10.0)
+        one.step()
+    assert sum(r.status == "loading" for r in again) == MAX_LOADING
+    gate.set()
+    one.run()
+    check(again)
+    assert [r.num_cached for r in again] == [8] * 12
     assert not memory.leases
 
 
@@ -415,7 +438,12 @@ def test_steps_with_prefill_are_observed(memory: AsyncMemory, engine: Make) -> N
     one = engine(budget=12)
     one.run(request("a", tokens(1, 9), max_tokens=1))
     one.run(request("b", tokens(2, 18), max_tokens=3))
-    assert memory.observed == [(1, 12.0, 72.0, 0), (1, 6.0, 6 * 12 + 18.0, 0)]
+    one.close()
+    assert memory.observed == [
+        (1, 9.0, 40.5, 0),
+        (1, 12.0, 72.0, 0),
+        (1, 6.0, 6 * 12 + 18.0, 0),
+    ]
 
 
 def test_why_an_answer_ended_is_told(memory: AsyncMemory, engine: Make) -> None:

@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def house() -> Iterator[Household]:
-    """A daemon whose memory holds some prompts and whose disk holds all."""
-    tiers: dict[str, Any] = {"dram": {"size": "384MiB"}, "disk": {"size": "4GiB"}}
+    """A daemon whose memory holds most prompts, so that leases do not fill it, and its disk all."""
+    tiers: dict[str, Any] = {"dram": {"size": "1GiB"}, "disk": {"size": "4GiB"}}
     with Household(hbm=None, deadlines={"fetch": "2m"}, **tiers) as house:
         yield house

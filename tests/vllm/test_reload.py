@@ -71,7 +71,7 @@ def test_a_small_cache_that_preempts(house: Household, checkpoint: Path, tmp_pat
             checkpoint, house.endpoint, tmp_path / "plain.log", kv_events_config=events.config
         ) as plain,
     ):
-        cold = plain.generate(asked, max_tokens=60)
+        cold = plain.generate(asked, max_tokens=40)
         plain.reset()
         stored = [event for event in events.take() if event["type"] == "BlockStored"]
         in_gpu, in_cpu = (
@@ -92,7 +92,7 @@ def test_a_small_cache_that_preempts(house: Household, checkpoint: Path, tmp_pat
     with Driver(
         checkpoint, house.endpoint, tmp_path / "small.log", num_gpu_blocks_override=40
     ) as small:
-        first = small.generate(asked * 2, max_tokens=60)
-        second = small.generate(asked, max_tokens=60)
+        first = small.generate(asked * 2, max_tokens=40)
+        second = small.generate(asked, max_tokens=40)
     assert first.outputs == cold.outputs * 2
     assert second.outputs == cold.outputs

@@ -31,9 +31,12 @@ from hicache.connectors.vllm.orders import Identity, Load, Orders, Report, Step,
 from hicache.connectors.vllm.tracking import Request, Tracked, is_told_by_tokens
 
 IDLE_WAIT_S: Final = 0.001
-MAX_ASKED_EARLY: Final = 64
+MAX_ASKED_EARLY: Final = 4
 """Requests asked for on arrival. Of a longer queue the rest is asked for when its turn comes: a
 lease should not be held by whoever waits for minutes."""
+MAX_LOADING: Final = 8
+"""Requests between the begin of their load and their first step. Each holds a lease, and leases of
+a whole queue may fill the daemon's memory, so that blocks from disk find no room in it."""
 FRESH_S: Final = 5.0
 """An older answer is asked for anew: what it leased may have expired with its lease."""
 PATIENT_S: Final = 0.05
@@ -110,6 +113,7 @@ class SchedulerSide:
         self._clock = clock
         self._requests: dict[str, Tracked] = {}
         self._asked: set[str] = set()
+        self._loading: set[str] = set()
         self._loads: list[Load] = []
         self._stores: list[Store] = []
         self._held: dict[int, _Held] = {}
@@ -135,6 +139,8 @@ class SchedulerSide:
         if num_computed % self._block_tokens or not self._can_load(tracked, skip):
             self._drop_question(tracked)
             return 0, False
+        if len(self._loading) >= MAX_LOADING:  # each ends by its deadline
+            return None, False
         question = tracked.question
         if question is None or not self._is_current(question, tracked, skip):
             if not self._ask(tracked, skip):
@@ -175,6 +181,7 @@ class SchedulerSide:
         if question and question.answer:
             tracked.sources = self._by_tier(question.answer.runs, skip, count)
         tracked.is_loading = True
+        self._loading.add(request.request_id)
         tracked.tries += 1
         self.counters.loads += 1
         self.counters.load_tokens += num_external
@@ -193,6 +200,7 @@ class SchedulerSide:
         if tracked is None:
             return
         self._drop_question(tracked)
+        self._loading.discard(request.request_id)
         if is_good and not tracked.is_loading:
             known = min(request.num_computed_tokens, request.num_tokens)
             self._store(tracked, known // self._block_tokens, pages)
@@ -221,6 +229,7 @@ class SchedulerSide:
             if tracked is None:
                 continue
             tracked.is_loading = False
+            self._loading.discard(name)
             request = tracked.request
             if request.num_computed_tokens < tracked.stored * self._block_tokens:
                 tracked.stored = 0  # computed again after a preemption or a failed load

@@ -181,6 +181,9 @@ class WorkerSide:
                     good[0] += 1
                 if good[0] == len(load.pages):
                     break
+            else:
+                if client.last_error:
+                    self.background.trouble.note(client.last_error)
         finally:
             # Not waited for: the request goes on while the daemon hears of it.
             hop_bytes = float(len(arrived) * self._spec.block_bytes)
@@ -225,6 +228,7 @@ class WorkerSide:
             result = PutResult(refused=len(store.pages))
             try:
                 with self.background.trouble.harmless("a store"):
+                    await self._forget_storers()
                     result = await self._store(store, mark)
             finally:
                 with self._news:
@@ -238,7 +242,7 @@ class WorkerSide:
 
     async def _store(self, store: Store, mark: Any) -> PutResult:
         await self._reached(mark)
-        client = await self._storer(store.identity)
+        client = self._storer(store.identity)
         read = self._pages.reader(store.pages)
         return await client.put(
             store.tokens,
@@ -251,10 +255,7 @@ class WorkerSide:
         if begun is not None:  # on a GPU the forward pass was only started when `after` was called
             await self._reached(ended)
             seconds = begun.elapsed_time(ended) / 1e3
-        client = self._storers.get(step.identity)
-        if client is None:  # made by the first store; until then there is nothing to decide about
-            return
-        await client.observe(
+        await self._storer(step.identity).observe(
             num_requests=step.num_requests,
             sum_n=step.sum_n,
             sum_nc=step.sum_nc,
@@ -280,16 +281,18 @@ class WorkerSide:
         self._loaders.move_to_end(identity)
         return known[1]
 
-    async def _storer(self, identity: Identity) -> BlockClient:
-        """Called by the one task that stores."""
+    def _storer(self, identity: Identity) -> BlockClient:
         client = self._storers.get(identity)
         if client is None:
             client = self._storers[identity] = self._connected(identity, b"")
-            if len(self._storers) > MAX_IDENTITIES:
-                _, forgotten = self._storers.popitem(last=False)
-                await forgotten.close()
         self._storers.move_to_end(identity)
         return client
+
+    async def _forget_storers(self) -> None:
+        """Called between two stores, by the one task that stores."""
+        while len(self._storers) > MAX_IDENTITIES:
+            _, forgotten = self._storers.popitem(last=False)
+            await forgotten.close()
 
     def _connected(self, identity: Identity, group: bytes) -> BlockClient:
         if not self._loaders and not self._storers:
