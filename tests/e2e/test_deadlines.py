@@ -13,6 +13,8 @@ from hicache.client import Client
 from hicache.wire import pack
 from tests.e2e.household import Household, Tokens, prompt, read, store, wait_for
 
+pytestmark = pytest.mark.e2e
+
 BLOCKS = 12
 PATIENT: dict[str, Any] = {
     "hbm": None,
@@ -128,8 +130,8 @@ def teach(client: Client, seconds: float) -> None:
 def test_a_link_that_became_slow_is_given_up_and_then_avoided(house: Household) -> None:
     """Forty times slower than prefill. The first load is cut short; then it is known."""
     client = patient(house)
-    teach(client, 0.025)
-    hinder(house, throttle_bytes_per_s={"disk_to_dram": "1500KB"})  # 3 MiB: 2 s
+    teach(client, 0.1)
+    hinder(house, throttle_bytes_per_s={"disk_to_dram": "750KB"})  # 3 MiB: 4 s
     assert fetch(house, client, prompt(0, BLOCKS)) < BLOCKS
     house.settle()
     decision = client.match(prompt(1, BLOCKS)).decision
@@ -138,7 +140,7 @@ def test_a_link_that_became_slow_is_given_up_and_then_avoided(house: Household) 
 
 def test_a_stalled_link_is_avoided_while_it_is_silent(house: Household) -> None:
     client = patient(house)
-    teach(client, 0.1)
+    teach(client, 0.5)
     hinder(house, **STALLED)
     assert fetch(house, client, prompt(0, BLOCKS)) == 0
 
