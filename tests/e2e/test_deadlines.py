@@ -19,7 +19,12 @@ BLOCKS = 12
 PATIENT: dict[str, Any] = {
     "hbm": None,
     "deadlines": {"fetch": "1h"},
-    "planner": {"mode": "measured", "probe_links": False, "min_deadline": "1s"},
+    "planner": {
+        "mode": "measured",
+        "probe_links": False,
+        "min_deadline": "1s",
+        "exploration": 0,
+    },
 }
 STALLED = {"stall": {"disk_to_dram": True}}
 
