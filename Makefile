@@ -43,7 +43,7 @@ check: $(STAMP) ## Format, lint, types and the fast tests (under 2 minutes)
 	@echo '==> types'
 	@$(BIN)/mypy hicache tests
 	@echo '==> fast tests'
-	@$(BIN)/python -m pytest -q -m 'not e2e and not slow and not system' $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -m 'not e2e and not thorough and not slow and not system' $(PYTEST_ARGS)
 
 test: $(STAMP) ## The whole suite, except the long tests (under 20 minutes)
 	@echo '==> tests'

@@ -10,6 +10,8 @@ import pytest
 
 from tests.connectors.memory_client import Memory
 
+pytestmark = pytest.mark.thorough
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 

@@ -47,6 +47,7 @@ def test_the_private_daemon_changes_where_things_are_and_nothing_else(tmp_path: 
     assert not list(tmp_path.glob("hicache-demo-*"))
 
 
+@pytest.mark.thorough
 def test_a_daemon_that_does_not_start_shows_its_last_words(tmp_path: Path) -> None:
     ends = r"Its log ends so:\n.*disk"
     config = small_config(tmp_path, disk="8TiB")

@@ -420,7 +420,13 @@ MACHINES = [
 ]
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+QUICK = (EngineMachine, OneTierMachine, WriteThroughMachine)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [m if m in QUICK else pytest.param(m, marks=pytest.mark.thorough) for m in MACHINES],
+)
 def test_random_histories(machine: type[EngineMachine]) -> None:
     run_state_machine_as_test(
         machine, settings=settings(max_examples=30, stateful_step_count=40, deadline=None)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hicache.engine import plan as p
 from hicache.engine.evacuation import KEEP_S
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import Clearing
 from tests.engine.world import BLOCK_BYTES, World, tokens_of
+
+pytestmark = pytest.mark.thorough
 
 END = tokens_of(99999)
 OTHER = b"o" * 32

@@ -10,6 +10,8 @@ from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import PAGE_BYTES
 from tests.engine.world import BLOCK_BYTES, THREE_TIERS, World, keys_of, row, tokens_of
 
+pytestmark = pytest.mark.thorough
+
 END = tokens_of(99)
 OTHER = b"o" * 32
 THIRD = b"t" * 32

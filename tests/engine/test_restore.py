@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,6 +101,7 @@ def test_rows_that_lead_in_a_circle_are_homeless() -> None:
     assert sorted(restored(world, circle)) == [one, two]
 
 
+@pytest.mark.thorough
 @given(prompts, st.integers(0, 1 << 30), st.booleans())
 @settings(deadline=None)
 def test_rows_of_blocks_that_are_known(

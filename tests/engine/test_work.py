@@ -20,6 +20,8 @@ from hicache.tiers.block import TierSpec
 from hicache.tiers.slots import SlotPool
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, STEP
 
+pytestmark = pytest.mark.thorough
+
 BATCH = 4
 MOVING_BLOCKS = 64
 

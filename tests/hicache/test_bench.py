@@ -48,6 +48,7 @@ def test_rows_as_data_and_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
 
 
+@pytest.mark.thorough
 def test_what_the_index_is_measured_on_is_a_sound_cache() -> None:
     grove = Grove(16, 60 * PROMPT)
     prompts = grove.plant(60, lambda *_: None, "")
@@ -113,6 +114,7 @@ def test_bench_of_the_index_and_of_the_decision(what: str) -> None:
     assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
 
 
+@pytest.mark.thorough
 def test_the_planner_is_right_on_simulated_machines() -> None:
     """A sample of the grid; `hicache bench planner --full` is all of it."""
     settings = PlannerSettings(exploration=0.01)

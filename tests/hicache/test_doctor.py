@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hicache.tiers.hbm_probe import look
+
+pytestmark = pytest.mark.thorough
 
 STAND_IN = Path(__file__).parents[1] / "e2e" / "stand_in"
 BROKEN = "raise ImportError('libcuda.so.1: cannot open shared object file')"

@@ -14,6 +14,8 @@ import pytest
 from hicache.bench.gpu.check import Check, Row, Skipped
 from hicache.bench.gpu.run import CHECKS, show
 
+pytestmark = pytest.mark.thorough
+
 
 def gpu_check(folder: Path, *more: str) -> tuple[int, list[dict[str, Any]], str]:
     """(status, rows, output) of a dry run."""

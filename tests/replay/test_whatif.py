@@ -19,6 +19,8 @@ from hicache.replay.whatif import Sampled, what_if
 from hicache.sampling import FULL, Sample
 from hicache.session import Group, Session
 
+pytestmark = pytest.mark.thorough
+
 BLOCK_TOKENS = 16
 SPEC = NamespaceSpec(
     model_digest="m",

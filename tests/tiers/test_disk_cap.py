@@ -15,6 +15,8 @@ from hicache.tiers.disk_format import record_pages, usable_bytes
 from hicache.tiers.slots import SlotPool
 from tests.tiers.blocks import content, name
 
+pytestmark = pytest.mark.thorough
+
 MIB = 1 << 20
 CAPACITY = 16 * MIB
 BATCH = 8

@@ -15,6 +15,8 @@ from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.disk import DiskTier
 from tests.tiers.blocks import content, listed, name
 
+pytestmark = pytest.mark.thorough
+
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
 SLOT = 16 * PAGE_BYTES

@@ -145,6 +145,7 @@ _step = st.one_of(
 )
 
 
+@pytest.mark.thorough
 @given(
     steps=st.lists(_step, max_size=25),
     at_once=st.booleans(),

@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from hicache.engine.plan import Priority, Use
 from hicache.tiers.disk import DiskTier
@@ -16,6 +17,8 @@ from hicache.transfer.mover import Mover
 from hicache.transfer.news import WorkerMeasured, WorkerRestored, WorkerRows, WorkerUp
 from tests.tiers.blocks import NAMESPACE, content, listed, name
 from tests.transfer.rig import BLOCK, DISK, GPU, MIB, SLOT, Rig
+
+pytestmark = pytest.mark.thorough
 
 
 def slots(*blocks: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
