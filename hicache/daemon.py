@@ -196,6 +196,7 @@ class Daemon:
         if self._router in events:
             self._serve_requests()
             self._await_the_next()
+            self.service.tell_witnesses()
         if self.service.waiting.is_sending:
             self.service.send_more()
         if self.service.waiting.fetches:
@@ -488,6 +489,7 @@ class Daemon:
 
     def _what_if(self, _: Any) -> dict[str, Any]:
         """What was asked for lately, for somebody else to replay with other sizes."""
+        self.service.tell_witnesses()
         if self._sample is None:
             raise WireError("refused", "what_if is false in the configuration")
         tiers: list[dict[str, Any]] = [
@@ -633,6 +635,7 @@ class Daemon:
         if self._fitter is not None:
             self._fitter.close()
         if self._recorder is not None:
+            self.service.tell_witnesses()
             self._recorder.close()
         self._keeper.close(KEEP_S)
         left_s = max(2.0, self.config.deadlines.shutdown_s / 2)
