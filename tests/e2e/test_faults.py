@@ -70,7 +70,7 @@ def check(house: FaultyHousehold, client: Client, acked: list[int]) -> None:
     assert not list(house.disk.glob("aside-*"))
 
 
-@pytest.mark.parametrize("kind", ["write", "sync"])
+@pytest.mark.parametrize("kind", [pytest.param("write", marks=pytest.mark.slow), "sync"])
 def test_a_call_fails_while_it_serves(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

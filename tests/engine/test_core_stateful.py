@@ -53,6 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
     num_namespaces = 1
     slab_bytes = BLOCK_BYTES
     prompts_at_start = 0
+    num_histories = 30
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,6 +384,7 @@ class TwoSizesInSlabsMachine(EngineMachine):
 
     num_namespaces = 2
     prompts_at_start = 24
+    num_histories = 12  # a full one takes its time; the campaign has more of them
     slab_bytes = 4 * BLOCK_BYTES
     tiers = (("dram", 12, True, False), ("disk", 64, False, True))
 
@@ -428,8 +430,10 @@ QUICK = (EngineMachine, OneTierMachine, WriteThroughMachine)
     [m if m in QUICK else pytest.param(m, marks=pytest.mark.thorough) for m in MACHINES],
 )
 def test_random_histories(machine: type[EngineMachine]) -> None:
+    num_histories = machine.num_histories
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=30, stateful_step_count=40, deadline=None)
+        machine,
+        settings=settings(max_examples=num_histories, stateful_step_count=40, deadline=None),
     )
 
 
