@@ -40,7 +40,7 @@ from hicache.engine.settings import EngineSettings
 from hicache.engine.storing import Storing
 from hicache.engine.uses import Uses
 from hicache.engine.writedown import WriteDown
-from hicache.tiers.block import SlotPool, TierSpec, slot_bytes_for
+from hicache.tiers.block import Ids, SlotPool, TierSpec, slot_bytes_for
 
 
 class CacheEngine:
@@ -111,6 +111,7 @@ class CacheEngine:
             p.LinkMeasured: self._link_measured,
             p.Restore: self._restore,
             p.Restored: self._restored,
+            p.Spoiled: self._spoiled,
             p.TakeUses: self.uses.take,
             p.TierDown: self._tier_down,
             p.TierUp: self._tier_up,
@@ -317,11 +318,13 @@ class CacheEngine:
     ) -> tuple[dict[int, Lease], dict[int, list[int]], int]:
         """Apply outcomes. Returns the leases to tell, what came for each, and blocks changed."""
         house = self.residency
+        arrived: dict[int, list[int]] = {}
+        finished = [(house.finish(outcome, now_s, arrived), outcome) for outcome in outcomes]
+        house.arrive(arrived)
         changed: list[int] = []
         told: dict[int, Lease] = {}
         came: dict[int, list[int]] = {}
-        for outcome in outcomes:
-            move = house.finish(outcome, now_s)
+        for move, outcome in finished:
             if move is None:
                 continue
             changed.append(move.block)
@@ -375,6 +378,38 @@ class CacheEngine:
         homeless = restoration.add(namespace, event.rows, event.now_s, event.zero_s)
         self._make_progress()
         return homeless
+
+    def _spoiled(self, event: p.Spoiled) -> p.Arrivals:
+        """As a read that found it so: the copy is gone. One that is being read will find out."""
+        house = self.residency
+        tier = house.number_of(event.tier)
+        namespace = house.namespaces[self._by_digest[event.digest]]
+        path = house.index.match(namespace.root, event.tokens, namespace.step)
+        told: dict[int, Lease] = {}
+        if path.num_blocks * namespace.step == len(event.tokens):
+            ids = path.ids()[-1:]
+            block = int(ids[0])
+            is_stored = house.blocks.state[tier][block] == State.READY
+            if is_stored and not house.is_read(block, tier):
+                house.vacate(ids, tier)
+                house.corrupt[tier] += 1
+                told = self._lose(ids)
+                house.settle(ids)
+        self._make_progress()
+        return self._arrivals(told, {}, True)
+
+    def _lose(self, ids: Ids) -> dict[int, Lease]:
+        """Copies went. The leases whose readable prefix ends there now, of those being fetched."""
+        house = self.residency
+        told = {}
+        gone = ids[house.blocks.tags[ids] == 0]
+        for lease in house.leases.leases.values() if len(gone) else ():
+            lost = np.flatnonzero(np.isin(lease.ids, gone))
+            if len(lost):
+                lease.failed_at = min(lease.failed_at, int(lost[0]))
+                if lease.fetching:
+                    told[lease.id] = lease
+        return told
 
     def _restored(self, event: p.Restored) -> None:
         tier = self.residency.number_of(event.tier)

@@ -10,12 +10,13 @@ Owned by the daemon's one loop.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from hicache.engine.history import Context
+    from hicache.engine.trial import Pair
 
 SYMBOL: Final = 8
 
@@ -24,7 +25,8 @@ class Run:
     """Blocks in a row with the same history.
 
     `context`: what the request was like that last ended here, None where none did. `weight`: how
-    much the run counts as a witness. `is_partial`: one block that is not full.
+    much the run counts as a witness. `is_partial`: one block that is not full. `pairs`: what its
+    return decides (`trial.py`), None where it decides nothing.
     """
 
     __slots__ = (
@@ -33,6 +35,7 @@ class Run:
         "is_partial",
         "kind",
         "last_s",
+        "pairs",
         "parent",
         "symbols",
         "touches",
@@ -49,9 +52,14 @@ class Run:
         self.context: Context | None = None
         self.weight = 1.0
         self.is_partial = False
+        self.pairs: list[Pair] | None = None
 
     def __len__(self) -> int:
         return len(self.symbols) // SYMBOL
+
+
+Mark = tuple[int, int, int, Run]
+"""The block a run ends at, its kind, its uses, and itself."""
 
 
 @dataclass(slots=True)
@@ -137,14 +145,16 @@ class Ghost:
 
     def runs(self) -> list[Run]:
         """All runs."""
-        found: list[Run] = []
+        return list(self.each())
+
+    def each(self) -> Iterator[Run]:
+        """All runs, one by one. Runs may come, go and be split meanwhile: those are told or not."""
         stack = list(self._roots.values())
         while stack:
             run = stack.pop()
             stack.extend(run.children.values())
             if run.parent is not None:
-                found.append(run)
-        return found
+                yield run
 
     def _split(self, run: Run, count: int) -> Run:
         """Cut the first `count` blocks off into a run of their own, which is returned."""

@@ -1,8 +1,8 @@
 """What inference engines say about prompts to come: when, and whether, one will go on.
 
-Advice only, and taken as such: where the model of reuse is trusted (`History.trusted_model`), what
-was said is one more feature of a prompt's class, and weighs what it has proved worth; elsewhere a
-conversation that is said to have ended goes first. Only blocks that are not to be kept, and that
+Advice only, and taken as such: where a policy ranks by the model of reuse, what was said is one
+more feature of a prompt's class, and weighs what it has proved worth; elsewhere a conversation that
+is said to have ended goes first. Only blocks that are not to be kept, and that
 nobody has asked for since they were stored, are given up at once. Nothing that anybody leases,
 reads or writes is touched, and a block that is asked for after all is a hit or a miss like any
 other. Owned by the daemon's one loop.
@@ -46,7 +46,7 @@ class Hints:
         if not nodes:
             return
         own = _own_part(nodes[-1])
-        is_learnt = self.history is not None and self.history.trusted_model is not None
+        is_learnt = any(map(house.ranks, range(len(house.tiers))))
         if event.ended == "conversation" and not is_learnt:
             house.dismiss(own)
         if not event.keep:

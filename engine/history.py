@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.engine.ghost import SYMBOL, Ghost, Run
+from hicache.engine.ghost import SYMBOL, Ghost, Mark, Run
 from hicache.engine.hazard import NUM_BINS, Model, Snapshot, bin_of
 
 MAX_KINDS: Final = 256
@@ -51,14 +50,7 @@ _GAP_KEPT: Final = 0.6
 MAX_STOP: Final = 7
 """Reasons to stop are small numbers, 0: not known, and so many are told apart."""
 
-_NUM_WITNESSES: Final = 1024
-_STRIDE: Final = 397  # any odd number: the witnesses are asked in a scattered order
-_SCORE_STEP: Final = 1 / 400
-
 _TAIL, _TRUNK, _PARTIAL = range(3)
-Mark = tuple[int, int, int]
-"""The block a run ends at, its kind, its uses."""
-
 Levels = tuple[int, int, int, int, int, int, int, int]
 
 
@@ -113,10 +105,7 @@ class History:
         self.now_s = 0.0
         self.wants_fits = False
         self.model: Model | None = None
-        self.trusted_model: Model | None = None
         self.num_requests = 0
-        self._model_score = self._age_score = 0.5
-        self._witnesses: deque[Run] = deque(maxlen=_NUM_WITNESSES)
         self._fitted_at = 0
         self._kinds: dict[Levels, int] = {}
         self._levels: list[Levels] = []
@@ -134,9 +123,12 @@ class History:
         self.num_requests += 1
         num_blocks = len(symbols) // SYMBOL
         walk = self.ghost.walk(namespace, symbols, num_blocks - is_partial, now_s)
-        self._judge(walk.found)
         for run in walk.found:
             self._events[run.kind, bin_of(now_s - run.last_s)] += run.weight
+            if run.pairs is not None:
+                for pair in run.pairs:
+                    pair.returned(run, now_s)
+                run.pairs = None
         context = self._context(walk.found, num_blocks, num_blocks - walk.found_blocks, now_s)
         path = walk.found + walk.added
         for run in path:
@@ -146,7 +138,6 @@ class History:
         ends = [run for run in path if not run.is_partial]
         if ends:
             ends[-1].context = context
-            self._witnesses.append(ends[-1])
         self._classify(path, context)
         self.ghost.trim()
         return path
@@ -169,7 +160,8 @@ class History:
         for run in path:
             end += len(run)
             touches = run.touches
-            yield end, run.kind, touches if touches < 4 else 1 << touches.bit_length() - 1
+            uses = touches if touches < 4 else 1 << touches.bit_length() - 1
+            yield end, run.kind, uses, run
 
     def marks_of(self, namespace: int, symbols: bytes) -> list[Mark]:
         """The marks of a prompt's blocks, as far as the ghost knows them."""
@@ -182,39 +174,26 @@ class History:
         return self.wants_fits and self.num_requests - self._fitted_at >= REFIT_REQUESTS
 
     def snapshot(self) -> Snapshot:
-        """All that a fit needs, as of now."""
+        """All that a fit needs, as of now, in one go."""
+        return next(found for found in self.snapshot_in_slices() if found is not None)
+
+    def snapshot_in_slices(self, runs_each: int = 250) -> Iterator[Snapshot | None]:
+        """All that a fit needs, last; None before, whenever so many runs more have been looked at.
+        Requests may come between: what they change counts in either state, never both for long."""
         self._fitted_at = self.num_requests
-        size = len(self._levels)
-        censored = self._censored[:size].copy()
-        for run in self.ghost.runs():
+        censored = np.zeros((MAX_KINDS, NUM_BINS))
+        for number, run in enumerate(self.ghost.each()):
+            if number % runs_each == runs_each - 1:
+                yield None
             censored[run.kind, bin_of(self.now_s - run.last_s)] += run.weight
-        return Snapshot(np.array(self._levels, np.int64), self._events[:size].copy(), censored)
+        size = len(self._levels)
+        censored = censored[:size] + self._censored[:size]
+        yield Snapshot(np.array(self._levels, np.int64), self._events[:size].copy(), censored)
 
     def adopt(self, model: Model | None) -> None:
         """A fit is done; None changes nothing."""
         if model is not None:
             self.model = model
-            self._decide()
-
-    def _judge(self, found: Sequence[Run]) -> None:
-        """A request returned to its tail: was that foreseen? The tail is compared with another one
-        that waits: it should have ranked higher, by the model, or by age as in LRU."""
-        returned = next((run for run in reversed(found) if run.context is not None), None)
-        if self.model is None or returned is None or not self._witnesses:
-            return
-        other = self._witnesses[self.num_requests * _STRIDE % len(self._witnesses)]
-        if other.parent is None or other.last_s == returned.last_s or other in found:
-            return
-        rank = self.model.rank(returned.kind, self.now_s - returned.last_s)
-        other_rank = self.model.rank(other.kind, self.now_s - other.last_s)
-        by_model = 0.5 if rank == other_rank else float(rank > other_rank)
-        by_age = float(returned.last_s > other.last_s)
-        self._model_score += _SCORE_STEP * (by_model - self._model_score)
-        self._age_score += _SCORE_STEP * (by_age - self._age_score)
-        self._decide()
-
-    def _decide(self) -> None:
-        self.trusted_model = self.model if self._model_score >= self._age_score else None
 
     def _forgotten(self, run: Run) -> None:
         self._censored[run.kind, bin_of(self.now_s - run.last_s)] += run.weight

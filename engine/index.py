@@ -25,6 +25,7 @@ from typing import Final
 import numpy as np
 
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
+from hicache.engine.ghost import Mark
 from hicache.engine.ids import Span, ids_along, joined, part_of, size_of
 from hicache.engine.node import SPARE_SHARE, Node, Stem, depth_of
 from hicache.tiers.block import Ids
@@ -151,6 +152,7 @@ class Index:
         upper = self._new_node(node.namespace, parent, span, count, node.depth)
         upper.tiers, upper.leaving, upper.staying = node.tiers, node.leaving, node.staying
         upper.touched_s, upper.kind, upper.uses = node.touched_s, node.kind, node.uses
+        upper.run = node.run
         parent.children[node.symbols(step, 0, 1)] = upper
         node.parent = upper
         node.span = part_of(node.span, count, node.num_blocks)
@@ -189,24 +191,28 @@ class Index:
         self._drop(parent)
         return parent
 
-    def mark(self, nodes: Sequence[Node], marks: Sequence[tuple[int, int, int]], step: int) -> None:
-        """Tell the nodes of one path their kind and uses: each of `marks` holds up to a block,
-        (end, kind, uses). Nodes are split where kinds differ; so a path that had them is stale."""
+    def mark(self, nodes: Sequence[Node], marks: Sequence[Mark], step: int) -> bool:
+        """Tell the nodes of one path their kind, uses and run: each of `marks` holds up to a block,
+        (end, kind, uses, run). Nodes are split where kinds differ: whether any was, so that a path
+        of them is stale."""
         position = 0
+        is_stale = False
         for node in nodes:
             last = node.depth + node.num_blocks
             while position < len(marks) and marks[position][0] <= node.depth:
                 position += 1
             while position < len(marks):
-                end, kind, uses = marks[position]
+                end, kind, uses, run = marks[position]
                 if end >= last:
-                    node.kind, node.uses = kind, uses
+                    node.kind, node.uses, node.run = kind, uses, run
                     break
                 if position + 1 < len(marks) and marks[position + 1][1] != kind:
                     upper = self.split(node, end - node.depth, step)
-                    upper.kind, upper.uses = kind, uses
-                node.kind, node.uses = kind, uses
+                    upper.kind, upper.uses, upper.run = kind, uses, run
+                    is_stale = True
+                node.kind, node.uses, node.run = kind, uses, run
                 position += 1
+        return is_stale
 
     def join(self, nodes: Sequence[Node]) -> None:
         """Bring a path's symbols together in as few stems as may be: it will be asked for again."""

@@ -146,8 +146,8 @@ class Matching:
         if self.history is not None:
             symbols = symbols_of(event.tokens, namespace.step)
             ghosts = self.history.used(event.namespace, symbols, event.now_s, event.is_partial)
-            house.index.mark(path.nodes, list(self.history.marks(ghosts)), namespace.step)
-            if path.num_blocks:
+            marks = list(self.history.marks(ghosts))
+            if house.index.mark(path.nodes, marks, namespace.step):
                 path = house.index.match(namespace.root, event.tokens, namespace.step)
         if path.num_blocks:
             self._touch(path, namespace, event.now_s)

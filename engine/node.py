@@ -12,11 +12,14 @@ another try at every turn, is found as fast as one prompt. Splitting a node move
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hicache.engine.blocks import MAX_TIERS
 from hicache.engine.ids import Span, ids_of
 from hicache.tiers.block import Ids
+
+if TYPE_CHECKING:
+    from hicache.engine.ghost import Run
 
 depth_of: Final = attrgetter("depth")
 
@@ -60,8 +63,9 @@ class Node:
 
     `tiers`, `leaving`: bit sets, as in BlockTable.tags; `staying` is tiers without leaving.
     `holding[t]` counts children that stay in tier t: a node is a leaf of t when it stays in t and
-    no child does. `queued`: the policies that have it as a candidate. `kind`, `uses`: what the
-    history knows of it (`History.marks`): -1 and 0 until it is told, and where no policy asks.
+    no child does. `queued`: the policies that have it as a candidate. `kind`, `uses`, `run`:
+    what the history knows of it (`History.marks`): -1, 0 and None until it is told, and where no
+    policy asks.
     A root is an empty run.
     Leaves share what they have none of: they are most, and are made and given up all the time.
     """
@@ -77,6 +81,7 @@ class Node:
         "number",
         "parent",
         "queued",
+        "run",
         "span",
         "staying",
         "stem",
@@ -101,6 +106,7 @@ class Node:
         self.touched_s = 0.0
         self.kind = -1
         self.uses = 0
+        self.run: Run | None = None
         self.stem: Stem
 
     def __len__(self) -> int:

@@ -384,6 +384,17 @@ class Restore(Event[list[bytes]]):
 
 
 @dataclass(frozen=True, slots=True)
+class Spoiled(Event[Arrivals]):
+    """The last block of this prompt, given by the digest of its namespace and its tokens, was not
+    what it should be in a durable tier, which has removed it."""
+
+    tier: str
+    digest: bytes
+    tokens: bytes
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Restored(Event[None]):
     """All rows of the tier were told: from now on it takes blocks."""
 

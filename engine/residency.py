@@ -16,7 +16,7 @@ Owned by the daemon's one loop; does no I/O.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -88,6 +88,7 @@ class Residency:
         self.promoted = [0] * len(tiers)
         self.demoted = [0] * len(tiers)
         self.evicted = [0] * len(tiers)
+        self.corrupt = [0] * len(tiers)
         self._numbers = {tier.name: number for number, tier in enumerate(tiers)}
         self._move_serial = 0
         self.dismissed: list[dict[Node, None]] = [{} for _ in tiers]
@@ -203,12 +204,16 @@ class Residency:
                 )
             )
 
-    def finish(self, outcome: Outcome, now_s: float) -> Move | None:
-        """Apply one outcome to its copies; the caller settles the blocks. None: unknown move."""
+    def finish(
+        self, outcome: Outcome, now_s: float, arrived: dict[int, list[int]] | None = None
+    ) -> Move | None:
+        """Apply one outcome to its copies; the caller settles the blocks. None: unknown move.
+
+        With `arrived`, blocks that came into a tier are only noted there, by tier: `arrive` makes
+        all of a batch ready at once."""
         move = self.moves.pop(outcome.move, None)
         if move is None:
             return None
-        ids = np.array([move.block], np.int32)
         others = self.moves_of[move.block]
         others.remove(move)
         if not others:
@@ -219,6 +224,7 @@ class Residency:
             self.backoff.rejected(changed, outcome.error, now_s)
         elif outcome.ok:
             self.backoff.took(changed)
+        ids = np.array([move.block], np.int32)
         if move.dst is None:
             if outcome.ok:
                 self.vacate(ids, src)
@@ -234,15 +240,24 @@ class Residency:
         else:
             self.progress_s.pop((src, dst), None)
         if outcome.ok:
-            self.blocks.change(dst, ids, State.READY)
+            if arrived is None:
+                self.blocks.change(dst, ids, State.READY)
+            else:
+                arrived.setdefault(dst, []).append(move.block)
             (self.demoted if dst > src else self.promoted)[dst] += 1
         else:
             self.blocks.vacate(dst, ids, move.slot_bytes)
             if outcome.corrupt:
                 self.vacate(ids, src)
+                self.corrupt[src] += 1
             elif self.blocks.state[src][move.block] == State.DRAINING:
                 self.rescue(ids, src)  # it has nowhere to go for now
         return move
+
+    def arrive(self, arrived: Mapping[int, Sequence[int]]) -> None:
+        """filling → ready for blocks that have come, by tier."""
+        for dst, blocks in arrived.items():
+            self.blocks.change(dst, np.array(blocks, np.int32), State.READY)
 
     def is_read(self, block: int, tier: int) -> bool:
         """Whether a move in flight reads (or deletes) the block's copy in the tier."""
@@ -288,13 +303,17 @@ class Residency:
             return False
         freed = False
         for tier in range(len(self.tiers)):
+            drained: dict[int, list[int]] = {}
             for block in self.where(ids, tier, State.DRAINING).tolist():
                 tag = int(self.blocks.tags[block])
                 staying = tag & 0xFF & ~(tag >> 8)
                 if staying & self.up and not self.is_read(block, tier):
-                    self.vacate(np.array([block], np.int32), tier)
-                    self.evicted[tier] += 1
-                    freed = True
+                    slot_bytes = self._namespace_of_block(block).slot_bytes
+                    drained.setdefault(slot_bytes, []).append(block)
+            for blocks in drained.values():
+                self.vacate(np.array(blocks, np.int32), tier)
+                self.evicted[tier] += len(blocks)
+                freed = True
         return freed
 
     # --- the tree follows ---------------------------------------------------------------------

@@ -21,7 +21,8 @@ from hicache.engine import plan as p
 from hicache.engine.blocks import LEAVING_SHIFT, State
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Positions
-from hicache.engine.history import History, Mark, symbols_of
+from hicache.engine.ghost import Mark
+from hicache.engine.history import History, symbols_of
 from hicache.engine.ids import Span
 from hicache.engine.index import Path
 from hicache.engine.lease import Lease, Quarantined, Ticket
@@ -171,7 +172,7 @@ class Storing:
             return self.evictor.make_room(tier, slot_bytes, count)
         policy = self.residency.policies[tier]
         first = event.last - count
-        ends = [(end, kind) for end, kind, _ in marks if end > first] or [(event.last, -1)]
+        ends = [(end, kind) for end, kind, *_ in marks if end > first] or [(event.last, -1)]
         room = 0
         for end, kind in ends:
             wanted = min(end, event.last) - first

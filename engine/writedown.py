@@ -119,7 +119,22 @@ class WriteDown:
             self._sacrifice(next(reversed(self.pending)))
             self._advance_all()
 
+    def _follow_merges(self) -> None:
+        """An end that was merged into the node below it is that node's by now."""
+        house = self.residency
+        for node in [node for node in self.pending if node.parent is None]:
+            path = self.pending.pop(node)
+            gone = np.flatnonzero(house.blocks.node[path] < 0)
+            path = path[: int(gone[0])] if len(gone) else path
+            if not len(path):
+                continue
+            now = house.index.node_of(int(path[-1]))
+            held = ids_along([piece.span for piece in house.index.path_to(now)])[: len(path)]
+            if np.array_equal(held, path):  # else an id was given up, and is another block's now
+                self.pending.setdefault(now, path)
+
     def _advance_all(self) -> None:
+        self._follow_merges()
         for node in list(self.pending):
             if node not in self.pending:
                 continue
@@ -167,11 +182,13 @@ class WriteDown:
     def _advance(self, node: Node, out_of_turn: bool = False) -> _Progress:
         tier = self.tier
         assert tier is not None
-        if node.parent is None:  # merged away: its blocks are in a node below, or gone
-            return _Progress.DONE
+        if node.parent is None:  # merged away or gone: see _follow_merges
+            return _Progress.WAITING
         house = self.residency
         namespace = house.namespace_of(node)
         path = self._ids_to(node)
+        if (house.blocks.state[tier][path] == State.DRAINING).any():
+            return _Progress.WAITING  # a record above is being deleted: it is written anew first
         seen = 0
         while len(ahead := np.flatnonzero(house.blocks.state[tier][path[seen:]] == State.ABSENT)):
             piece = house.index.node_of(int(path[seen + int(ahead[0])]))

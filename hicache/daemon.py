@@ -41,6 +41,7 @@ from hicache.recording import Recorder
 from hicache.remembering import Keeper
 from hicache.restoring import Restoring
 from hicache.sampling import Sample
+from hicache.scrubbing import Scrubbing
 from hicache.service import Asked, Service
 from hicache.session import Sessions
 from hicache.transfer.mover import (
@@ -48,9 +49,11 @@ from hicache.transfer.mover import (
     News,
     WorkerDown,
     WorkerMeasured,
+    WorkerNews,
     WorkerOpening,
     WorkerRestored,
     WorkerRows,
+    WorkerScrubbed,
     WorkerUp,
 )
 from hicache.waiting import Peer
@@ -92,7 +95,6 @@ class Daemon:
         self._undispatched: list[p.Outcome] = []
         self._worker_notes: dict[str, str] = {}
         self._told: dict[str, str] = {}
-        self._tenth = -1
         self.engine = new_engine(config, parts)
         self.sessions = Sessions(config.limits.max_sessions, config.limits.session_ttl_s)
         self.mover = Mover(
@@ -102,6 +104,8 @@ class Daemon:
             max_queued=config.limits.max_queued_moves,
         )
         self.restoring = Restoring(self._do)
+        disks = [worker for worker in parts.workers if worker.kind == "disk"]
+        self.scrubbing = Scrubbing(disks, self.mover.scrub, self._do, self.engine.knows)
         history = self.engine.history
         self._fitter = Fitter(history) if history is not None else None
         self.service = Service(
@@ -374,6 +378,7 @@ class Daemon:
                 outcomes.append(item)
                 continue
             if outcomes:
+                self._log_corrupt(outcomes)
                 self.service.news(self._do(p.MovesDone(outcomes, now_s)), now_s)
                 outcomes = []
             self._take_worker_news(item, now_s)
@@ -383,52 +388,50 @@ class Daemon:
 
     def _take_worker_news(
         self,
-        item: WorkerUp | WorkerOpening | WorkerMeasured | WorkerRows | WorkerRestored | WorkerDown,
+        item: WorkerNews,
         now_s: float,
     ) -> None:
         match item:
             case WorkerMeasured():
                 self._do(p.LinkMeasured(item.src, item.dst, item.num_bytes, item.seconds))
             case WorkerOpening():
-                self._tell_progress(item.tier, "opening", item.done, item.total, item.unit)
+                of = item.done, item.total, item.unit
+                self._worker_notes[item.tier] = self.restoring.told(item.tier, "opening", *of)
             case WorkerRows():
                 forget = self.restoring.take(item.tier, item.rows, now_s)
                 self.mover.forget(item.device, forget)
                 self.mover.taken(item.device)
-                done = item.rows.first + len(item.rows)
-                self._tell_progress(item.tier, "restoring", done, item.rows.total, "blocks")
+                of = item.rows.first + len(item.rows), item.rows.total, "blocks"
+                self._worker_notes[item.tier] = self.restoring.told(item.tier, "restoring", *of)
             case WorkerUp():
                 self._do(p.TierUp(item.tier, now_s, item.is_restoring))
                 self._worker_notes[item.tier] = " ".join(item.notes)
                 log.info("%s is up (pid %d) %s", item.tier, item.pid, " ".join(item.notes))
             case WorkerRestored():
                 self._do(p.Restored(item.tier, now_s))
-                self._worker_notes[item.tier] = " ".join(item.notes)
-                log.info("%s is restored %s", item.tier, " ".join(item.notes))
+                self._worker_notes[item.tier] = notes = " ".join(item.notes)
+                log.info("%s is restored %s", item.tier, notes)
+            case WorkerScrubbed():
+                for change in self.scrubbing.take(item, now_s):
+                    self.service.news(change, now_s)
             case WorkerDown():
+                self.scrubbing.end(item.device, f"the tier went down: {item.error}")
                 self._worker_notes[item.tier] = item.error
                 log.warning(
                     "%s is down: %s; tried again in %.1f s", item.tier, item.error, item.retry_s
                 )
                 self.service.news(self._do(p.TierDown(item.tier, now_s)), now_s)
 
-    def _tell_progress(self, tier: str, what: str, done: int, total: int, unit: str) -> None:
-        """Who asks hears of every percent, the log of every tenth."""
-        note = f"{what}: {done / max(1, total):.0%} of {total:,} {unit}"
-        if note != self._worker_notes.get(tier) and (10 * done // max(1, total)) != self._tenth:
-            self._tenth = 10 * done // max(1, total)
-            log.info("%s is %s", tier, note)
-        self._worker_notes[tier] = note
-
     def _note(self, uses: Sequence[p.Use]) -> None:
-        for worker in self.parts.workers:
-            if worker.kind == "disk" and uses:
-                self.mover.note(worker.device, uses, self.restoring.zero_s)
+        for device in self.scrubbing.devices if uses else ():
+            self.mover.note(device, uses, self.restoring.zero_s)
 
     def _log_corrupt(self, outcomes: Sequence[p.Outcome]) -> None:
         for outcome in outcomes:
-            if outcome.corrupt:
-                log.warning("a stored block was not what it should be: %s", outcome.error)
+            move = self.engine.residency.moves.get(outcome.move) if outcome.corrupt else None
+            if move is not None:
+                said = outcome.error, self.engine.story(move.block)
+                log.warning("a stored block was not what it should be: %s; %s", *said)
 
     def _describe(self, spec: NamespaceSpec) -> None:
         for tier in self.engine.too_small_for(spec.block_bytes):
@@ -541,6 +544,11 @@ class Daemon:
             log.info("%s takes blocks again", tier)
         self._told = reasons
 
+    def _verify(self, request: Any) -> dict[str, Any]:
+        if request.body["start"]:
+            self.scrubbing.begin(self._tier_states(), request.body["bytes_per_s"])
+        return {"devices": self.scrubbing.told()}
+
     def _reload(self, request: Any) -> dict[str, Any]:
         from hicache.config import ConfigError
 
@@ -645,6 +653,7 @@ _ADMIN: Final[Mapping[str, Callable[[Daemon, Any], dict[str, Any]]]] = {
     "explain": Daemon._explain,
     "what_if": Daemon._what_if,
     "reload": Daemon._reload,
+    "verify": Daemon._verify,
 }
 
 

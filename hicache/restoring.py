@@ -6,6 +6,7 @@ Used from the daemon's loop only.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -19,6 +20,9 @@ NOTED_AT_ONCE: Final = 500
 """In one tick of the daemon: a millisecond or two."""
 
 
+log = logging.getLogger("hicache")
+
+
 class Restoring:
     """`do` hands an event to the cache engine and its moves on."""
 
@@ -26,6 +30,7 @@ class Restoring:
         self._do = do
         self.zero_s = time.time() - time.monotonic()
         self.num_restored = 0
+        self._tenth = -1
         self._look_s = time.monotonic() + NOTE_S
 
     def take(self, tier: str, rows: StoredRows, now_s: float) -> list[tuple[int, bytes]]:
@@ -35,6 +40,15 @@ class Restoring:
         self.num_restored += len(rows) - len(homeless)
         slot_bytes = slot_bytes_for(rows.block_bytes)
         return [(slot_bytes, key) for key in homeless]
+
+    def told(self, tier: str, what: str, done: int, total: int, unit: str) -> str:
+        """How far it is, for whoever asks; the log hears of every tenth."""
+        note = f"{what}: {done / max(1, total):.0%} of {total:,} {unit}"
+        tenth = 10 * done // max(1, total)
+        if tenth != self._tenth:
+            self._tenth = tenth
+            log.info("%s is %s", tier, note)
+        return note
 
     def uses(self, now_s: float) -> list[p.Use]:
         """What is to be noted in this tick."""

@@ -9,7 +9,7 @@ has some MIN_TIER_BLOCKS in the sample. Nothing is simulated here: the command d
 process.
 
 Memory: 8 bytes a block sampled, 4 MiB at most. Used from the daemon's loop only, when an answer has
-left: about 4 µs and 25 ns a block.
+left: some 30 µs for a prompt of 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache.engine.history import symbols_of
 from hicache.session import Session
 from hicache.tiers.block import slot_bytes_for
 
@@ -36,6 +35,8 @@ _FACTOR: Final = 0x9E3779B97F4A7C15
 _INVERSE: Final = pow(_FACTOR, -1, 1 << 64)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 _HALF: Final = np.uint64(32)
+_MULTIPLIERS: Final = np.random.default_rng(2).integers(1, 1 << 63, 4096, np.uint64) * _MIX
+"""One for each token of the largest block there may be."""
 
 
 class Asked(NamedTuple):
@@ -72,7 +73,7 @@ class Sample:
     def asked(self, session: Session, tokens: bytes, conversation: str, now_s: float) -> None:
         """A prompt came."""
         spec = session.spec
-        ids = self.hashes(session.namespace, symbols_of(tokens, 4 * spec.block_tokens))
+        ids = self.hashes(session.namespace, tokens, 4 * spec.block_tokens)
         num_blocks = len(ids)
         if self.threshold < FULL:
             ids = self._thinned(ids)
@@ -86,15 +87,21 @@ class Sample:
     def hinted(self, session: Session, conversation: str, stop: str, now_s: float) -> None:
         """Hints are not sampled."""
 
-    def hashes(self, namespace: int, symbols: bytes) -> Hashes:
-        """One for each block, that depends on all before it: a polynomial of the symbols modulo
-        2^64, all at once, then mixed."""
-        own = np.frombuffer(symbols, "<u8")
+    def hashes(self, namespace: int, tokens: bytes, step: int) -> Hashes:
+        """One for each block of `step` bytes, that depends on all before it: a polynomial of the
+        blocks' own hashes modulo 2^64, all at once, then mixed."""
+        num_blocks = len(tokens) // step
+        width = "<u8" if step % 8 == 0 else "<u4"  # two tokens at a time where that goes
+        words = np.frombuffer(tokens, width, num_blocks * step // int(width[2]))
+        words = words.astype(np.uint64, copy=False).reshape(num_blocks, -1)
+        own: Hashes = words @ _MULTIPLIERS[: words.shape[1]]
         if len(own) > len(self._powers):
             size = 2 * len(own)
             self._powers = _powers(_FACTOR, size)
             self._inverses = _powers(_INVERSE, size)
-        summed = np.cumsum((own ^ own >> _HALF) * self._inverses[: len(own)], dtype=np.uint64)
+        own ^= own >> _HALF
+        own *= self._inverses[: len(own)]
+        summed = np.cumsum(own, dtype=np.uint64)
         found = (summed + np.uint64(namespace + 1)) * self._powers[: len(own)]
         found ^= found >> _HALF
         found *= _MIX

@@ -43,6 +43,7 @@ def tier_rows(
                 "promotions": house.promoted[number],
                 "demotions": house.demoted[number],
                 "evictions": house.evicted[number],
+                "corrupt": house.corrupt[number],
                 "queue_depth": len(into),
                 "queue_bytes": sum(move.block_bytes for move in into),
             }

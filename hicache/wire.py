@@ -127,6 +127,10 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
     "health": {},
     "explain": {"last": Field(int, 10, low=1, high=256)},
     "what_if": {},
+    "verify": {
+        "start": Field(bool, False, high=1),
+        "bytes_per_s": Field(float, 64e6, low=1e5, high=1e12),
+    },
     "reload": {"file": Field(str, "", high=4096)},
 }
 
@@ -138,6 +142,7 @@ NEEDS_SESSION: Final = frozenset(OPS) - {
     "explain",
     "what_if",
     "reload",
+    "verify",
 }
 
 _COMMON: Final[Mapping[str, Field]] = {

@@ -24,7 +24,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -57,10 +57,12 @@ from hicache.tiers.disk_format import (
     most_growth_bytes,
     pack_header,
     pack_use,
+    unpack_header,
 )
 from hicache.tiers.disk_reading import Bytes, Found, copy_all
 from hicache.tiers.disk_scan import Scan, Scanned
 from hicache.tiers.disk_shrink import compact, evict_coldest
+from hicache.tiers.disk_verify import Scrub
 
 Durability = Literal["fast", "batched", "sync"]
 READERS = 4
@@ -111,7 +113,7 @@ class DiskTier:
             for slot_bytes in self._device.classes():
                 self._reopen(slot_bytes)
             most = map_bytes(self.capacity_bytes)
-            if sum(opened.file_bytes() for opened in self._environments.values()) > most:
+            if sum(opened.file_bytes() for opened in list(self._environments.values())) > most:
                 self._shrink(most - most // 20 if usable_bytes is None else usable_bytes, progress)
             undo.pop_all()
 
@@ -183,6 +185,11 @@ class DiskTier:
         """Leave a readable account of a namespace beside its blocks, for people."""
         self._device.describe(digest, json.dumps(description, indent=1, sort_keys=True))
 
+    def drop_descriptions(self, kept: Container[bytes]) -> None:
+        """After a scan that found blocks of these namespaces: the accounts of others go."""
+        with contextlib.suppress(OSError, ValueError):  # for people only; a strange name stays
+            self._device.drop_descriptions(kept)
+
     def sync(self) -> None:
         """Everything that was committed is on the medium when this returns."""
         for opened in list(self._environments.values()):
@@ -231,13 +238,27 @@ class DiskTier:
                 self.notes.append(f"{num_bad} records of {slot_bytes}-byte slots were not whole")
                 self._remove_bad(opened, scan.bad)
 
+    def scrub(self) -> Scrub:
+        """A pass over all that is stored, in steps, from a thread of its own."""
+        return Scrub(dict(self._environments))
+
+    def remove_bad(self, slot_bytes: int, key: bytes, row: bytes) -> tuple[bytes, bytes] | None:
+        """Remove a record that a scrub found bad, unless it was stored anew since. Returns its
+        namespace and the tokens of its whole prefix, None where nobody can tell."""
+        opened = self._environments.get(slot_bytes)
+        if opened is None:
+            return None
+        prefix = _prefix(opened, row)
+        self._remove_bad(opened, [(key, row)])
+        return prefix
+
     def num_blocks(self) -> int:
         """How many blocks are stored."""
-        return sum(opened.num_blocks() for opened in self._environments.values())
+        return sum(opened.num_blocks() for opened in list(self._environments.values()))
 
     def room_bytes(self) -> int:
         """How much longer the files may become, all together."""
-        files = sum(opened.file_bytes() for opened in self._environments.values())
+        files = sum(opened.file_bytes() for opened in list(self._environments.values()))
         others = len(self._environments) > 1 or self._device.aside_bytes
         kept = self._device.aside_bytes + (self._spare_bytes() if others else 0)
         room = map_bytes(self.capacity_bytes) - files - kept
@@ -352,6 +373,21 @@ class DiskTier:
 
         with contextlib.suppress(TierError):
             opened.commit(remove)
+
+
+def _prefix(opened: Environment, row: bytes) -> tuple[bytes, bytes] | None:
+    """The namespace of a row of `meta` and the tokens from the root to its block's end, None where
+    a row on the way is missing or damaged."""
+    tokens: list[bytes] = []
+    header = unpack_header(row)
+    with typed("read", opened.env.path()), opened.env.begin() as txn:
+        while header is not None:
+            tokens.append(header.tokens)
+            if header.parent == bytes(32):
+                return header.namespace, b"".join(reversed(tokens))
+            above = txn.get(header.parent, db=opened.meta)
+            header = None if above is None else unpack_header(bytes(above))
+    return None
 
 
 def _find(txn: lmdb.Transaction, opened: Environment, identity: Identity, view: Bytes) -> Found:

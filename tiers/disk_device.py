@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from hicache.tiers.base import TierUnavailable
@@ -46,6 +46,7 @@ class DiskDevice:
             for left in self.path.glob(_UNFINISHED):  # a copy that was not finished
                 shutil.rmtree(left, ignore_errors=True)
             self.aside_bytes = self._aside_bytes()
+            self._old_descriptions = {file.stem for file in self.path.glob("namespaces/*.json")}
             self.mark(is_clean=False)
             undo.pop_all()
 
@@ -85,6 +86,7 @@ class DiskDevice:
         nothing depends on it."""
         folder = self.path / "namespaces"
         file = folder / f"{digest.hex()}.json"
+        self._old_descriptions.discard(digest.hex())
         if file.exists():
             return
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -93,6 +95,13 @@ class DiskDevice:
         new = file.with_suffix(".new")
         new.write_text(text)
         new.rename(file)
+
+    def drop_descriptions(self, kept: Container[bytes]) -> None:
+        """Those that were found here, and not asked for since, of namespaces not in `kept`: nothing
+        is stored of them any more."""
+        for name in list(self._old_descriptions):
+            if bytes.fromhex(name) not in kept:
+                (self.path / "namespaces" / f"{name}.json").unlink(missing_ok=True)
 
     def _aside_bytes(self) -> int:
         return sum(_held_bytes(old) for old in self.path.glob(_ASIDE + "*"))

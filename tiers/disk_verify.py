@@ -1,7 +1,8 @@
 """Scrubbing: every stored block read and compared with its checksum, a few at a time.
 
 `Scrub` goes through the environments of an open device in key order. Each `step` is one short read
-transaction, so that a running worker's writer gets its freed pages back. Nothing is changed.
+transaction, so that a running worker's writer gets its freed pages back. Nothing is changed: a
+running worker removes what is bad itself (`DiskMedium.scrub`).
 
     python -m hicache.tiers.disk_verify DIRECTORY SLOT_BYTES      by hicache/disk_care.py
 
@@ -44,6 +45,8 @@ class Scrub:
 
     def __init__(self, environments: Mapping[int, Environment]) -> None:
         self._left = sorted(environments.items())
+        self.bad_rows: list[tuple[int, bytes, bytes]] = []
+        """(slot bytes, key, row of `meta`) of the records that are bad."""
         self._after = b""
         self.verdict = Verdict(total_blocks=sum(e.num_blocks() for e in environments.values()))
 
@@ -67,10 +70,12 @@ class Scrub:
                     verdict.bad.append((slot_bytes, key, "the keys of its tree are out of order"))
                     is_there = False
                     break
+                packed = bytes(cursor.value())
                 content = txn.get(key, db=opened.blocks)
-                problem = _problem(key, slot_bytes, bytes(cursor.value()), content)
+                problem = _problem(key, slot_bytes, packed, content)
                 if problem:
                     verdict.bad.append((slot_bytes, key, problem))
+                    self.bad_rows.append((slot_bytes, key, packed))
                 verdict.num_blocks += 1
                 seen_bytes += slot_bytes
                 self._after = key

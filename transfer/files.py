@@ -25,10 +25,12 @@ from hicache.tiers.disk_environment import give_memory_back
 from hicache.tiers.disk_forest import Forest
 from hicache.tiers.disk_format import derive_key
 from hicache.tiers.disk_scan import Scanned
-from hicache.transfer.link import Link, Measured, by_size, failed
+from hicache.transfer.link import Link, Measured, Scrubbed, Spoilt, by_size, failed
 from hicache.transfer.messages import WorkerConfig
 
 PROGRESS_ROWS = 20_000
+SCRUB_BYTES = 1 << 20
+"""Read in one transaction by a scrub of a tier that serves: a demand waits for no more."""
 
 
 class DiskReader:
@@ -178,6 +180,7 @@ class DiskMedium:
             if kind not in forests:
                 forests[kind] = Forest(*kind)
             forests[kind].add(rows)
+        self._tier.drop_descriptions({namespace for namespace, _, _ in forests})
         total, first = sum(map(len, forests.values())), 0
         while forests:
             _, forest = forests.popitem()
@@ -206,6 +209,22 @@ class DiskMedium:
     def note(self, uses: Mapping[int, Sequence[tuple[bytes, int, int]]]) -> None:
         for slot_bytes, some in uses.items():
             self._tier.note_uses(slot_bytes, some)
+
+    def scrub(self) -> Iterator[Scrubbed]:
+        """What is bad is removed, as a read would."""
+        scrub = self._tier.scrub()
+        is_more = True
+        while is_more:
+            is_more = scrub.step(SCRUB_BYTES)
+            verdict, rows = scrub.verdict, scrub.bad_rows
+            bad = []
+            for slot_bytes, key, row in rows:
+                problem = next(said for _, named, said in verdict.bad if named == key)
+                prefix = self._tier.remove_bad(slot_bytes, key, row) or (b"", b"")
+                bad.append(Spoilt(key, problem, *prefix))
+            scrub.bad_rows = []
+            total = verdict.total_blocks
+            yield Scrubbed(verdict.num_blocks, verdict.num_bytes, total, bad, not is_more)
 
     def describe(self, namespace: bytes, description: Mapping[str, Any]) -> None:
         self._tier.describe_namespace(namespace, description)

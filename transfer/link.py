@@ -58,6 +58,28 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Spoilt:
+    """A stored block that was not what it should be, and is removed. `tokens`: of its whole prefix,
+    empty where that cannot be told any more."""
+
+    key: bytes
+    problem: str
+    namespace: bytes = b""
+    tokens: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """How far a scrub is, and what it has found since it last told."""
+
+    blocks: int
+    num_bytes: int
+    total_blocks: int
+    bad: list[Spoilt]
+    is_done: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """A link copied so much in so long."""
 
@@ -71,8 +93,9 @@ class Medium(Protocol):
     """What a worker opens: one device, the links to and from it, and what it remembers.
 
     `readers` are called from the reading direction's threads; `writers`, `forget`, `note` and
-    `describe` from the writing direction's; `stored` from a third thread meanwhile, where the
-    medium `remembers` what it held; the rest before those start or after they have ended.
+    `describe` from the writing direction's; `stored` and `scrub` each from a thread of its own
+    meanwhile, where the medium `remembers` what it held; the rest before those start or after they
+    have ended.
     """
 
     remembers: bool
@@ -94,6 +117,9 @@ class Medium(Protocol):
     def note(self, uses: Mapping[int, Sequence[tuple[bytes, int, int]]]) -> None:
         """Keep (key, hits, seconds since 1970) of blocks, given by slot size."""
 
+    def scrub(self) -> Iterator[Scrubbed]:
+        """Read and check every block, about a MiB at a time."""
+
     def describe(self, namespace: bytes, description: Mapping[str, Any]) -> None:
         """Leave a readable account of a namespace."""
 
@@ -114,6 +140,9 @@ class Forgetful:
 
     def note(self, uses: Mapping[int, Sequence[tuple[bytes, int, int]]]) -> None:
         pass
+
+    def scrub(self) -> Iterator[Scrubbed]:
+        return iter(())
 
     def describe(self, namespace: bytes, description: Mapping[str, Any]) -> None:
         pass

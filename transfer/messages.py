@@ -3,8 +3,8 @@
 A stream of msgpack maps over one socket pair, self-delimiting, no pickle. Both sides check types
 and lengths before they act, although both are ours: a damaged worker may say anything.
 
-    daemon → worker   config · batch · forget · note · taken · describe · pace · stop
-    worker → daemon   opening* · measured* · ready · rows* · restored · done* · broken
+    daemon → worker   config · batch · forget · note · taken · scrub · describe · pace · stop
+    worker → daemon   opening* · measured* · ready · rows* · restored · done* · scrubbed* · broken
 
 `rows` are answered `taken`; a worker has few of them unanswered, or the daemon would be busy with
 them alone.
@@ -22,6 +22,7 @@ import numpy as np
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, Use
 from hicache.tiers.block import StoredRows
+from hicache.transfer.link import Scrubbed, Spoilt
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 _WORD: Final = np.dtype("<u4")
@@ -217,6 +218,24 @@ def unpack_uses(message: Message) -> dict[int, list[tuple[bytes, int, int]]]:
             raise MalformedMessage("note: a use is [slot bytes, key, hits, seconds]")
         uses.setdefault(fields[0], []).append((fields[1], fields[2], fields[3]))
     return uses
+
+
+def pack_scrubbed(told: Scrubbed) -> bytes:
+    bad = [[b.key, b.problem, b.namespace, b.tokens] for b in told.bad]
+    numbers = [told.blocks, told.num_bytes, told.total_blocks]
+    return pack("scrubbed", numbers=numbers, bad=bad, done=told.is_done)
+
+
+def unpack_scrubbed(message: Message) -> Scrubbed:
+    numbers, bad = _list(message, "numbers"), _list(message, "bad")
+    if [type(number) for number in numbers] != [int] * 3 or type(message.get("done")) is not bool:
+        raise MalformedMessage("scrubbed: three numbers and whether it is done")
+    for fields in bad:
+        kinds = [type(f) for f in fields] if isinstance(fields, list) else []
+        if kinds != [bytes, str, bytes, bytes]:
+            raise MalformedMessage("scrubbed: a bad block is [key, problem, namespace, tokens]")
+    blocks, num_bytes, total = numbers
+    return Scrubbed(blocks, num_bytes, total, [Spoilt(*f) for f in bad], message["done"])
 
 
 def unpack_keys(message: Message) -> dict[int, list[bytes]]:

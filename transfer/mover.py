@@ -43,15 +43,18 @@ from hicache.transfer.messages import (
     pack_uses,
     unpack_done,
     unpack_rows,
+    unpack_scrubbed,
 )
 from hicache.transfer.meter import Meter
 from hicache.transfer.news import (
     News,
     WorkerDown,
     WorkerMeasured,
+    WorkerNews,
     WorkerOpening,
     WorkerRestored,
     WorkerRows,
+    WorkerScrubbed,
     WorkerUp,
 )
 from hicache.transfer.process import WorkerProcess
@@ -61,9 +64,11 @@ __all__ = [
     "News",
     "WorkerDown",
     "WorkerMeasured",
+    "WorkerNews",
     "WorkerOpening",
     "WorkerRestored",
     "WorkerRows",
+    "WorkerScrubbed",
     "WorkerUp",
 ]
 
@@ -228,6 +233,12 @@ class Mover:
             for start in range(0, len(uses), 2000):
                 found.process.send(pack_uses(uses[start : start + 2000], zero_s))
 
+    def scrub(self, device: str, bytes_per_s: float) -> None:
+        """Have every stored block read and checked while others work (WorkerScrubbed)."""
+        found = self._devices[device]
+        if found.process is not None:
+            found.process.send(pack("scrub", bytes_per_s=bytes_per_s))
+
     def describe(self, device: str, namespace: bytes, about: Mapping[str, Any]) -> None:
         """Have a readable account of a namespace kept beside its blocks."""
         found = self._devices[device]
@@ -315,6 +326,10 @@ class Mover:
                 device.is_restoring = False
                 notes = [str(note) for note in message["notes"]]
                 self._news.append(WorkerRestored(name, tier, notes))
+            elif kind == "scrubbed":
+                s = unpack_scrubbed(message)
+                numbers = s.blocks, s.num_bytes, s.total_blocks
+                self._news.append(WorkerScrubbed(name, tier, *numbers, s.bad, s.is_done))
             elif kind == "measured":
                 link = (str(message["src"]), str(message["dst"]))
                 self._measure(device, link, int(message["bytes"]), float(message["seconds"]), True)

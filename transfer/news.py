@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hicache.engine.plan import Outcome
 from hicache.tiers.block import StoredRows
+from hicache.transfer.link import Spoilt
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,19 @@ class WorkerRestored:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerScrubbed:
+    """How far the scrub is that was asked for, and what it found bad, and removed, since last."""
+
+    device: str
+    tier: str
+    blocks: int
+    bytes: int
+    total_blocks: int
+    bad: list[Spoilt]
+    is_done: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerDown:
     """The worker ended and will be started again. Comes before the outcomes of its moves.
     `lost`: what the tier held is gone for good."""
@@ -76,6 +90,13 @@ class WorkerDown:
     retry_s: float
 
 
-News = (
-    Outcome | WorkerUp | WorkerOpening | WorkerMeasured | WorkerRows | WorkerRestored | WorkerDown
+WorkerNews = (
+    WorkerUp
+    | WorkerOpening
+    | WorkerMeasured
+    | WorkerRows
+    | WorkerRestored
+    | WorkerScrubbed
+    | WorkerDown
 )
+News = Outcome | WorkerNews

@@ -24,14 +24,16 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 
 from hicache.tiers.arena import Arena, ArenaError
 from hicache.tiers.base import TierBroken, TierDamaged, TierError
 from hicache.transfer.direction import Direction
-from hicache.transfer.link import Medium
+from hicache.transfer.link import Medium, Spoilt
 from hicache.transfer.messages import (
     MalformedMessage,
     Message,
@@ -39,6 +41,7 @@ from hicache.transfer.messages import (
     WorkerConfig,
     pack,
     pack_rows,
+    pack_scrubbed,
     unpack_batch,
     unpack_keys,
     unpack_uses,
@@ -48,6 +51,7 @@ from hicache.transfer.pace import Pace
 EXIT_BROKEN = 3
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _RECEIVE_BYTES = 1 << 20
+SCRUB_TOLD_S = 0.25
 MAX_UNTAKEN = 2
 """Messages of rows that the daemon has not taken in: one is on its way while it takes another."""
 
@@ -67,6 +71,7 @@ class Worker:
         self._sending = threading.Lock()  # guards the socket's write side
         self._cut_off = threading.Event()
         self._is_ending = threading.Event()
+        self._scrub: threading.Thread | None = None
         self._untaken = threading.Semaphore(MAX_UNTAKEN)
         more = (self.send, self._fail, self._cut_off)
         self._read_pace, self._write_pace = Pace(read_bytes_per_s), Pace(write_bytes_per_s)
@@ -120,6 +125,32 @@ class Worker:
         self._untaken.release()
         if self._medium.remembers:
             telling.join()
+        if self._scrub is not None:
+            self._scrub.join()
+
+    def _begin_scrub(self, bytes_per_s: float) -> None:
+        """One at a time."""
+        if self._scrub is None or not self._scrub.is_alive():
+            work = partial(self._scrub_all, bytes_per_s)
+            self._scrub = threading.Thread(target=work, name="hicache-scrub")
+            self._scrub.start()
+
+    def _scrub_all(self, bytes_per_s: float) -> None:
+        """Check every block, no faster than asked for, and tell the daemon now and then."""
+        start_s = told_s = time.monotonic()
+        bad: list[Spoilt] = []
+        try:
+            for so_far in self._medium.scrub():
+                bad += so_far.bad
+                now_s = time.monotonic()
+                if so_far.is_done or now_s - told_s >= SCRUB_TOLD_S:
+                    self.send(pack_scrubbed(replace(so_far, bad=bad)))
+                    bad, told_s = [], now_s
+                ahead_s = so_far.num_bytes / bytes_per_s - (now_s - start_s)
+                if self._is_ending.wait(max(0.0, ahead_s)) or self._cut_off.is_set():
+                    return
+        except Exception as error:  # as when a read met it
+            self._break(error)
 
     def _tell_stored(self) -> None:
         """What the medium held, as fast as the daemon takes it in, while requests are served."""
@@ -144,6 +175,8 @@ class Worker:
             self._write.put(partial(self._medium.forget, unpack_keys(message)))
         elif kind == "note":
             self._write.put(partial(self._medium.note, unpack_uses(message)))
+        elif kind == "scrub":
+            self._begin_scrub(float(message["bytes_per_s"]))
         elif kind == "taken":
             self._untaken.release()
         elif kind == "describe":

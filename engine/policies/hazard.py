@@ -6,18 +6,20 @@ the longest unused first; only the heads of the lines are compared, so a victim 
 there are classes once per request, and O(log) after that. A new block is let in only at the expense
 of blocks that rank lower.
 
-While there is no model, or while it tells returns no better than age does (`History.trusts_model`),
-the order is LRU's and everything is let in.
+While there is no model, or while its victims have been no better than LRU's of late (`trial.py`, by
+tier), the order is LRU's and everything is let in.
 """
 
 from __future__ import annotations
 
 import heapq
+from operator import itemgetter
 
 from hicache.engine.hazard import Model
 from hicache.engine.history import History
 from hicache.engine.node import Node
 from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
+from hicache.engine.trial import Trial
 
 _Place = tuple[float, int, int]
 """When the node was last used, a serial number, its kind: as it joined its line."""
@@ -30,6 +32,7 @@ class Hazard:
 
     def __init__(self, history: History) -> None:
         self._history = history
+        self.trial = Trial()
         history.wants_fits = True
         self._lines: dict[int, list[tuple[float, int, Node]]] = {}
         self._places: dict[Node, _Place] = {}
@@ -50,12 +53,13 @@ class Hazard:
     def pop(self, worth: float = ALWAYS) -> Node | None:
         """See EvictionPolicy."""
         history = self._history
-        now = (history.now_s, history.trusted_model)
+        now = (history.now_s, self._trusted())
         if now != self._ranked_at:
             self._ranked_at = now
             self._heads.clear()
             for kind in list(self._lines):
                 self._show_head(kind)
+            self._begin_trial()
         heads = self._heads
         while heads:
             rank, _, serial, kind = heads[0]
@@ -75,10 +79,25 @@ class Hazard:
 
     def worth(self, kind: int, touched_s: float) -> float:
         """See EvictionPolicy."""
-        return ALWAYS if self._history.trusted_model is None else self._rank(kind, touched_s)
+        return ALWAYS if self._trusted() is None else self._rank(kind, touched_s)
+
+    def _trusted(self) -> Model | None:
+        return self._history.model if self.trial.is_won else None
+
+    def _begin_trial(self) -> None:
+        """Now that room is made: whom would the model give up, and whom LRU?"""
+        model, now_s = self._history.model, self._history.now_s
+        if model is None or not self._heads:
+            return
+        oldest = min(self._heads, key=itemgetter(1, 2))
+        lowest = min(self._heads, key=lambda head: model.rank(head[3], now_s - head[1]))
+        victims = self._head(lowest[3]), self._head(oldest[3])
+        by_model, by_age = (None if node is None else node.run for node in victims)
+        if by_model is not None and by_age is not None:
+            self.trial.begin(by_model, by_age, now_s)
 
     def _rank(self, kind: int, touched_s: float) -> float:
-        model = self._history.trusted_model
+        model = self._trusted()
         if model is None:
             return touched_s
         return model.rank(kind, self._history.now_s - touched_s)

@@ -3,6 +3,8 @@
 The sample (`hicache.sampling`) holds a share of the blocks of every request; tiers of the same
 share of their blocks hit what the whole ones would. Each size is one replay through the product's
 own cache engine, as in `hicache replay`: policies, demotion and promotion count as they do there.
+Blocks that every request begins with are in the sample or not: where it has fewer of them than its
+share, they count as hits of the fastest tier all the same, where more, as none (SHARDS-adj, ibid.).
 What was held before the sample begins is not known: until it is full, it begins with the daemon.
 """
 
@@ -35,12 +37,14 @@ class Estimate:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """A daemon's sample as a trace of its own. `tokens_told`: the share of all tokens that lie in
-    whole blocks; `blocks_of`: each tier's blocks in the sample, at its size of now."""
+    whole blocks; `expected`: blocks that should be in the sample, for one that is; `blocks_of`:
+    each tier's blocks in the sample, at its size of now."""
 
     trace: Trace
     share: float
     forgotten: int
     tokens_told: float
+    expected: float
     blocks_of: dict[str, float]
     policies: dict[str, str]
 
@@ -77,6 +81,7 @@ class Sampled:
             reply["share"],
             reply["forgotten"],
             float((num_blocks * block_tokens).sum()) / tokens,
+            reply["share"] * float(num_blocks.sum()) / max(1, int(counts.sum())),
             {t["name"]: reply["share"] * t["bytes"] / mean_bytes for t in reply["tiers"]},
             {t["name"]: t["eviction"] for t in reply["tiers"]},
         )
@@ -121,6 +126,9 @@ def _hits(
         warm=warm,
         step=lambda done: step(what, done),
     )
-    per_token = sampled.tokens_told / max(1, tally.tokens)
-    together = tally.hit_tokens.total() * per_token
-    return {name: (tally.hit_tokens[name] * per_token, together) for name in sizes}
+    expected = max(1.0, tally.tokens * sampled.expected)
+    hits = {name: float(tally.hit_tokens[name]) for name in TIERS if name in sizes}
+    hits[next(iter(hits))] += expected - tally.tokens
+    told = sampled.tokens_told / expected
+    together = sum(hits.values()) * told
+    return {name: (hits[name] * told, together) for name in hits}

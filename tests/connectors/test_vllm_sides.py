@@ -317,11 +317,11 @@ def test_a_daemon_that_thinks_too_long(memory: AsyncMemory, engine: Make) -> Non
     """The request goes on after `lookup_s`, others were never kept; the late lease is released."""
     engine().run(request("a", tokens(1, 21)))
     gate = memory.gates["match"] = threading.Event()
-    now = [0.0]
+    now = [1.0]
     one = engine(lookup_s=2.0, clock=lambda: now[0])
     slow = request("b", tokens(1, 21))
     one.add(slow)
-    for _ in range(5):
+    for _ in range(4):
         one.step()
         assert slow.status == "waiting"
         now[0] += 0.5
@@ -331,6 +331,25 @@ def test_a_daemon_that_thinks_too_long(memory: AsyncMemory, engine: Make) -> Non
     one.run()
     check([slow])
     one.close()
+    assert not memory.leases
+
+
+def test_a_long_queue_costs_no_hit(memory: AsyncMemory, engine: Make) -> None:
+    """There is no room for the request for a while: it is asked for again, since a lease ends, and
+    the time in the queue does not count as waiting for the daemon."""
+    engine().run(request("a", tokens(1, 21)))
+    now = [1.0]
+    one = engine(num_blocks=12, lookup_s=2.0, clock=lambda: now[0])
+    long = request("b", tokens(2, 33), max_tokens=8)
+    queued = request("c", tokens(1, 21))
+    one.add(long, queued)
+    while one.requests:
+        one.step()
+        now[0] += 1.9
+    one.run()
+    check([long, queued])
+    assert queued.num_cached == 20
+    assert memory.count("match") > 4
     assert not memory.leases
 
 
@@ -397,6 +416,14 @@ def test_steps_with_prefill_are_observed(memory: AsyncMemory, engine: Make) -> N
     one.run(request("a", tokens(1, 9), max_tokens=1))
     one.run(request("b", tokens(2, 18), max_tokens=3))
     assert memory.observed == [(1, 12.0, 72.0, 0), (1, 6.0, 6 * 12 + 18.0, 0)]
+
+
+def test_why_an_answer_ended_is_told(memory: AsyncMemory, engine: Make) -> None:
+    one = engine()
+    one.run(request("a", tokens(1, 9), session_id="a talk"))
+    one.run(request("b", tokens(2, 5), mm_features=["an image"]))
+    one.close()
+    assert memory.hints == [(13, "a talk", "length")]
 
 
 def test_sources_of_a_hit(memory: AsyncMemory, engine: Make) -> None:

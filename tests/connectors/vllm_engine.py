@@ -48,6 +48,7 @@ class Request:
     prompt_embeds: Any = None
     resumable: bool = False
     pooling_params: Any = None
+    session_id: str | None = None
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     num_cached: int = -1
@@ -246,7 +247,7 @@ class Engine:
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
-        self.side.finished(request, request.pages, is_good=True)
+        self.side.finished(request, request.pages, reason="abort", is_good=True)
         if not is_held:
             self._forget(request)
 
@@ -373,7 +374,7 @@ class Engine:
         if len(request.output) == request.max_tokens:
             request.status = "finished"
             self.running.remove(request)
-            self.side.finished(request, request.pages, is_good=True)
+            self.side.finished(request, request.pages, reason="length", is_good=True)
             self._forget(request)
 
     # --- loads ----------------------------------------------------------------------------------

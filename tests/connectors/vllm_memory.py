@@ -37,6 +37,7 @@ class AsyncMemory:
     groups: dict[bytes, str] = field(default_factory=dict)
     calls: list[tuple[str, str]] = field(default_factory=list)
     observed: list[tuple[int, float, float, int]] = field(default_factory=list)
+    hints: list[tuple[int, str, str]] = field(default_factory=list)
     specs: set[NamespaceSpec] = field(default_factory=set)
 
     def asker(self, spec: NamespaceSpec) -> AsyncMemoryClient:
@@ -64,7 +65,9 @@ class AsyncMemoryClient:
         self._wished = group
         self._namespace = spec.digest()
 
-    async def match(self, tokens: bytes, *, request: str = "", skip_blocks: int = 0) -> Match:
+    async def match(
+        self, tokens: bytes, *, request: str = "", skip_blocks: int = 0, conversation: str = ""
+    ) -> Match:
         if not await self._begin("match", request):
             return Match.miss("nobody answers")
         hit = 0
@@ -144,10 +147,18 @@ class AsyncMemoryClient:
     ) -> None:
         self.memory.observed.append((num_requests, sum_n, sum_nc, decode_tokens))
 
+    async def hint(self, tokens: bytes, *, conversation: str = "", finish_reason: str = "") -> None:
+        self.memory.hints.append((len(tokens) // 4, conversation, finish_reason))
+
     async def heartbeat(self) -> bool:
         return not self.memory.absent
 
     async def close(self) -> None:
+        """The last session of a group gives back what the group holds."""
+        if self.greeting is not None and not self._wished:
+            group, leases = self.greeting.group, self.memory.leases
+            for lease in [lease for lease, held in leases.items() if held[0] == group]:
+                del leases[lease]
         self.greeting = None
 
     async def _begin(self, op: str, request: str) -> bool:

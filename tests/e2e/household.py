@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
@@ -103,7 +103,15 @@ class Household:
     left out. `expected_errors`: texts that may stand in an ERROR line of the log.
     """
 
-    def __init__(self, *, endpoint: str = "", autostart: bool = True, **changes: Any) -> None:
+    def __init__(
+        self,
+        *,
+        endpoint: str = "",
+        autostart: bool = True,
+        options: Sequence[str] = (),
+        module: str = "hicache",
+        **changes: Any,
+    ) -> None:
         # Short, since a socket's path has at most 107 bytes, which pytest's folders may exceed.
         self.root = Path(tempfile.mkdtemp(prefix="hc-"))
         self.arena_folder = _arena_folder(self.root)
@@ -111,6 +119,8 @@ class Household:
         self.endpoint = endpoint or f"ipc://{self.root}/h.sock"
         self.file = self.root / "hicache.yaml"
         self.log = self.root / "daemon.log"
+        self.options = list(options)
+        self.module = module
         self.expected_errors: list[str] = []
         self.clients: list[Client] = []
         self.peers: list[Peer] = []
@@ -161,7 +171,8 @@ class Household:
     def launch(self) -> None:
         """Start it without waiting."""
         with self.log.open("ab") as sink:
-            command = [sys.executable, "-m", "hicache", "serve", "--config", str(self.file)]
+            command = [sys.executable, "-m", self.module, "serve", "--config", str(self.file)]
+            command += self.options
             self.process = subprocess.Popen(command, stdout=sink, stderr=sink, cwd=ROOT)
         self._see(self.process.pid)
 

@@ -9,7 +9,7 @@ import pytest
 from hicache.engine import plan as p
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
-from tests.engine.world import BLOCK_BYTES, STEP, THREE_TIERS, World, keys_of, tokens_of
+from tests.engine.world import BLOCK_BYTES, DIGEST, STEP, THREE_TIERS, World, keys_of, tokens_of
 
 SMALL = (("hbm", 2, True, False), ("dram", 4, True, False), ("disk", 20, False, True))
 NO_DISK = (("hbm", 2, True, False), ("dram", 3, True, False))
@@ -759,3 +759,95 @@ def test_a_path_larger_than_the_memory_it_passes_through() -> None:
     else:
         raise AssertionError("the flush never ends")
     assert world.store(tokens_of(7, 8, 9)).ticket
+
+
+# --- writing down: ends that move, records that go ----------------------------------------------
+
+
+def test_a_path_that_waits_is_merged_with_what_hangs_below_it() -> None:
+    """1. A, B are to be durable; one block at a time goes to disk. 2. C is stored below them and
+    the whole is asked for: their nodes become one. 3. B is written all the same, and whoever waits
+    is told.
+    """
+    w = world((("dram", 8, True, False), ("disk", 20, False, True)), max_moving_bytes=BLOCK_BYTES)
+    ticket = w.store(tokens_of(1, 2), durable=True).ticket
+    w.store(tokens_of(1, 2, 3))
+    w.release(w.match(tokens_of(1, 2, 3, 9)).lease)
+    house = w.engine.residency
+    assert len(house.namespaces[0].root.children) == 1
+    assert len(next(iter(house.namespaces[0].root.children.values()))) == 3, "one node"
+    w.finish_all()
+    assert w.tiers_of(tokens_of(1, 2, 3)) == ["dram+disk", "dram+disk", "dram"]
+    assert ticket in w.durable
+
+
+def test_a_child_waits_while_its_parents_record_is_deleted() -> None:
+    """1. A's record is being deleted, which cannot be called back. 2. B, below A, is to be durable.
+    3. It is written only after A has been written anew: no crash leaves it without its parent.
+    """
+    w = world((("dram", 8, True, False), ("disk", 20, False, True)))
+    a, b = tokens_of(1), tokens_of(1, 2)
+    w.store(a, durable=True)
+    w.finish_all()
+    house = w.engine.residency
+    block = house.index.match(house.namespaces[0].root, a, STEP).ids()
+    house.start_giving_up(house.namespaces[0], block, 1)
+    house.settle(block)
+    ticket = w.store(b, durable=True).ticket
+    (deletion,) = w.moving("disk", None)
+    assert not w.moving("dram", "disk")
+    w.finish(deletion)
+    assert len(w.moving("dram", "disk")) == 2
+    w.finish_all()
+    assert w.orphans == []
+    assert ticket in w.durable
+
+
+# --- a scrub ----------------------------------------------------------------------------------
+
+
+def spoiled(w: World, tokens: bytes) -> p.Arrivals:
+    """A scrub found the last block bad and removed its record."""
+    w.rows.pop(keys_of(tokens)[-1], None)
+    return w.do(p.Spoiled("disk", DIGEST, tokens, w.now_s))
+
+
+def test_a_scrub_finds_a_leased_block_bad() -> None:
+    """1. A match leases a path on disk. 2. A scrub removes its middle. 3. The fetch brings what is
+    before it, and ends.
+    """
+    w = world()
+    a = tokens_of(1, 2, 3)
+    on_disk_only(w, a)
+    lease = w.match(tokens_of(1, 2, 3, 9)).lease
+    spoiled(w, tokens_of(1, 2))
+    assert w.engine.residency.corrupt[2] == 1
+    w.fetch(lease)
+    w.finish_all()
+    assert w.engine.fetching.prefix_blocks(w.engine.residency.leases.leases[lease]) == 1
+    w.release(lease)
+    assert w.match(tokens_of(1, 2, 3, 9)).hit_blocks == 1
+
+
+def test_a_scrub_finds_a_block_bad_that_is_being_read() -> None:
+    """The read is told of it by the disk itself, and is the one that counts."""
+    w = world()
+    a = tokens_of(1)
+    on_disk_only(w, a)
+    lease = w.match(tokens_of(1, 9)).lease
+    w.fetch(lease)
+    (read,) = w.moving("disk", "dram")
+    spoiled(w, a)
+    assert w.engine.residency.corrupt[2] == 0
+    w.finish(read, ok=False, corrupt=True)
+    assert w.engine.residency.corrupt[2] == 1
+    w.release(lease)
+    assert w.tiers_of(a) == []
+
+
+def test_a_scrub_finds_a_block_bad_that_nobody_knows() -> None:
+    w = world()
+    spoiled(w, tokens_of(5, 6))
+    w.store(tokens_of(1))
+    spoiled(w, tokens_of(1))
+    assert w.tiers_of(tokens_of(1)) == ["hbm"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from hicache.assembly import engine_settings
 from hicache.config import (
     Config,
     ConfigError,
@@ -225,6 +226,22 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["laptop.yaml", "gpu-server.yaml", "minimal.yaml"])
 def test_examples_are_right(name: str) -> None:
     load_config(ROOT / "configs" / name)
+
+
+def test_a_disks_writes_have_a_budget() -> None:
+    disk = "tiers: {dram: {size: 1GiB}, disk: {path: /d, size: 9GiB, write_budget: 200GiB/day}}"
+    config = read(disk)
+    assert config.tiers.disk is not None
+    assert config.tiers.disk.write_budget_bytes_per_day == 200 << 30
+    assert engine_settings(config).write_bytes_per_s == (200 << 30) / 86400
+    less = read(disk.replace("200GiB/day", "8GiB/h, min_return: 0.2"))
+    assert set(diff_live(config, less).live) == {
+        "tiers.disk.write_budget",
+        "tiers.disk.min_return",
+    }
+    for wrong in ("200GiB", "0", "none/day"):
+        with pytest.raises(ConfigError, match="write_budget"):
+            read(disk.replace("200GiB/day", wrong))
 
 
 def test_diff_says_what_applies_live() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.config import Share, format_seconds, format_size, parse_seconds, parse_size
-from hicache.config.units import UnitError, parse_size_or_share
+from hicache.config.units import UnitError, format_rate, parse_rate, parse_size_or_share
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,25 @@ def test_seconds(text: object, seconds: float) -> None:
 def test_what_is_no_time(text: object) -> None:
     with pytest.raises(UnitError):
         parse_seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_day"),
+    [("200GiB/day", 200 << 30), ("8 MiB / h", 192 << 20), ("1GB/d", 10**9), (5, 5)],
+)
+def test_rates(text: object, bytes_per_day: int) -> None:
+    assert parse_rate(text) == bytes_per_day
+
+
+@pytest.mark.parametrize("text", ["200GiB", "25%/day", "5GiB/week", "/day", None, True, 1.5, "5"])
+def test_what_is_no_rate(text: object) -> None:
+    with pytest.raises(UnitError):
+        parse_rate(text)
+
+
+@given(st.integers(0, 1 << 50))
+def test_a_rate_is_shown_as_it_can_be_read(bytes_per_day: int) -> None:
+    assert parse_rate(format_rate(bytes_per_day)) == pytest.approx(bytes_per_day, rel=0.01)
 
 
 @given(st.integers(0, 1 << 50))

@@ -19,15 +19,26 @@ def busy_history() -> History:
     return history
 
 
+def begin(fitter: Fitter) -> None:
+    """Tick until the fit's process has been started."""
+    while fitter._process is None:
+        fitter.tick()
+
+
+def end(fitter: Fitter) -> None:
+    """Tick whenever the process says something, until the fit is over."""
+    while fitter._pipe is not None:
+        multiprocessing.connection.wait([fitter._pipe])
+        fitter.tick()
+
+
 def test_a_model_comes_back() -> None:
     history = busy_history()
     fitter = Fitter(history)
-    fitter.tick()
+    begin(fitter)
     assert history.model is None
     assert not history.is_fit_due()
-    assert fitter._answer is not None
-    multiprocessing.connection.wait([fitter._answer])
-    fitter.tick()
+    end(fitter)
     assert history.model is not None
     fitter.close()
 
@@ -37,6 +48,7 @@ def test_nothing_is_fitted_where_no_policy_ranks_by_a_model() -> None:
     history.wants_fits = False
     fitter = Fitter(history)
     fitter.tick()
+    fitter.tick()
     assert fitter._process is None
     fitter.close()
 
@@ -44,11 +56,27 @@ def test_nothing_is_fitted_where_no_policy_ranks_by_a_model() -> None:
 def test_a_fit_that_dies_leaves_the_old_model() -> None:
     history = busy_history()
     fitter = Fitter(history)
-    fitter.tick()
+    begin(fitter)
     assert fitter._process is not None
-    assert fitter._answer is not None
     fitter._process.kill()
-    multiprocessing.connection.wait([fitter._answer])
-    fitter.tick()
+    end(fitter)
     assert history.model is None
     fitter.close()
+
+
+def test_a_snapshot_in_slices_is_the_same_and_lets_requests_in_between() -> None:
+    history = busy_history()
+    whole = history.snapshot()
+    slices = list(history.snapshot_in_slices(runs_each=7))
+    assert slices[:-1] == [None] * (len(history.ghost.runs()) // 7)
+    last = slices[-1]
+    assert last is not None
+    assert (last.censored == whole.censored).all()
+    assert (last.events == whole.events).all()
+    slices_now = history.snapshot_in_slices(runs_each=7)
+    next(slices_now)
+    for number in range(100):
+        blocks = np.arange(number * 5, number * 5 + 9, dtype=np.uint64)
+        history.used(0, blocks.tobytes(), 1000.0 + number)
+    found = [item for item in slices_now if item is not None]
+    assert len(found) == 1

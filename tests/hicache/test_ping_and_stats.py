@@ -8,11 +8,15 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from hicache.commands.ping import ping
 from hicache.commands.stats import stats
+from hicache.keys import LayerGroup, NamespaceSpec
+from hicache.sampling import Sample
+from hicache.session import Group, Session
 from tests.hicache.scripted_daemon import ScriptedDaemon, refuse
 
 TIER = {
@@ -145,6 +149,38 @@ def test_watching_ends_with_the_daemon(daemon: ScriptedDaemon) -> None:
     assert [json.loads(line)["pid"] for line in lines] == [4242, 4343]
     assert "stopping" in last
     assert result.exit_code == 1
+
+
+def sampled() -> dict[str, Any]:
+    """What a daemon that was asked for two prompts, four times each, says to `what_if`."""
+    sample = Sample(4096)
+    spec = NamespaceSpec("m", "w", "float16", (LayerGroup(1, 1, 1, "layer"),), 16, 4096)
+    session = Session(b"s" * 16, Group(1, b"g" * 16), 0, spec, "arena", "", 0, 0.0)
+    for number in range(8):
+        tokens = np.full(16 * 10, number % 2, "<u4").tobytes()
+        sample.asked(session, tokens, "", float(number))
+    tiers = [{"name": "dram", "bytes": 4096 * 12, "eviction": "lru"}]
+    return {"tiers": tiers, **sample.report()}
+
+
+def test_what_if_as_a_table_and_as_data(daemon: ScriptedDaemon) -> None:
+    """One prompt at a time has room in half of the tier's twice, both in four times as much."""
+    daemon.on("what_if", sampled())
+    table = run(stats, daemon, "--what-if").output
+    assert "8 requests" in table
+    assert "75.0 (75.0)" in table
+    told = json.loads(run(stats, daemon, "--what-if", "--json").stdout)
+    assert (told["requests"], told["sampled_share"]) == (8, 1.0)
+    by_scale = {row["scale"]: row["all_hit"] for row in told["estimates"]}
+    assert by_scale[4.0] == 0.75
+    assert by_scale[0.5] <= by_scale[1.0] <= by_scale[2.0]
+    warm = json.loads(run(stats, daemon, "--what-if", "--warm", "0.5", "--json").stdout)
+    assert {row["scale"]: row["all_hit"] for row in warm["estimates"]}[4.0] == 1.0
+
+
+def test_what_if_of_a_daemon_that_was_told_not_to_remember(daemon: ScriptedDaemon) -> None:
+    daemon.on("what_if", refuse("refused"))
+    assert run(stats, daemon, "--what-if").exit_code == 1
 
 
 def test_stats_of_nobody() -> None:

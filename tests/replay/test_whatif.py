@@ -71,7 +71,7 @@ def test_what_if_agrees_with_replaying_the_record(
 ) -> None:
     """Within two points at every size, from all blocks and from a part of them."""
     recorder = Recorder(tmp_path / "trace.jsonl")
-    sample = Sample(4096 * 10_000, max_blocks)
+    sample = Sample(4096 * 4000, max_blocks)
     session = session_of()
     for now_s, tokens, name in load(num_requests):
         for witness in (recorder, sample):
@@ -109,17 +109,17 @@ def test_a_sample_is_not_thinned_out_where_the_smallest_tier_would_vanish() -> N
     assert sample.threshold == FULL
 
 
-def test_equal_blocks_after_different_ones_are_told_apart() -> None:
-    sample = Sample(4096)
-    rng = np.random.default_rng(5)
-    symbols = rng.integers(0, 1 << 62, 50, np.uint64)
-    same = sample.hashes(0, symbols.tobytes())
-    assert (sample.hashes(0, symbols[:20].tobytes()) == same[:20]).all()
-    symbols[7] += np.uint64(1)
-    other = sample.hashes(0, symbols.tobytes())
+@pytest.mark.parametrize("block_tokens", [1, 4, 16])
+def test_equal_blocks_after_different_ones_are_told_apart(block_tokens: int) -> None:
+    sample, step = Sample(4096), 4 * block_tokens
+    tokens = np.random.default_rng(5).integers(0, 9999, 50 * block_tokens).astype("<u4")
+    same = sample.hashes(0, tokens.tobytes(), step)
+    assert (sample.hashes(0, tokens[: 20 * block_tokens].tobytes(), step) == same[:20]).all()
+    tokens[7 * block_tokens] += 1
+    other = sample.hashes(0, tokens.tobytes(), step)
     assert (other[:7] == same[:7]).all()
     assert not (other[7:] == same[7:]).any()
-    assert not (sample.hashes(1, symbols.tobytes()) == other).any()
+    assert not (sample.hashes(1, tokens.tobytes(), step) == other).any()
 
 
 # --- the record ---------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class Faults:
         self._kind: Kind = "write"
         self._left = 0
         self._errno = 0
+        self._for_good = False
         self.has_failed = False
         self._kept: list[Any] = []  # what the tables point to must not be collected
         self._originals: list[tuple[Any, int]] = []
@@ -58,9 +59,13 @@ class Faults:
         self._originals.clear()
 
     @contextmanager
-    def fail_at(self, kind: Kind, nth: int, error: int = errno.EIO) -> Iterator[None]:
-        """The n-th call of this kind from here on fails; `has_failed` says whether it came."""
+    def fail_at(
+        self, kind: Kind, nth: int, error: int = errno.EIO, *, for_good: bool = False
+    ) -> Iterator[None]:
+        """The n-th call of this kind from here on fails, and all after it if it is `for_good`;
+        `has_failed` says whether it came."""
         self._kind, self._left, self._errno, self.has_failed = kind, nth, error, False
+        self._for_good = for_good
         try:
             yield
         finally:
@@ -75,6 +80,7 @@ class Faults:
             if self._left and _KIND_OF[name] == self._kind and self._concerns(name, arguments):
                 self._left -= 1
                 if not self._left:
+                    self._left = int(self._for_good)
                     self.has_failed = True
                     ctypes.set_errno(self._errno)
                     return -1

@@ -14,7 +14,7 @@ from hicache.engine.plan import Priority, Use
 from hicache.tiers.disk import DiskTier
 from hicache.transfer.mover import Mover
 from hicache.transfer.news import WorkerMeasured, WorkerRestored, WorkerRows, WorkerUp
-from tests.tiers.blocks import NAMESPACE, content, name
+from tests.tiers.blocks import NAMESPACE, content, listed, name
 from tests.transfer.rig import BLOCK, DISK, GPU, MIB, SLOT, Rig
 
 
@@ -203,6 +203,37 @@ def test_stopped_in_the_middle_of_telling(tmp_path: Path) -> None:
     again = Rig(tmp_path, devices=[DISK])
     assert len(tokens_told(again)) == 3000
     again.close()
+
+
+def test_a_block_without_its_parent_is_not_told_and_is_removed(tmp_path: Path) -> None:
+    """It was written while its parent's record was being deleted, and the daemon died then."""
+    above = name(1)
+    orphan = name(2, parent=above.key, depth=1)
+    below = name(3, parent=orphan.key, depth=2)
+    with DiskTier(tmp_path / "disk", 32 * MIB, durability="fast") as tier:
+        tier.put(SLOT, [(row, content(1, BLOCK)) for row in (orphan, below, name(4))])
+    rig = Rig(tmp_path, devices=[DISK])
+    assert tokens_told(rig) == {name(4).tokens}
+    (restored,) = [news for news in rig.news if isinstance(news, WorkerRestored)]
+    assert "2 blocks had lost the block above them" in restored.notes[0]
+    rig.close()
+    with DiskTier(tmp_path / "disk", 32 * MIB) as tier:
+        assert [row.key for row in listed(tier)] == [name(4).key]
+
+
+def test_accounts_of_namespaces_without_blocks_go(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, devices=[DISK])
+    rig.run(rig.move("dram", "disk", 1))
+    for digest in (NAMESPACE, b"a" * 32, b"b" * 32):
+        rig.mover.describe(DISK, digest, {"name": "one"})
+    rig.close()
+    folder = tmp_path / "disk" / "namespaces"
+    assert len(list(folder.iterdir())) == 3
+    again = Rig(tmp_path, devices=[DISK])
+    again.mover.describe(DISK, b"c" * 32, {"name": "new"})
+    tokens_told(again)
+    again.close()
+    assert {file.stem for file in folder.iterdir()} == {NAMESPACE.hex(), (b"c" * 32).hex()}
 
 
 def test_uses_are_told_after_a_restart(tmp_path: Path) -> None:

@@ -17,6 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
+import msgpack
+import zmq
+
+from tests.e2e.household import free_port
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 ANSWER: Final = "ANSWER "
 
@@ -50,6 +55,34 @@ def transfer_config(endpoint: str, **extra: Any) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": endpoint, **extra},
     }
+
+
+class Events:
+    """What vLLM publishes of its blocks. It connects to an endpoint that names a host, so the
+    subscriber binds."""
+
+    def __init__(self) -> None:
+        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
+        self.config = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.endpoint,
+        }
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        self._socket.bind(self.endpoint)
+
+    def take(self) -> list[dict[str, Any]]:
+        """All that has come. Each event is a map with its kind as `type`."""
+        events: list[dict[str, Any]] = []
+        while self._socket.poll(200):
+            _, _, payload = self._socket.recv_multipart()
+            events += msgpack.unpackb(payload)[1]
+        return events
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
 
 
 @dataclass(frozen=True)
@@ -176,10 +209,14 @@ def _reset(llm: Any) -> dict[str, Any]:
 
 def main(arguments: dict[str, Any], told: IO[str]) -> None:
     from vllm import LLM
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
-    if "kv_transfer_config" in arguments:
-        arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
+    for name, kind in (
+        ("kv_transfer_config", KVTransferConfig),
+        ("kv_events_config", KVEventsConfig),
+    ):
+        if name in arguments:
+            arguments[name] = kind(**arguments[name])
     llm = LLM(**arguments)
     print(ANSWER + "{}", flush=True)
     for line in told:

@@ -3,6 +3,7 @@ the daemon, and what the model says is the same."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.household import Household, wait_for
-from tests.vllm.driver import Driver
+from tests.vllm.driver import Driver, Events
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -63,9 +64,22 @@ def test_a_small_cache_that_preempts(house: Household, checkpoint: Path, tmp_pat
     """Forty blocks for requests of twelve each that grow: pages change hands all the time. Also
     several answers to one prompt, salts, and answers of one token."""
     asked = prompts([1500] * 4, seed=2)
-    with Driver(checkpoint, house.endpoint, tmp_path / "plain.log") as plain:
+    events = Events()
+    with (
+        closing(events),
+        Driver(
+            checkpoint, house.endpoint, tmp_path / "plain.log", kv_events_config=events.config
+        ) as plain,
+    ):
         cold = plain.generate(asked, max_tokens=60)
         plain.reset()
+        stored = [event for event in events.take() if event["type"] == "BlockStored"]
+        in_gpu, in_cpu = (
+            {bytes(name) for e in stored if e["medium"] == medium for name in e["block_hashes"]}
+            for medium in ("GPU", "CPU")
+        )
+        assert in_cpu
+        assert in_cpu <= in_gpu, "a hash that vLLM does not know"
         several = plain.generate(asked[:1], n=3, max_tokens=5)
         assert several.cached == [whole_blocks(asked[0])]
         salted = plain.generate(asked[1:2], salt="somebody's", max_tokens=1)

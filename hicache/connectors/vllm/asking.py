@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,12 @@ class MatchClient(Protocol):
     def greeting(self) -> Greeting | None: ...
     @property
     def last_error(self) -> str: ...
-    async def match(self, tokens: bytes, *, request: str = "", skip_blocks: int = 0) -> Match: ...
+    async def match(
+        self, tokens: bytes, *, request: str = "", skip_blocks: int = 0, conversation: str = ""
+    ) -> Match: ...
+    async def hint(
+        self, tokens: bytes, *, conversation: str = "", finish_reason: str = ""
+    ) -> None: ...
     async def release(self, match: Match) -> None: ...
     async def heartbeat(self) -> bool: ...
     async def close(self) -> None: ...
@@ -61,15 +65,15 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """`answer` is None until it is there."""
+    """`conversation`: what the request is part of, "" if unknown. `answer`: None until it comes."""
 
     request: str
     identity: Identity
     tokens: bytes
     skip_blocks: int
     asked_s: float
+    conversation: str = ""
     answer: Answer | None = None
-    answered_s: float = 0.0
     is_unwanted: bool = False
     is_told: bool = False
     matches: list[tuple[MatchClient, Match]] = field(default_factory=list)
@@ -108,6 +112,10 @@ class Asking:
         """Nobody takes up this answer."""
         self.background.submit(partial(self._release, question))
 
+    def ended(self, identity: Identity, tokens: bytes, conversation: str, reason: str) -> None:
+        """An answer is complete, for this reason: advice to the daemon, if it can be asked."""
+        self.background.submit(partial(self._hint, identity, tokens, conversation, reason))
+
     def wait_a_little(self, seconds: float) -> None:
         """Where the scheduler has nothing else to do: until an answer comes. Otherwise an engine in
         this very process would ask again and again and keep the GIL from who brings the answer."""
@@ -134,7 +142,6 @@ class Asking:
             question.matches = list(zip(clients, matches, strict=True))
             answer = self._least(question)
         finally:
-            question.answered_s = time.monotonic()
             question.answer = answer
             with self._news:
                 self._open.discard(question)
@@ -147,6 +154,7 @@ class Asking:
             question.tokens,
             request=question.request[-200:],
             skip_blocks=question.skip_blocks,
+            conversation=question.conversation[-200:],
         )
 
     def _least(self, question: Question) -> Answer:
@@ -156,7 +164,7 @@ class Asking:
         leases: list[Lease] = []
         for client, match in question.matches:
             if not match.is_answered:
-                trouble.note(client.last_error or match.decision.sentence)
+                trouble.note(client.last_error or match.decision.sentence, is_away=True)
                 return Answer(0, is_answered=False)
             greeting = client.greeting
             if greeting is None or greeting.session != match.session:
@@ -173,6 +181,14 @@ class Asking:
         for client, match in matches:
             if match.lease:
                 await client.release(match)
+
+    async def _hint(
+        self, identity: Identity, tokens: bytes, conversation: str, reason: str
+    ) -> None:
+        for client in self._clients_of(identity):
+            if client.greeting is not None:
+                name = conversation[-200:]
+                await client.hint(tokens, conversation=name, finish_reason=reason)
 
     async def _read_adapter(self, key: tuple[int, str]) -> None:
         digest = ""

@@ -29,10 +29,13 @@ class Trouble:
         self.count = 0
         self.last = ""
         self._told_s = float("-inf")
+        self._is_away = False
 
-    def note(self, sentence: str) -> None:
+    def note(self, sentence: str, *, is_away: bool = False) -> None:
+        """`is_away`: the daemon does not answer at all."""
         self.count += 1
         self.last = sentence
+        self._is_away |= is_away
         now_s = time.monotonic()
         if now_s - self._told_s >= WARN_EVERY_S:
             self._told_s = now_s
@@ -40,7 +43,8 @@ class Trouble:
 
     def over(self) -> None:
         """The daemon answers again."""
-        if self._told_s != float("-inf"):
+        if self._is_away:
+            self._is_away = False
             self._told_s = float("-inf")
             log.warning("hicache: the daemon answers again")
 

@@ -201,7 +201,8 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         if self._side is not None:
             with TROUBLE.harmless("the end of a request"):
                 is_good = request.status.name != "FINISHED_ERROR"
-                self._side.finished(request, block_ids, is_good=is_good)
+                reason = str(request.get_finished_reason() or "")
+                self._side.finished(request, block_ids, reason=reason, is_good=is_good)
         return False, None
 
     def has_pending_block_frees(self) -> bool:

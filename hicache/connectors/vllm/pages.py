@@ -62,7 +62,7 @@ class Pages(Protocol):
         """`read(i, view)` copies the block in `pages[i]` into `view`."""
 
     def mark(self) -> Any:
-        """What a later `reader` must wait for: the work begun until now."""
+        """The work begun until now, to be waited for; None if it is done."""
 
     def wait(self, mark: Any) -> None:
         """Until that work is done."""

@@ -18,48 +18,26 @@ Nothing here waits for the daemon. A request's way, in the order in which vLLM c
 
 from __future__ import annotations
 
-import sys
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from hicache.connectors.vllm.announcing import Announcements
 from hicache.connectors.vllm.asking import Asking, Question, salted
 from hicache.connectors.vllm.background import Trouble
 from hicache.connectors.vllm.orders import Identity, Load, Orders, Report, Step, Store
+from hicache.connectors.vllm.tracking import Request, Tracked, is_told_by_tokens
 
 IDLE_WAIT_S: Final = 0.001
-MAX_OPEN_EARLY: Final = 64
+MAX_ASKED_EARLY: Final = 64
 """Requests asked for on arrival. Of a longer queue the rest is asked for when its turn comes: a
 lease should not be held by whoever waits for minutes."""
 FRESH_S: Final = 5.0
 """An older answer is asked for anew: what it leased may have expired with its lease."""
 PATIENT_S: Final = 0.05
 """How long a store under way is waited for instead of preempting a request."""
-
-
-class Request(Protocol):
-    """vLLM's request, as far as it concerns us."""
-
-    request_id: str
-    num_computed_tokens: int
-    num_preemptions: int
-    cache_salt: str | None
-    lora_request: Any
-    mm_features: Sequence[Any]
-    prompt_embeds: Any
-    resumable: bool
-    pooling_params: Any
-
-    @property
-    def block_hashes(self) -> Sequence[Any]: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def all_token_ids(self) -> Sequence[int]: ...
 
 
 class Pool(Protocol):
@@ -72,36 +50,6 @@ class Pool(Protocol):
 
 
 PagesOf = Callable[[str], Sequence[int]]
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """A request between its arrival and its end. `stored`: blocks handed over, from the first on.
-
-    `waited_since_s`: when it first had to wait for the daemon, 0 before that. `tries`: loads begun.
-    `sources`: the tokens of the last load by tier.
-    """
-
-    request: Request
-    is_cached: bool
-    stored: int = 0
-    tries: int = 0
-    is_loading: bool = False
-    has_given_up: bool = False
-    waited_since_s: float = 0.0
-    question: Question | None = None
-    sources: dict[str, int] = field(default_factory=dict)
-    tokens: bytearray = field(default_factory=bytearray)
-
-    def encoded(self, num_tokens: int) -> bytes:
-        """Its first tokens as little-endian u32; each is encoded once."""
-        have = len(self.tokens) // 4
-        if have < num_tokens:
-            more = array("I", self.request.all_token_ids[have:num_tokens])
-            if sys.byteorder == "big":
-                more.byteswap()
-            self.tokens += more.tobytes()
-        return bytes(self.tokens[: 4 * num_tokens])
 
 
 @dataclass(slots=True)
@@ -160,7 +108,8 @@ class SchedulerSide:
         self._may_load = may_load
         self._may_store = may_store
         self._clock = clock
-        self._requests: dict[str, _Tracked] = {}
+        self._requests: dict[str, Tracked] = {}
+        self._asked: set[str] = set()
         self._loads: list[Load] = []
         self._stores: list[Store] = []
         self._held: dict[int, _Held] = {}
@@ -173,8 +122,7 @@ class SchedulerSide:
     def arrived(self, request: Request) -> None:
         """vLLM has a new request. Asked for at once, so that the answer is there in time."""
         tracked = self._tracked(request)
-        num_open = sum(1 for other in self._requests.values() if other.question is not None)
-        if self._can_load(tracked, 0) and num_open < MAX_OPEN_EARLY:
+        if self._can_load(tracked, 0) and len(self._asked) < MAX_ASKED_EARLY:
             self._ask(tracked, 0)
 
     def matched(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
@@ -196,6 +144,7 @@ class SchedulerSide:
         answer = question.answer
         if answer is None:
             return self._later(tracked)
+        tracked.waited_since_s = 0.0
         if not answer.is_answered:
             self.counters.lookups_unanswered += 1
             tracked.has_given_up = True
@@ -216,6 +165,7 @@ class SchedulerSide:
             self._drop_question(tracked)
             return
         question, tracked.question = tracked.question, None
+        self._asked.discard(request.request_id)
         skip = question.skip_blocks if question else 0
         count = num_external // self._block_tokens
         leases = question.answer.leases if question and question.answer else ()
@@ -226,7 +176,6 @@ class SchedulerSide:
             tracked.sources = self._by_tier(question.answer.runs, skip, count)
         tracked.is_loading = True
         tracked.tries += 1
-        tracked.waited_since_s = 0.0
         self.counters.loads += 1
         self.counters.load_tokens += num_external
 
@@ -235,8 +184,11 @@ class SchedulerSide:
         sources = self._tracked(request).sources
         return sources if sum(sources.values()) == num_external else {}
 
-    def finished(self, request: Request, pages: Sequence[int], *, is_good: bool) -> None:
-        """The request ends, for whatever reason. Its pages are still its own."""
+    def finished(
+        self, request: Request, pages: Sequence[int], *, reason: str, is_good: bool
+    ) -> None:
+        """The request ends, for this reason. Its pages are still its own; what is in them counts
+        only if it `is_good`."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
@@ -244,6 +196,10 @@ class SchedulerSide:
         if is_good and not tracked.is_loading:
             known = min(request.num_computed_tokens, request.num_tokens)
             self._store(tracked, known // self._block_tokens, pages)
+        identity = self._identity(tracked) if tracked.is_cached and self.asking else None
+        if identity is not None and self.asking is not None:
+            told = tracked.encoded(request.num_tokens), request.session_id or "", reason
+            self.asking.ended(identity, *told)
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -322,25 +278,14 @@ class SchedulerSide:
 
     # --- asking ---------------------------------------------------------------------------------
 
-    def _tracked(self, request: Request) -> _Tracked:
+    def _tracked(self, request: Request) -> Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            # Placeholders of images are the same tokens whatever the image, embedded prompts have
-            # no tokens, a session that is resumed takes tokens back, and an adapter that is
-            # replaced in place cannot be told from its predecessor.
-            lora = request.lora_request
-            is_plain = not (
-                request.mm_features
-                or request.prompt_embeds is not None
-                or request.resumable
-                or request.pooling_params is not None
-                or (lora is not None and lora.load_inplace)
-            )
-            tracked = _Tracked(request, is_plain)
+            tracked = Tracked(request, is_told_by_tokens(request))
             self._requests[request.request_id] = tracked
         return tracked
 
-    def _can_load(self, tracked: _Tracked, skip: int) -> bool:
+    def _can_load(self, tracked: Tracked, skip: int) -> bool:
         return (
             self._may_load
             and self.asking is not None
@@ -350,15 +295,15 @@ class SchedulerSide:
             and self._loadable(tracked) > skip
         )
 
-    def _loadable(self, tracked: _Tracked) -> int:
+    def _loadable(self, tracked: Tracked) -> int:
         """Whole blocks that leave a token to compute, which says what comes next."""
         return (tracked.request.num_tokens - 1) // self._block_tokens
 
-    def _is_current(self, question: Question, tracked: _Tracked, skip: int) -> bool:
+    def _is_current(self, question: Question, tracked: Tracked, skip: int) -> bool:
         is_old = (
             question.answer is not None
             and question.answer.blocks > 0
-            and self._clock() - question.answered_s > FRESH_S
+            and self._clock() - question.asked_s > FRESH_S
         )
         is_same = question.skip_blocks == skip or (
             # What is held ends before what vLLM has itself.
@@ -366,7 +311,7 @@ class SchedulerSide:
         )
         return is_same and not is_old and len(question.tokens) == 4 * tracked.request.num_tokens
 
-    def _ask(self, tracked: _Tracked, skip: int) -> bool:
+    def _ask(self, tracked: Tracked, skip: int) -> bool:
         """False: whom to ask is not known yet, or cannot be."""
         self._drop_question(tracked)
         identity = self._identity(tracked)
@@ -374,12 +319,16 @@ class SchedulerSide:
             return False
         request = tracked.request
         tokens = tracked.encoded(request.num_tokens)
-        tracked.question = Question(request.request_id, identity, tokens, skip, self._clock())
+        conversation = request.session_id or ""
+        tracked.question = Question(
+            request.request_id, identity, tokens, skip, self._clock(), conversation
+        )
+        self._asked.add(request.request_id)
         self.counters.lookups += 1
         self.asking.ask(tracked.question)
         return True
 
-    def _identity(self, tracked: _Tracked) -> Identity | None:
+    def _identity(self, tracked: Tracked) -> Identity | None:
         """None while an adapter's files are being read."""
         lora, digest = tracked.request.lora_request, ""
         if lora is not None:
@@ -391,7 +340,7 @@ class SchedulerSide:
             digest = known
         return Identity(digest, salted(tracked.request.cache_salt), self._version)
 
-    def _later(self, tracked: _Tracked) -> tuple[int | None, bool]:
+    def _later(self, tracked: Tracked) -> tuple[int | None, bool]:
         now_s = self._clock()
         if not tracked.waited_since_s:
             tracked.waited_since_s = now_s
@@ -402,14 +351,15 @@ class SchedulerSide:
         self._drop_question(tracked)
         return 0, False
 
-    def _drop_question(self, tracked: _Tracked) -> None:
+    def _drop_question(self, tracked: Tracked) -> None:
         question, tracked.question = tracked.question, None
+        self._asked.discard(tracked.request.request_id)
         if question is not None and self.asking is not None:
             self.asking.give_back(question)
 
     # --- storing --------------------------------------------------------------------------------
 
-    def _store(self, tracked: _Tracked, last: int, pages: Sequence[int]) -> None:
+    def _store(self, tracked: Tracked, last: int, pages: Sequence[int]) -> None:
         """Hand over the blocks before `last` that were not, as many as there is room for."""
         if not (self._may_store and tracked.is_cached and self.asking and self.pool):
             return

@@ -146,7 +146,7 @@ class WorkerSide:
         try:
             with self.background.trouble.harmless("a load"):
                 async with asyncio.timeout(self._load_s):
-                    await asyncio.to_thread(self._pages.wait, mark)
+                    await self._reached(mark)
                     await self._fetch(load, good)
         finally:
             bad = load.pages[good[0] :]
@@ -237,7 +237,7 @@ class WorkerSide:
                 queue.task_done()
 
     async def _store(self, store: Store, mark: Any) -> PutResult:
-        await asyncio.to_thread(self._pages.wait, mark)
+        await self._reached(mark)
         client = await self._storer(store.identity)
         read = self._pages.reader(store.pages)
         return await client.put(
@@ -249,7 +249,7 @@ class WorkerSide:
 
     async def _observe(self, step: Step, seconds: float, begun: Any, ended: Any) -> None:
         if begun is not None:  # on a GPU the forward pass was only started when `after` was called
-            await asyncio.to_thread(self._pages.wait, ended)
+            await self._reached(ended)
             seconds = begun.elapsed_time(ended) / 1e3
         client = self._storers.get(step.identity)
         if client is None:  # made by the first store; until then there is nothing to decide about
@@ -298,6 +298,11 @@ class WorkerSide:
 
     def _all_clients(self) -> list[BlockClient]:
         return [*(client for _, client in self._loaders.values()), *self._storers.values()]
+
+    async def _reached(self, mark: Any) -> None:
+        """The work that was begun before this mark is done; at once where there are no marks."""
+        if mark is not None:
+            await asyncio.to_thread(self._pages.wait, mark)
 
     def _submit(self, task: Callable[..., Coroutine[Any, Any, None]], *values: Any) -> None:
         self.background.submit(partial(task, *values))

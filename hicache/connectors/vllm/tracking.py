@@ -1,0 +1,77 @@
+"""A request of vLLM's, and what the scheduler's side remembers of it."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hicache.connectors.vllm.asking import Question
+
+
+class Request(Protocol):
+    """vLLM's request, as far as it concerns us."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_preemptions: int
+    cache_salt: str | None
+    lora_request: Any
+    mm_features: Sequence[Any]
+    prompt_embeds: Any
+    resumable: bool
+    pooling_params: Any
+    session_id: str | None
+
+    @property
+    def block_hashes(self) -> Sequence[Any]: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+
+def is_told_by_tokens(request: Request) -> bool:
+    """Whether equal tokens mean equal KV. Placeholders of images are the same tokens whatever the
+    image, embedded prompts have no tokens, a session that is resumed takes tokens back, and an
+    adapter that is replaced in place cannot be told from its predecessor."""
+    lora = request.lora_request
+    return not (
+        request.mm_features
+        or request.prompt_embeds is not None
+        or request.resumable
+        or request.pooling_params is not None
+        or (lora is not None and lora.load_inplace)
+    )
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A request between its arrival and its end. `stored`: blocks handed over, from the first on.
+
+    `waited_since_s`: since when it waits for the daemon, 0 if it does not. `tries`: loads begun.
+    `sources`: the tokens of the last load by tier.
+    """
+
+    request: Request
+    is_cached: bool
+    stored: int = 0
+    tries: int = 0
+    is_loading: bool = False
+    has_given_up: bool = False
+    waited_since_s: float = 0.0
+    question: Question | None = None
+    sources: dict[str, int] = field(default_factory=dict)
+    tokens: bytearray = field(default_factory=bytearray)
+
+    def encoded(self, num_tokens: int) -> bytes:
+        """Its first tokens as little-endian u32; each is encoded once."""
+        have = len(self.tokens) // 4
+        if have < num_tokens:
+            more = array("I", self.request.all_token_ids[have:num_tokens])
+            if sys.byteorder == "big":
+                more.byteswap()
+            self.tokens += more.tobytes()
+        return bytes(self.tokens[: 4 * num_tokens])

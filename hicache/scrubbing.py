@@ -1,0 +1,90 @@
+"""The scrub of a disk tier that serves: asked for, watched, and what it has found so far.
+
+Used from the daemon's loop only. The worker reads block after block at a limited rate, removes what
+does not match its checksum, and says so (`WorkerScrubbed`); the cache engine forgets those copies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from hicache.engine import plan as p
+from hicache.transfer.messages import WorkerConfig
+from hicache.transfer.news import WorkerScrubbed
+
+MAX_TOLD: Final = 1000
+
+log = logging.getLogger("hicache")
+
+
+@dataclass(slots=True)
+class Progress:
+    """One device's last scrub. `bad`: key in digits and what was wrong, the first thousand;
+    `error`: why it ended early."""
+
+    device: str
+    tier: str
+    is_running: bool = True
+    blocks: int = 0
+    bytes: int = 0
+    total_blocks: int = 0
+    num_bad: int = 0
+    bad: list[dict[str, str]] = field(default_factory=list)
+    error: str = ""
+
+
+class Scrubbing:
+    """`disks`: the workers that can be asked; `scrub(device, bytes_per_s)` asks one; `do` hands an
+    event to the cache engine, and `knows` says whether that has a namespace."""
+
+    def __init__(
+        self,
+        disks: Sequence[WorkerConfig],
+        scrub: Callable[[str, float], None],
+        do: Callable[[p.Event[Any]], Any],
+        knows: Callable[[bytes], bool],
+    ) -> None:
+        self.devices = {disk.device: disk.far for disk in disks}
+        self._scrub, self._do, self._knows = scrub, do, knows
+        self._scrubs: dict[str, Progress] = {}
+
+    def begin(self, states: Mapping[str, str], bytes_per_s: float) -> None:
+        """Begin anew wherever none is under way. `states`: how the tiers are."""
+        for device, tier in self.devices.items():
+            last = self._scrubs.get(device)
+            if last is not None and last.is_running:
+                continue
+            self._scrubs[device] = Progress(device, tier)
+            if states[tier] in ("up", "read-only"):
+                self._scrub(device, bytes_per_s)
+            else:
+                self.end(device, f"the tier is {states[tier]}")
+
+    def end(self, device: str, error: str) -> None:
+        """The worker is gone."""
+        scrub = self._scrubs.get(device)
+        if scrub is not None and scrub.is_running:
+            scrub.is_running, scrub.error = False, error
+
+    def take(self, news: WorkerScrubbed, now_s: float) -> list[p.Arrivals]:
+        """How far it is. Returns what changed for those who wait for blocks."""
+        scrub = self._scrubs.setdefault(news.device, Progress(news.device, news.tier))
+        scrub.blocks, scrub.bytes, scrub.total_blocks = news.blocks, news.bytes, news.total_blocks
+        scrub.is_running = not news.is_done
+        changes = []
+        for found in news.bad:
+            log.warning("a scrub removed block %s: %s", found.key.hex(), found.problem)
+            scrub.num_bad += 1
+            if len(scrub.bad) < MAX_TOLD:
+                scrub.bad.append({"key": found.key.hex(), "problem": found.problem})
+            if found.tokens and self._knows(found.namespace):
+                gone = p.Spoiled(news.tier, found.namespace, found.tokens, now_s)
+                changes.append(self._do(gone))
+        return changes
+
+    def told(self) -> list[dict[str, Any]]:
+        """For the operation's reply."""
+        return [asdict(scrub) for scrub in self._scrubs.values()]

@@ -1,0 +1,165 @@
+"""The n-th write, read, sync or open of the disk worker fails, for every n until a run passes
+untouched, under a daemon that serves. The daemon runs with `debug`: it recomputes every counter of
+the cache engine at each tick, and a difference ends it.
+
+After each: what was acknowledged as durable is served bit by bit, the disk takes blocks again by
+itself, and nothing was set aside.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from hicache.client import Client
+from tests.e2e.faulty_worker import CONTROL, mark_beside
+from tests.e2e.household import Household, blocks_of, prompt, read, store, wait_for
+from tests.tiers.faults import Kind
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+NUM_BLOCKS = 4
+BASE = range(12)  # more than memory holds
+MOST = 60
+
+
+class FaultyHousehold(Household):
+    """A household whose disk worker fails as it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, control: Path) -> None:
+        self.control = control
+        monkeypatch.setenv(CONTROL, str(control))
+        super().__init__(
+            hbm=None, dram={"size": "8MiB"}, module="tests.e2e.faulty_daemon", autostart=False
+        )
+
+    def will_fail(
+        self, kind: Kind, nth: int, error: int, at_start: bool, for_good: bool = False
+    ) -> None:
+        fault = {"kind": kind, "nth": nth, "errno": error, "at_start": at_start}
+        fault["for_good"] = for_good
+        self.control.write_text(json.dumps({"folder": str(self.disk), **fault}))
+        mark_beside(self.control).unlink(missing_ok=True)
+
+    def has_failed(self) -> bool:
+        return mark_beside(self.control).exists()
+
+    def is_healthy(self) -> bool:
+        return bool(self.ask("health")["healthy"])
+
+
+def is_durable(client: Client, seeds: itertools.count[int]) -> int:
+    """The seed of a prompt that is on disk now, 0 if it is not."""
+    seed = next(seeds)
+    tokens = prompt(seed, NUM_BLOCKS)
+    return seed if client.put(tokens, blocks_of(tokens), durable=True).durable else 0
+
+
+def check(house: FaultyHousehold, client: Client, acked: list[int]) -> None:
+    wait_for(house.is_healthy, "a healthy daemon", 90.0)
+    for seed in acked:
+        assert read(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS, seed
+    assert not list(house.disk.glob("aside-*"))
+
+
+@pytest.mark.parametrize("kind", ["write", "sync"])
+def test_a_call_fails_while_it_serves(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_each_while_it_serves(kind, errno.EIO, tmp_path, monkeypatch)
+
+
+def test_a_volume_that_takes_no_write_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a read-only remount: `health` says so, what is held is served, memory takes what
+    comes; when the cause is gone the disk takes blocks again by itself."""
+    with FaultyHousehold(monkeypatch, tmp_path / "fault") as house:
+        house.will_fail("write", 1, errno.EROFS, at_start=False, for_good=True)
+        house.start()
+        client = house.client()
+        for seed in BASE:
+            assert store(client, prompt(seed, NUM_BLOCKS), durable=True) == NUM_BLOCKS
+        worker = house.worker("disk")
+        os.kill(worker, signal.SIGUSR1)
+        seeds = itertools.count(100)
+        assert not is_durable(client, seeds)
+        health = house.ask("health")
+        assert health["tiers"]["disk"] == "read-only"
+        assert "Read-only file system" in health["problems"]["disk"]
+        for seed in BASE:
+            assert read(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS
+        for seed in range(200, 212):
+            assert store(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS
+            assert read(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS
+        assert house.worker("disk") == worker
+        os.kill(worker, signal.SIGUSR2)
+        wait_for(lambda: is_durable(client, seeds) and house.is_healthy(), "its return", 90.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_any_call_fails_in_any_way_while_it_serves(
+    kind: Kind, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_each_while_it_serves(kind, error, tmp_path, monkeypatch)
+
+
+def fail_each_while_it_serves(
+    kind: Kind, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FaultyHousehold(monkeypatch, tmp_path / "fault") as house:
+        house.will_fail("write", 1 << 30, error, at_start=True)
+        house.start()
+        client = house.client()
+        for seed in BASE:
+            assert store(client, prompt(seed, NUM_BLOCKS), durable=True) == NUM_BLOCKS
+        seeds, acked = itertools.count(100), list(BASE)
+        for nth in range(1, MOST):
+            house.will_fail(kind, nth, error, at_start=False)
+            os.kill(house.worker("disk"), signal.SIGUSR1)
+            wait = partial(is_durable, client, seeds)
+            acked.append(wait_for(wait, "a durable put", 90.0))
+            check(house, client, acked[-16:])
+            if not house.has_failed():
+                break
+        else:
+            raise AssertionError("no run passed untouched")
+        check(house, client, acked)
+        print(f"{nth - 1} calls failed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_a_call_fails_while_it_opens_the_device(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FaultyHousehold(monkeypatch, tmp_path / "fault") as house:
+        house.will_fail("write", 1 << 30, errno.EIO, at_start=True)
+        house.start()
+        client = house.client()
+        for seed in BASE:
+            assert store(client, prompt(seed, NUM_BLOCKS), durable=True) == NUM_BLOCKS
+        for nth in range(1, 4 * MOST):
+            house.kill()
+            house.forget_clients()
+            house.will_fail(kind, nth, errno.EIO, at_start=True)
+            house.start()
+            client = house.client()
+            check(house, client, list(BASE))
+            has_failed = house.has_failed()
+            assert store(client, prompt(100 + nth, NUM_BLOCKS), durable=True) == NUM_BLOCKS
+            if not has_failed:
+                break
+        else:
+            raise AssertionError("no run passed untouched")
