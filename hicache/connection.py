@@ -229,16 +229,15 @@ class Connection:
             asked, _ = self.ask_at_once(op, body, deadline_s, greeting)
         request_id = asked or await self.send(op, body, deadline_s, greeting, parts)
         mailbox = self._port.mailbox
-        try:
-            return await self.answer(request_id, deadline_s, greeting)
-        except DaemonError:
-            raise
-        except BaseException:  # too late, or cancelled: what it will grant must be given back
+        with contextlib.ExitStack() as undo:
+            undo.callback(mailbox.done, request_id)
             if op in _WANTS_CLEANING and greeting is not None:
-                mailbox.give_up(request_id, op, greeting.session)
-            raise
-        finally:
-            mailbox.done(request_id)
+                # Too late, or cancelled: what it will grant must be given back.
+                undo.callback(mailbox.give_up, request_id, op, greeting.session)
+            reply, parts = await self._port.receive(request_id, deadline_s)
+            undo.pop_all()
+        mailbox.done(request_id)
+        return self._accepted(reply, greeting), parts
 
     async def send(
         self,

@@ -569,8 +569,8 @@ class Daemon:
         except ConfigError as error:
             log.error("the configuration was not reloaded: %s", error)
             return
-        except Exception:  # a fault of ours, as in a request: no file ends a daemon that serves
-            log.exception("the configuration was not reloaded")
+        except (OSError, ValueError, RecursionError) as error:  # no file ends one that serves
+            log.error("the configuration was not reloaded: %s", error)
             return
         log.info("applied: %s", ", ".join(applied["live"]) or "nothing")
         if applied["restart"]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -172,15 +172,14 @@ class Storing:
     ) -> int:
         """Write the blocks and commit them; the number that became visible."""
         parts: list[Part] = []
-        try:
+        async with AsyncExitStack() as undo:  # the caller's `fill` may raise, or it is cancelled
+            undo.push_async_callback(self._give_up_ticket, placement.ticket, greeting)
             if greeting.transport == "arena":
                 arena = self._connection.arenas[placement.tier]
                 await self._connection.copy(partial(offer.source.copy_in, arena, placement))
             else:
                 parts = await self._connection.copy(partial(offer.source.parts, placement))
-        except BaseException:  # the caller's `fill` raised, or it was cancelled: writing has ended
-            await self._give_up_ticket(placement.ticket, greeting)
-            raise
+            undo.pop_all()
         body = {
             "ticket": placement.ticket,
             "indices": placement.indices.tobytes(),

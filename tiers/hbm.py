@@ -71,7 +71,8 @@ class CudaPool:
             self.cupy: Any = cupy
             self.use()
             self.memory: Any = cupy.cuda.Memory(capacity_bytes)
-        except Exception as error:  # cupy's own classes, an ImportError, a missing driver
+        except (ImportError, RuntimeError, MemoryError, OSError, ValueError) as error:
+            # CuPy's own errors are RuntimeErrors, and its lack of memory a MemoryError.
             raise TierUnavailable(f"GPU {index}: {error}") from error
         self.capacity_bytes = capacity_bytes
         self._start = int(self.memory.ptr)

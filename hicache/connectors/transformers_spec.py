@@ -147,7 +147,7 @@ def _refuse_by_config(model: Any) -> None:
 def _empty_cache(config: Any) -> DynamicCache:
     try:
         cache = DynamicCache(config=config)
-    except Exception as error:  # whatever an unknown architecture makes of it
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise Unsupported(f"transformers has no growing cache for this model: {error}") from error
     strange = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
     if any("Sliding" in name for name in strange):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.bench.planner import LINKS, MODELS
 from hicache.engine import plan as p
 from hicache.engine.cost import LinkCost
 from hicache.engine.plan import Decision, TierRun
@@ -17,21 +18,6 @@ from hicache.engine.settings import EngineSettings
 from tests.engine.world import World, tokens_of
 
 EFFECTIVE_FLOPS = 4.95e14
-MODELS = {  # FLOP per token, FLOP per token pair, KV bytes per token
-    "llama-3-8b": (1.40e10, 5.24e5, 128 << 10),
-    "qwen3-32b": (6.24e10, 2.10e6, 256 << 10),
-    "llama-3-70b": (1.37e11, 2.62e6, 320 << 10),
-    "deepseek-v3": (7.4e10, 5.0e6, 69 << 10),
-}
-LINKS = {  # bytes per second, latency
-    "hbm": (2e12, 2e-5),
-    "pcie5": (5e10, 1e-4),
-    "nvme5": (1.2e10, 1e-3),
-    "nvme4": (6e9, 1e-3),
-    "lmdb": (2.5e9, 1e-3),
-    "remote": (1e9, 5e-3),
-    "slow": (2e8, 5e-3),
-}
 BLOCK = 16
 
 
@@ -130,7 +116,7 @@ def test_cutting_at_run_ends_is_as_good_as_cutting_anywhere(
 def test_cutting_within_a_run_while_another_link_is_busy() -> None:
     """The second run comes for nothing while the first one's link is busy, then costs too much."""
     grid = Grid("qwen3-32b")
-    runs = [("lmdb", 244), ("remote", 250)]
+    runs = [("lmdb", 244), ("1 GB/s", 250)]
     decision = decide(grid.hit(runs, 494 * BLOCK + 60), band=0.0)
     best = grid.best_of_every_cut(runs, 494 * BLOCK + 60, 0)
     assert 244 < decision.reload_blocks < 494
@@ -155,7 +141,9 @@ def test_with_links_side_by_side_the_cut_is_as_good_as_any(
     prompt = sum(count for _, count in runs) * BLOCK + new_tokens
     decision = decide(grid.hit(runs, prompt), band=0.0)
     best = grid.best_of_every_cut(runs, prompt, 0)
-    one_block_s = grid.prefill_s(BLOCK, prompt) + grid.reload_s(["slow"]) - grid.reload_s(["hbm"])
+    one_block_s = (
+        grid.prefill_s(BLOCK, prompt) + grid.reload_s(["0.2 GB/s"]) - grid.reload_s(["hbm"])
+    )
     assert best - 1e-9 <= decision.reload_s + decision.prefill_s <= best + one_block_s
 
 
@@ -357,17 +345,23 @@ def test_what_the_inference_engine_holds_is_skipped(skip: int, reload: int) -> N
         assert world.engine.residency.blocks.depth[leased.ids].tolist() == list(range(skip, 4))
 
 
-def test_the_queue_ahead_makes_a_reload_dearer() -> None:
-    """Two prompts on disk; the second is asked for behind the first's demand."""
+def on_disk_only(*prompts: bytes) -> World:
+    """These prompts are on disk and nowhere else, and HBM is gone."""
     world = World(settings=EngineSettings(planner=PlannerSettings(mode="always_reload")))
-    first, second = tokens_of(1, 2, 3, 9), tokens_of(4, 5, 9)
-    world.store(first)
-    world.store(second)
+    for tokens in prompts:
+        world.store(tokens)
     while world.do(p.Flush(world.now_s)):
         world.finish_all()
     world.lose("hbm")
     world.lose("dram")
     world.recover("dram")
+    return world
+
+
+def test_the_queue_ahead_makes_a_reload_dearer() -> None:
+    """Two prompts on disk; the second is asked for behind the first's demand."""
+    first, second = tokens_of(1, 2, 3, 9), tokens_of(4, 5, 9)
+    world = on_disk_only(first, second)
     alone = world.match(second).decision.reload_s
     world.fetch(world.match(first).lease)
     behind = world.match(second).decision.reload_s
@@ -379,14 +373,8 @@ def test_the_queue_ahead_makes_a_reload_dearer() -> None:
 
 def test_what_is_on_its_way_need_not_be_copied_again() -> None:
     """The same prompt asked for again while its first blocks travel."""
-    world = World(settings=EngineSettings(planner=PlannerSettings(mode="always_reload")))
     tokens = tokens_of(1, 2, 3, 4, 9)
-    world.store(tokens)
-    while world.do(p.Flush(world.now_s)):
-        world.finish_all()
-    world.lose("hbm")
-    world.lose("dram")
-    world.recover("dram")
+    world = on_disk_only(tokens)
     first = world.match(tokens)
     alone = first.decision.reload_s
     world.fetch(first.lease)
@@ -396,15 +384,8 @@ def test_what_is_on_its_way_need_not_be_copied_again() -> None:
 
 def test_a_link_that_brings_nothing_is_believed_to_go_on_so() -> None:
     """What waits for it may wait as long again; once something comes, all is well."""
-    world = World(settings=EngineSettings(planner=PlannerSettings(mode="always_reload")))
     first, second = tokens_of(1, 2, 3, 9), tokens_of(4, 5, 9)
-    world.store(first)
-    world.store(second)
-    while world.do(p.Flush(world.now_s)):
-        world.finish_all()
-    world.lose("hbm")
-    world.lose("dram")
-    world.recover("dram")
+    world = on_disk_only(first, second)
     world.fetch(world.match(first).lease)
     world.now_s += 60
     assert 60 < world.match(second).decision.reload_s < 62

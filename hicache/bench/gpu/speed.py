@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from hicache.bench.gpu.check import Check
+from hicache.bench.gpu.check import Check, Skipped
 from hicache.bench.gpu.copies import Sides, paths, sides
 from hicache.bench.gpu.feeding import Fed, fed
 from hicache.bench.report import wide_console
 from hicache.engine.plan import Move
 from hicache.tiers.block import PAGE_BYTES
 from hicache.transfer.cuda import CudaLink, Started
-from hicache.transfer.cuda_copy import CopyPath
+from hicache.transfer.cuda_copy import CopyPath, CopyRefused
 from hicache.transfer.lane import GPU_LIMITS
 from hicache.transfer.pinning import CHUNK_BYTES
 
@@ -79,7 +79,7 @@ def _known(check: Check) -> list[tuple[str, CopyPath]]:
     for (name, make), short in zip(paths(check), ("each", "batch"), strict=True):
         try:
             found.append((short, make()))
-        except Exception as error:  # which of them this driver knows is what we ask
+        except (CopyRefused, Skipped, OSError) as error:
             check.tell(name, f"not used: {error}")
     return found
 
