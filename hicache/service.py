@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -90,7 +90,7 @@ class Service:
         self.waiting = Waiting()
         self.conversations = Conversations()
         self.witnesses: Sequence[Witness] = ()
-        self._untold: list[tuple[str, tuple[Any, ...]]] = []
+        self._untold: list[Callable[[Witness], None]] = []
         self.namespaces: dict[bytes, NamespaceSpec] = {}
         self.requests: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -322,20 +322,21 @@ class Service:
         self._send(asked.peer, reply, ())
         if body["conversation"]:
             self.conversations.went_on(session.namespace, body["conversation"], body["tokens"])
-        self._witnessed("asked", session, body["tokens"], body["conversation"], asked.now_s)
+        tokens, conversation = body["tokens"], body["conversation"]
+        self._note(lambda witness: witness.asked(session, tokens, conversation, asked.now_s))
 
-    def _witnessed(self, what: Literal["asked", "hinted"], *told: Any) -> None:
+    def _note(self, told: Callable[[Witness], None]) -> None:
         if self.witnesses:
-            self._untold.append((what, told))
+            self._untold.append(told)
             if len(self._untold) >= MAX_UNTOLD:
                 self.tell_witnesses()
 
     def tell_witnesses(self) -> None:
         """Those who keep a record of what was asked for get to know it when no client waits."""
         untold, self._untold = self._untold, []
-        for what, told in untold:
+        for told in untold:
             for witness in self.witnesses:
-                getattr(witness, what)(*told)
+                told(witness)
 
     def _is_same(self, known: RememberedMatch, tokens: bytes, skip_blocks: int) -> bool:
         """Idempotent: the same request asking the same gets the same lease while it lasts."""
@@ -500,7 +501,7 @@ class Service:
                 )
             )
         stop = " ".join(filter(None, (ended, body["finish_reason"])))
-        self._witnessed("hinted", session, conversation, stop, asked.now_s)
+        self._note(lambda witness: witness.hinted(session, conversation, stop, asked.now_s))
         if conversation and ended == "conversation":
             self.conversations.ended(session.namespace, conversation)
         self._confirm(asked, known=bool(known))
