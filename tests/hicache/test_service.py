@@ -214,3 +214,36 @@ def test_conversations_take_little_room() -> None:
     assert known.newest(0, "47") == b""
     known.went_on(0, "49", bytes(44))
     assert known.newest(0, "49") == bytes(44)
+
+
+def test_a_quiet_request_is_answered_by_an_error_only(desk: Desk) -> None:
+    session = desk.hello()
+    store(desk, session, PROMPT, 6)
+    lease = desk.ask("match", s=session.token, tokens=PROMPT)["lease"]
+    sent = len(desk.sent)
+    desk.send("release", s=session.token, lease=lease, quiet=True)
+    desk.send("observe", s=session.token, sum_n=1, sum_nc=1, seconds=0.1, quiet=True)
+    assert len(desk.sent) == sent
+    assert not desk.world.engine.residency.leases.leases, "it was released all the same"
+    with pytest.raises(WireError):
+        desk.send("abort", s=session.token, ticket=99, quiet=True)
+
+
+def test_witnesses_are_told_in_order_and_once(desk: Desk) -> None:
+    told: list[str] = []
+
+    class Witness:
+        def asked(self, session: Session, tokens: bytes, conversation: str, now_s: float) -> None:
+            told.append(conversation)
+
+        def hinted(self, session: Session, conversation: str, stop: str, now_s: float) -> None:
+            told.append(stop)
+
+    desk.service.witnesses = [Witness()]
+    session = desk.hello()
+    desk.send("match", s=session.token, tokens=PROMPT, conversation="c")
+    desk.send("hint", s=session.token, tokens=PROMPT, conversation="c", ended="turn")
+    assert not told, "nobody waits for a record"
+    desk.service.tell_witnesses()
+    desk.service.tell_witnesses()
+    assert told == ["c", "turn"]
