@@ -416,3 +416,33 @@ def test_a_stem_holds_a_conversation_and_its_second_tries() -> None:
     tree.index.join(path.nodes)
     assert [len(node.stem.nodes) for node in path.nodes] == [3, 3, 3, 3, 3, 3]
     tree.validate()
+
+
+@pytest.mark.parametrize("kept", range(1, 8))
+@pytest.mark.parametrize("again", [(), (50, 51), (6, 7, 8)])
+def test_what_was_trimmed_is_no_hit_and_can_be_stored_anew(
+    kept: int, again: tuple[int, ...]
+) -> None:
+    """The symbols of what is gone may stand in the stem for a while. Trimmed in two steps."""
+    tree = Tree(block_tokens=2)
+    whole = tuple(range(1, 9))
+    node = tree.add(*whole)
+    assert node is not None
+    for count in filter(None, (1, 7 - kept)):
+        gone = node.block_ids()[-count:]
+        tree.tag(gone, 0)
+        tree.index.trim(node, count, tree.step)
+        tree.index.blocks.free(gone)
+        assert tree.match(*whole).num_blocks == len(node)
+        tree.validate()
+    assert tree.match(*whole, 9).num_blocks == kept
+    query = (*whole[:kept], *again, 60)
+    tree.add(*query)
+    path = tree.match(*query)
+    assert path.num_blocks == len(query)
+    tree.index.join(path.nodes)
+    if len(path.nodes[-1]) > 1:
+        tree.index.split(path.nodes[-1], 1, tree.step)
+    assert tree.match(*query).num_blocks == len(query)
+    assert tree.match(*whole).num_blocks >= kept
+    tree.validate()
