@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
@@ -41,14 +41,13 @@ _NO_STEM: Final = Stem(b"", [])
 _NO_BLOCKS: Final = slice(0, 0)
 
 
-@dataclass(slots=True)
-class Path:
+class Path(msgspec.Struct):
     """The longest known prefix of a query: whole nodes, the last perhaps only `partial` blocks in.
 
     `num_blocks` counts all matched blocks, readable or not.
     """
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[Node] = msgspec.field(default_factory=list)
     partial: int = 0
     num_blocks: int = 0
 

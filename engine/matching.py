@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from hicache.engine import plan as p
 from hicache.engine.blocks import State
 from hicache.engine.cost import LinkCost, PrefillCost
@@ -35,8 +37,7 @@ class Estimates:
     hop_s_per_byte: list[float] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Unsettled:
+class _Unsettled(msgspec.Struct, frozen=True):
     """An answered match whose bookkeeping is still to be done."""
 
     event: p.Match

@@ -5,16 +5,17 @@ a `Plan`: the answer for whoever asked, and the moves that must now be carried o
 comes back as another event. Nothing here does I/O; `transfer` imports this module and no other of
 the engine.
 
-Times are seconds of one monotonic clock, passed in with each event. What is made for every request
-is a plain dataclass, never changed after it is made: freezing costs 2 µs each, a tenth of a match.
+Times are seconds of one monotonic clock, passed in with each event. Structs of msgspec's, since a
+request makes a dozen: 0.14 µs each, against 0.27 µs for a dataclass and 1.5 µs for a frozen one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, Literal, TypeVar
+
+import msgspec
 
 from hicache.tiers.block import Ids, StoredRows
 
@@ -33,8 +34,7 @@ class Priority(IntEnum):
     DEMOTION = 2
 
 
-@dataclass(frozen=True, slots=True)
-class BlockIdentity:
+class BlockIdentity(msgspec.Struct, frozen=True):
     """What a durable tier writes beside a block, and compares on every read.
 
     `tokens` are the block's symbols, little-endian u32; `key` commits to the whole prefix.
@@ -48,8 +48,7 @@ class BlockIdentity:
     hits: int
 
 
-@dataclass(slots=True)
-class Move:
+class Move(msgspec.Struct):
     """One block's copy from one tier's slot to another's, or (`dst=None`) giving up a durable copy.
 
     `identity` is filled for moves that touch a durable tier, just before they are dispatched.
@@ -70,8 +69,7 @@ class Move:
     deadline_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What became of a move. `seconds` is the copy's share of its batch; on failure nothing of the
     destination may be believed, and `corrupt` says that the source must not be believed either.
     `rejected`: the tier that was to be changed takes nothing now, whatever the block."""
@@ -84,26 +82,22 @@ class Outcome:
     rejected: bool = False
 
 
-@dataclass(slots=True)
-class Plan(Generic[Answer]):
+class Plan(msgspec.Struct, Generic[Answer], frozen=True):
     """What the engine decided: the answer, the moves to start, and the moves no longer wanted."""
 
     answer: Answer
-    moves: list[Move] = field(default_factory=list)
-    cancel: list[int] = field(default_factory=list)
+    moves: list[Move] = msgspec.field(default_factory=list)
+    cancel: list[int] = msgspec.field(default_factory=list)
 
 
-class Event(Generic[Answer]):
+class Event(msgspec.Struct, Generic[Answer], frozen=True):
     """Something happened. The type parameter is the answer its plan carries."""
-
-    __slots__ = ()
 
 
 # --- what an inference engine asks -------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class OpenNamespace(Event[int]):
+class OpenNamespace(Event[int], frozen=True):
     """Somebody will use this namespace. Answer: its number in this run of the engine.
 
     Where the namespace is new and `instead_of` is given, it takes that number from an idle one
@@ -115,16 +109,14 @@ class OpenNamespace(Event[int]):
     instead_of: int | None = None
 
 
-@dataclass(slots=True)
-class TierRun:
+class TierRun(msgspec.Struct):
     """`num_blocks` blocks in a row whose fastest copy is in `tier`."""
 
     tier: str
     num_blocks: int
 
 
-@dataclass(slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """How much of a hit to reload, and why. Seconds are expectations at the time of deciding.
 
     `told()` is the same in words, made only when somebody wants to read it.
@@ -144,8 +136,7 @@ class Decision:
         return self.told()
 
 
-@dataclass(slots=True)
-class Matched:
+class Matched(msgspec.Struct, frozen=True):
     """`lease` is 0 when nothing is held (no hit, or nothing worth reloading)."""
 
     lease: int
@@ -154,8 +145,7 @@ class Matched:
     decision: Decision
 
 
-@dataclass(slots=True)
-class Match(Event[Matched]):
+class Match(Event[Matched], frozen=True):
     """What of this prompt is held, and how much of it should be reloaded? Leases what it plans.
 
     `is_partial`: the last block is not full, so the next turn's prompt will not contain it."""
@@ -170,8 +160,7 @@ class Match(Event[Matched]):
     is_partial: bool = False
 
 
-@dataclass(slots=True)
-class ReadyRun:
+class ReadyRun(msgspec.Struct, frozen=True):
     """Blocks `first … first+len(slots)-1` of the leased prefix can be read at these slots."""
 
     first: int
@@ -179,8 +168,7 @@ class ReadyRun:
     slots: Ids
 
 
-@dataclass(slots=True)
-class Fetched:
+class Fetched(msgspec.Struct, frozen=True):
     """`ready` may be read now; `waiting` more blocks are on their way, to be told by `Arrived`.
 
     `unplaced` blocks at the end could not be given room and will not come. What has not come by
@@ -194,8 +182,7 @@ class Fetched:
     deadline_s: float
 
 
-@dataclass(slots=True)
-class Fetch(Event[Fetched]):
+class Fetch(Event[Fetched], frozen=True):
     """Make the leased blocks readable by a client, from the front."""
 
     lease: int
@@ -203,24 +190,21 @@ class Fetch(Event[Fetched]):
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class CutShort(Event[None]):
+class CutShort(Event[None], frozen=True):
     """The fetch of this lease has been answered, with the first `num_blocks` only."""
 
     lease: int
     num_blocks: int
 
 
-@dataclass(slots=True)
-class Release(Event[bool]):
+class Release(Event[bool], frozen=True):
     """The lease is no longer needed. Answer: whether it existed."""
 
     lease: int
     now_s: float
 
 
-@dataclass(slots=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True):
     """Where to write the blocks of a put that the cache lacks.
 
     `indices` (block numbers within the prompt) and `slots` correspond; `ticket` is 0 when there is
@@ -238,8 +222,7 @@ class Placed:
     room_coming: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Hint(Event[None]):
+class Hint(Event[None], frozen=True):
     """What the inference engine knows about when, and whether, this prompt will go on. Advice only:
     a wrong one costs hits.
 
@@ -256,8 +239,7 @@ class Hint(Event[None]):
     keep: bool = True
 
 
-@dataclass(slots=True)
-class Put(Event[Placed]):
+class Put(Event[Placed], frozen=True):
     """Blocks `first … last-1` of this prompt can be stored: which are wanted, and where?"""
 
     namespace: int
@@ -269,8 +251,7 @@ class Put(Event[Placed]):
     ttl_s: float
 
 
-@dataclass(slots=True)
-class Commit(Event[int]):
+class Commit(Event[int], frozen=True):
     """The ticket's blocks `indices` are written: they are visible to the next match.
 
     Blocks of the ticket that are not named were not written and are given up.
@@ -283,8 +264,7 @@ class Commit(Event[int]):
     durable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Abort(Event[int]):
+class Abort(Event[int], frozen=True):
     """The ticket's blocks will not be committed. Unless `writer_gone`, their slots are quarantined
     until `WriterGone`. Answer: blocks given up."""
 
@@ -293,8 +273,7 @@ class Abort(Event[int]):
     writer_gone: bool
 
 
-@dataclass(frozen=True, slots=True)
-class WriterGone(Event[int]):
+class WriterGone(Event[int], frozen=True):
     """The owner's process is dead or has acknowledged: end the quarantine of its slots, give up its
     leases and tickets. Answer: slots freed."""
 
@@ -302,8 +281,7 @@ class WriterGone(Event[int]):
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Observe(Event[None]):
+class Observe(Event[None], frozen=True):
     """An inference engine's measurement of one step's prefill.
 
     `sum_n` new tokens, `sum_nc` = Σ(n·c + n²/2) over the step's requests.
@@ -316,8 +294,7 @@ class Observe(Event[None]):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class ObserveReload(Event[None]):
+class ObserveReload(Event[None], frozen=True):
     """What a hit really cost: bytes through the engine's own last hop, and seconds for it."""
 
     lease: int
@@ -326,8 +303,7 @@ class ObserveReload(Event[None]):
     total_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Clear(Event[int]):
+class Clear(Event[int], frozen=True):
     """Forget everything of a namespace that nobody holds. Answer: blocks forgotten."""
 
     namespace: int
@@ -337,8 +313,7 @@ class Clear(Event[int]):
 # --- what became of things ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
+class Arrivals(msgspec.Struct, frozen=True):
     """News for whoever waits: leases with newly readable runs, and leases that wait for no more.
 
     `durable` names tickets whose blocks are all in a durable tier now.
@@ -350,16 +325,14 @@ class Arrivals:
     freed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class MovesDone(Event[Arrivals]):
+class MovesDone(Event[Arrivals], frozen=True):
     """Outcomes of moves, in any order. An unknown move is ignored."""
 
     outcomes: Sequence[Outcome]
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class LinkMeasured(Event[None]):
+class LinkMeasured(Event[None], frozen=True):
     """A link from `src` to `dst` copied `bytes` in `seconds` (a probe, or real batches)."""
 
     src: str
@@ -368,8 +341,7 @@ class LinkMeasured(Event[None]):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Restore(Event[list[bytes]]):
+class Restore(Event[list[bytes]], frozen=True):
     """Some of the blocks of one namespace that were found in a durable tier. `zero_s`: when the
     clock of `now_s` stood at 0, in seconds since 1970.
 
@@ -383,8 +355,7 @@ class Restore(Event[list[bytes]]):
     zero_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Spoiled(Event[Arrivals]):
+class Spoiled(Event[Arrivals], frozen=True):
     """The last block of this prompt, given by the digest of its namespace and its tokens, was not
     what it should be in a durable tier, which has removed it."""
 
@@ -394,16 +365,14 @@ class Spoiled(Event[Arrivals]):
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Restored(Event[None]):
+class Restored(Event[None], frozen=True):
     """All rows of the tier were told: from now on it takes blocks."""
 
     tier: str
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(msgspec.Struct, frozen=True):
     """How often a stored block was used in all, and when last (of the daemon's clock)."""
 
     slot_bytes: int
@@ -412,8 +381,7 @@ class Use:
     used_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TakeUses(Event[list[Use]]):
+class TakeUses(Event[list[Use]], frozen=True):
     """What of the durable tier's blocks was used and has not been written back: some `limit` of
     them. Empty: it is all known there, or the tier does not serve. `again` looks through all blocks
     for more; without, what was found then is told to its end."""
@@ -422,8 +390,7 @@ class TakeUses(Event[list[Use]]):
     again: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TierDown(Event[Arrivals]):
+class TierDown(Event[Arrivals], frozen=True):
     """The tier's worker is dead: all its moves have failed and nothing of the tier can be read.
 
     A durable tier tells what it still holds when it comes back (`Restore`). Outcomes of its moves
@@ -434,8 +401,7 @@ class TierDown(Event[Arrivals]):
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TierUp(Event[None]):
+class TierUp(Event[None], frozen=True):
     """The tier's worker is ready. `is_restoring`: its rows are still to come (`Restore`, at the end
     `Restored`); until then it serves what is known of it, and takes nothing."""
 
@@ -444,15 +410,13 @@ class TierUp(Event[None]):
     is_restoring: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Tick(Event[Arrivals]):
+class Tick(Event[Arrivals], frozen=True):
     """Time passed: expire leases and tickets, demote above the watermarks."""
 
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Flush(Event[int]):
+class Flush(Event[int], frozen=True):
     """Write everything that a durable tier lacks down to it (a clean stop). Answer: blocks that
     still have to travel, those read from there not counted; repeat after their outcomes until it
     is 0."""

@@ -24,6 +24,8 @@ from functools import partial
 from math import hypot
 from typing import Final, Literal
 
+import msgspec
+
 from hicache.engine.plan import Decision, TierRun
 
 _WHY_RELOAD = {
@@ -68,8 +70,7 @@ class PlannerSettings:
     min_deadline_s: float = 0.1
 
 
-@dataclass(slots=True)
-class Hit:
+class Hit(msgspec.Struct):
     """What there is to decide on. `reload_s[k]`: expected seconds until the first k+1 runs are in
     the engine; `prefill_s(n, c)`: expected seconds to prefill n tokens on context c.
 
@@ -94,8 +95,7 @@ class Hit:
     namespace: int = 0
 
 
-@dataclass(slots=True)
-class _Cut:
+class _Cut(msgspec.Struct, frozen=True):
     """Reload up to and including `run`, as far as `end_tokens` of the prompt."""
 
     run: int

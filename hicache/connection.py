@@ -24,13 +24,15 @@ from hicache.channel import Breaker, DaemonAbsent, Held, Lineage, Mailbox, Part,
 from hicache.endpoint import ipc_path
 from hicache.keys import NamespaceSpec
 from hicache.tiers.arena import Arena, ArenaError
-from hicache.wire import PROTOCOL, WireError, pack
+from hicache.wire import PROTOCOL, MatchRequest, WireError, pack
 
 log = logging.getLogger("hicache.client")
 
 T = TypeVar("T")
 Transport = Literal["auto", "arena", "frames"]
 
+Body = Mapping[str, Any] | MatchRequest
+"""What a request asks for; who asks, until when and as which is filled in here."""
 Reader = Callable[[bytes, int], T | None]
 
 TOLD_SHARE: Final = 0.9
@@ -172,7 +174,7 @@ class Connection:
         return reply
 
     async def ask(
-        self, op: str, body: Mapping[str, Any], deadline_s: float, asked: int | None = None
+        self, op: str, body: Body, deadline_s: float, asked: int | None = None
     ) -> tuple[Greeting, Reply, list[Part]]:
         """Ask within a session; a session that the daemon does not know is opened anew, once.
 
@@ -189,7 +191,7 @@ class Connection:
     def ask_at_once(
         self,
         op: str,
-        body: Mapping[str, Any],
+        body: Body,
         deadline_s: float,
         greeting: Greeting | None,
         read: Reader[T] | None = None,
@@ -201,7 +203,7 @@ class Connection:
         if at_once is None or mailbox.late:
             return 0, None
         request_id = next(self._ids)
-        request = pack(self._head(op, request_id, body, deadline_s, greeting))
+        request = self._packed(op, request_id, body, deadline_s, greeting)
         was_sent, message = at_once(request, deadline_s)
         if message is not None and read is not None:
             answer = read(message, request_id)
@@ -217,7 +219,7 @@ class Connection:
     async def exchange(
         self,
         op: str,
-        body: Mapping[str, Any],
+        body: Body,
         deadline_s: float,
         greeting: Greeting | None,
         parts: Sequence[Part] = (),
@@ -242,7 +244,7 @@ class Connection:
     async def send(
         self,
         op: str,
-        body: Mapping[str, Any],
+        body: Body,
         deadline_s: float,
         greeting: Greeting | None,
         parts: Sequence[Part] = (),
@@ -252,32 +254,37 @@ class Connection:
         if mailbox.late:
             await self._clean_up()
         request_id = next(self._ids)
-        head = self._head(op, request_id, body, deadline_s, greeting)
-        await self._port.send([pack(head), *parts], deadline_s)
+        head = self._packed(op, request_id, body, deadline_s, greeting)
+        await self._port.send([head, *parts], deadline_s)
         if is_awaited:  # after sending, which may have closed a broken connection first
             mailbox.expect(request_id)
         return request_id
 
-    def _head(
+    def _packed(
         self,
         op: str,
         request_id: int,
-        body: Mapping[str, Any],
+        body: Body,
         deadline_s: float,
         greeting: Greeting | None,
-    ) -> dict[str, Any]:
-        """A request's map."""
+    ) -> bytes:
+        """A request's map as bytes."""
         now_s = time.monotonic()
+        left_s = min(3600.0, max(0.001, (deadline_s - now_s) * TOLD_SHARE))
+        session = greeting.session if greeting is not None else b""
+        if isinstance(body, MatchRequest):
+            body.id, body.sent_s, body.deadline_s, body.s = request_id, now_s, left_s, session
+            return pack(body)
         head: dict[str, Any] = {
             "op": op,
             "id": request_id,
             "sent_s": now_s,
-            "deadline_s": min(3600.0, max(0.001, (deadline_s - now_s) * TOLD_SHARE)),
+            "deadline_s": left_s,
         }
-        if greeting is not None:
-            head["s"] = greeting.session
+        if session:
+            head["s"] = session
         head.update(body)
-        return head
+        return pack(head)
 
     async def post(
         self, op: str, body: Mapping[str, Any], deadline_s: float, greeting: Greeting

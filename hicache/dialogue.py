@@ -40,7 +40,7 @@ from hicache.connection import TROUBLE, Connection
 from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
 from hicache.storing import Fill, Source, Storing, Tally
 from hicache.tiers.arena import Arena
-from hicache.wire import WireError
+from hicache.wire import MatchRequest, WireError
 
 Ended = Literal["", "turn", "tool_call", "conversation"]
 """What has ended with an answer: a turn that waits for a person, a turn that waits for a tool, or
@@ -65,29 +65,26 @@ class Dialogue:
     ) -> Match:
         packed = encode_tokens(tokens)
         started_s = time.monotonic()
-        body: dict[str, Any] = {"tokens": packed}
-        if request:
-            body["request"] = request
-        if skip_blocks:
-            body["skip_blocks"] = skip_blocks
-        if hop_bytes_per_s:
-            body["hop_bytes_per_s"] = hop_bytes_per_s
-        if explain:
-            body["explain"] = True
-        if conversation:
-            body["conversation"] = conversation
+        asks = MatchRequest(
+            tokens=packed,
+            request=request,
+            skip_blocks=skip_blocks,
+            hop_bytes_per_s=hop_bytes_per_s,
+            explain=bool(explain),
+            conversation=conversation,
+        )
         try:
             self._connection.begin(started_s)
             deadline_s = started_s + self._connection.timeouts.call_s
             greeting = self._connection.greeting or await self._connection.greeted(deadline_s)
             if len(packed) > greeting.max_prompt_tokens * TOKEN_BYTES:
                 whole = greeting.max_prompt_tokens // greeting.block_tokens * greeting.block_tokens
-                body["tokens"] = packed[: whole * TOKEN_BYTES]
+                asks.tokens = packed[: whole * TOKEN_BYTES]
             asked, match = self._connection.ask_at_once(
-                "match", body, deadline_s, greeting, read_plain_match
+                "match", asks, deadline_s, greeting, read_plain_match
             )
             if match is None:
-                greeting, reply, _ = await self._connection.ask("match", body, deadline_s, asked)
+                greeting, reply, _ = await self._connection.ask("match", asks, deadline_s, asked)
                 match = read_match(reply)
             match.session = greeting.session
         except TROUBLE as trouble:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -28,7 +28,7 @@ from hicache.session import RememberedMatch, Session, Sessions
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import slot_bytes_for
 from hicache.waiting import Peer, Waiting, WaitingCommit, WaitingFetch, WaitingPut
-from hicache.wire import PROTOCOL, DecisionReply, MatchReply, Request, WireError
+from hicache.wire import PROTOCOL, DecisionReply, MatchReply, MatchRequest, Request, WireError
 
 Answer = TypeVar("Answer")
 TRANSPORTS: Final = ("auto", "arena", "frames")
@@ -41,8 +41,7 @@ ENDED: Final[Mapping[str, p.Ended]] = {
 }
 
 
-@dataclass(slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """A request with where it came from. `pid` is 0 where the socket does not tell it."""
 
     peer: Peer
@@ -275,14 +274,15 @@ class Service:
     # --- asking for a prefix --------------------------------------------------------------------
 
     def _match(self, asked: Asked, session: Session) -> None:
-        body = asked.request.body
-        self._check_tokens(body["tokens"])
+        wanted: MatchRequest = asked.request.body
+        tokens, request = wanted.tokens, wanted.request
+        self._check_tokens(tokens)
         digest = b""
-        if body["request"]:
-            digest = xxhash.xxh3_128_digest(body["tokens"])
-            known = session.matches.get(body["request"])
-            if known is not None and self._is_same(known, digest, body["skip_blocks"]):
-                known.reply.id = asked.request.id
+        if request:
+            digest = xxhash.xxh3_128_digest(tokens)
+            known = session.matches.get(request)
+            if known is not None and self._is_same(known, digest, wanted.skip_blocks):
+                known.reply.id = wanted.id
                 self._send(asked.peer, known.reply, ())
                 return
         if len(self.engine.residency.leases.leases) >= self.limits.max_leases:
@@ -290,17 +290,17 @@ class Service:
         matched = self.do(
             p.Match(
                 session.namespace,
-                body["tokens"],
+                tokens,
                 session.group.number,
                 asked.now_s,
                 self.limits.lease_ttl_s,
-                plausible_hop(body["hop_bytes_per_s"]),
-                body["skip_blocks"],
+                plausible_hop(wanted.hop_bytes_per_s),
+                wanted.skip_blocks,
             )
         )
         decision = matched.decision
         reply = MatchReply(
-            asked.request.id,
+            wanted.id,
             True,
             matched.lease,
             matched.hit_blocks,
@@ -312,17 +312,17 @@ class Service:
                 decision.reload_s,
                 decision.prefill_s,
                 decision.recompute_s,
-                decision.sentence if body["explain"] else "",
+                decision.sentence if wanted.explain else "",
             ),
         )
-        if body["request"] and matched.lease:
+        if request and matched.lease:
             session.remember(
-                body["request"], RememberedMatch(digest, body["skip_blocks"], matched.lease, reply)
+                request, RememberedMatch(digest, wanted.skip_blocks, matched.lease, reply)
             )
         self._send(asked.peer, reply, ())
-        if body["conversation"]:
-            self.conversations.went_on(session.namespace, body["conversation"], body["tokens"])
-        tokens, conversation = body["tokens"], body["conversation"]
+        conversation = wanted.conversation
+        if conversation:
+            self.conversations.went_on(session.namespace, conversation, tokens)
         self._note(lambda witness: witness.asked(session, tokens, conversation, asked.now_s))
 
     def _note(self, told: Callable[[Witness], None]) -> None:

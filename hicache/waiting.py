@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+import msgspec
+
 from hicache.engine.plan import ReadyRun
 
 
-@dataclass(slots=True)
-class Peer:
+class Peer(msgspec.Struct):
     """Where a reply goes, and for which request."""
 
     routing_id: bytes

@@ -14,7 +14,6 @@ depth, sizes. `docs/protocol.md` is the same in prose.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, NamedTuple, Union
 
 import msgpack
@@ -165,9 +164,9 @@ _RULES: Final = {
 """The same as OPS, flat: every request of every client goes through here."""
 
 
-@dataclass(slots=True)
-class Request:
-    """A checked request. `body` holds every field of its operation, defaults filled in.
+class Request(msgspec.Struct):
+    """A checked request. `body` holds every field of its operation, defaults filled in: a dict, but
+    of a match a MatchRequest.
 
     `deadline_s` is how long the caller waits, from `sent_s` on the host's CLOCK_MONOTONIC where
     both are on one host (0: the configured default, from now)."""
@@ -177,10 +176,15 @@ class Request:
     session: bytes
     deadline_s: float
     sent_s: float
-    body: dict[str, Any]
+    body: Any
 
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+RequestId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Session = Annotated[bytes, msgspec.Meta(max_length=SESSION_BYTES)]
+Name = Annotated[str, msgspec.Meta(max_length=200)]
+DeadlineS = Annotated[float, msgspec.Meta(ge=0, le=3600.0)]
+SentS = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 DecisionName = Literal["reload", "partial", "recompute"]
 
 
@@ -196,9 +200,31 @@ class DecisionReply(msgspec.Struct, omit_defaults=True):
     sentence: str = ""
 
 
+class MatchRequest(
+    msgspec.Struct,
+    tag_field="op",
+    tag="match",
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+):
+    """The request that stands between an inference engine and its first token, so it is a struct
+    from end to end, and so is its reply. OPS says the same of its fields, for the strict way."""
+
+    id: RequestId = 0
+    s: Session = b""
+    sent_s: SentS = 0.0
+    deadline_s: DeadlineS = 0.0
+    tokens: bytes
+    request: Name = ""
+    skip_blocks: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    hop_bytes_per_s: Annotated[float, msgspec.Meta(ge=0, le=1e15)] = 0.0
+    explain: bool = False
+    conversation: Name = ""
+
+
 class MatchReply(msgspec.Struct):
-    """The reply that stands between an inference engine and its first token, so it is a struct
-    from end to end: `runs` are (tier, number of blocks)."""
+    """What is held of a prompt: `runs` are (tier, number of blocks)."""
 
     id: int
     ok: bool
@@ -211,7 +237,7 @@ class MatchReply(msgspec.Struct):
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-def pack(message: Mapping[str, Any] | MatchReply) -> bytes:
+def pack(message: Mapping[str, Any] | MatchRequest | MatchReply) -> bytes:
     """One message's map as bytes."""
     return _encoder.encode(message)
 
@@ -263,7 +289,8 @@ def _struct_of(op: str) -> type[msgspec.Struct]:
 
 
 _PLAIN_OPS: Final = [op for op in OPS if all(f.kind is not dict for f in OPS[op].values())]
-_plain: Final = msgspec.msgpack.Decoder(Union[tuple(_struct_of(op) for op in _PLAIN_OPS)])  # noqa: UP007
+_STRUCTS: Final = [MatchRequest, *(_struct_of(op) for op in _PLAIN_OPS if op != "match")]
+_plain: Final = msgspec.msgpack.Decoder(Union[tuple(_STRUCTS)])  # noqa: UP007
 _U32S: Final = {op: [n for n, f in fields.items() if f.multiple > 1] for op, fields in OPS.items()}
 
 
@@ -275,6 +302,10 @@ def _decode_plain(data: bytes | memoryview) -> Request | None:
         found: Any = _plain.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    if type(found) is MatchRequest:
+        if len(found.s) != SESSION_BYTES or len(found.tokens) % TOKEN_BYTES:
+            return None
+        return Request("match", found.id, found.s, found.deadline_s, found.sent_s, found)
     body = msgspec.structs.asdict(found)
     op: str = found.__struct_config__.tag
     session: bytes = body.pop("s")
@@ -326,6 +357,9 @@ def _decode_strictly(data: bytes | memoryview) -> Request:
     except WireError as error:
         error.request_id = request_id
         raise
+    if op == "match":
+        asked = MatchRequest(id=request_id, s=session, **body)
+        return Request(op, request_id, session, asked.deadline_s, asked.sent_s, asked)
     deadline_s, sent_s = body.pop("deadline_s"), body.pop("sent_s")
     return Request(op, request_id, session, deadline_s, sent_s, body)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final
 
+import msgspec
 import zmq
 
 from hicache.wire import Request, decode_request, error_reply, pack
@@ -56,7 +57,8 @@ class Seen:
 
     @property
     def body(self) -> dict[str, Any]:
-        return self.request.body
+        body = self.request.body
+        return body if isinstance(body, dict) else msgspec.structs.asdict(body)
 
 
 Script = Callable[[Seen], Any] | Any
