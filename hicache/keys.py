@@ -31,6 +31,8 @@ Tokens = Sequence[int] | npt.NDArray[Any] | bytes
 
 def encode_tokens(tokens: Tokens) -> bytes:
     """Token ids as little-endian u32. Bytes pass through. ValueError on ids outside 0 … 2³²-1."""
+    if isinstance(tokens, np.ndarray) and tokens.dtype == _U32 and tokens.ndim == 1:
+        return tokens.tobytes()
     if isinstance(tokens, bytes):
         if len(tokens) % TOKEN_BYTES:
             raise ValueError(f"{len(tokens)} bytes are not a whole number of u32 token ids")
@@ -41,8 +43,6 @@ def encode_tokens(tokens: Tokens) -> bytes:
         except (OverflowError, TypeError) as error:
             raise ValueError(f"not a list of token ids 0 … 4294967295: {error}") from None
     ids = np.asarray(tokens)
-    if ids.dtype == _U32 and ids.ndim == 1:
-        return ids.tobytes()
     if ids.size == 0:
         return b""
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

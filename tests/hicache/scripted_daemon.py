@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from hicache.wire import Request, decode_request, error_reply, pack
+from hicache.wire import OPS, Request, decode_request, error_reply, pack
 
 HOLD: Final = object()
 DIE: Final = object()
@@ -57,8 +57,10 @@ class Seen:
 
     @property
     def body(self) -> dict[str, Any]:
+        """The fields of the operation alone."""
         body = self.request.body
-        return body if isinstance(body, dict) else msgspec.structs.asdict(body)
+        fields = body if isinstance(body, dict) else msgspec.structs.asdict(body)
+        return {name: fields[name] for name in OPS[self.request.op]}
 
 
 Script = Callable[[Seen], Any] | Any

@@ -485,10 +485,10 @@ def test_every_request_tells_when_it_was_sent_and_how_long_it_waits(
     daemon.on("match", hit(0))
     before = time.monotonic()
     client.match(TOKENS, request="r1", skip_blocks=2, hop_bytes_per_s=1e9)
-    request = daemon.wait_for("match").request
-    assert before <= request.sent_s <= time.monotonic()
-    assert 0 < request.deadline_s < 5.0
-    assert request.body == {
+    seen = daemon.wait_for("match")
+    assert before <= seen.request.sent_s <= time.monotonic()
+    assert 0 < seen.request.deadline_s < 5.0
+    assert seen.body == {
         "request": "r1",
         "tokens": np.array(TOKENS, "<u4").tobytes(),
         "skip_blocks": 2,
