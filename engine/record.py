@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from hicache.engine.cost import PrefillCost
 from hicache.engine.fit import RELATIVE_NOISE
-from hicache.engine.plan import Decision
+from hicache.engine.plan import Decision, Observe
 from hicache.engine.planner import Hit
 
 KEPT: Final = 256
@@ -148,18 +148,17 @@ class Recorder:
         """The lease has ended without having been fetched."""
         self._of_lease.pop(lease, None)
 
-    def prefilled(
-        self, namespace: int, num_requests: int, n: float, nc: float, seconds: float
-    ) -> None:
+    def prefilled(self, step: Observe) -> None:
         """A step was measured, and is not yet learned from."""
-        cost = self.prefill[namespace]
-        predicted_s, doubt_s = cost.foreseen(num_requests, n, nc)
-        self._errors(namespace, PREFILL).add(predicted_s, seconds, doubt_s)
-        record = self._awaited.get((namespace, int(n)))
-        if record is None or num_requests != 1 or nc != n * record.context_tokens + n * n / 2:
+        cost, n, nc = self.prefill[step.namespace], step.sum_n, step.sum_nc
+        predicted_s, doubt_s = cost.foreseen(step.num_requests, n, nc, step.decode_tokens)
+        self._errors(step.namespace, PREFILL).add(predicted_s, step.seconds, doubt_s)
+        record = self._awaited.get((step.namespace, int(n)))
+        is_alone = step.num_requests == 1 and not step.decode_tokens
+        if record is None or not is_alone or nc != n * record.context_tokens + n * n / 2:
             return
-        del self._awaited[namespace, int(n)]
-        record.prefill_s = seconds
+        del self._awaited[step.namespace, int(n)]
+        record.prefill_s = step.seconds
         self._judge(record)
 
     def last(self, count: int) -> Iterator[Record]:
