@@ -118,10 +118,15 @@ class House:
 
 
 def run(
-    demo: DemoModel, speeds: Sequence[float], prefixes: Sequence[int], rounds: int, step: Step
+    demo: DemoModel,
+    speeds: Sequence[float],
+    prefixes: Sequence[int],
+    rounds: int,
+    step: Step,
+    tell: Callable[[ReloadRow], None],
 ) -> tuple[list[ReloadRow], float]:
     """All cells, and the KV-generation bandwidth in bytes per second. `speeds` are multiples of
-    that, infinity for a disk that is not throttled."""
+    that, infinity for a disk that is not throttled. `tell` hears of each cell as it is done."""
     rng = np.random.default_rng(1)
     words = int(demo.model.config.vocab_size)
     longest = max(max(prefixes), ROUND_TOKENS)
@@ -148,8 +153,11 @@ def run(
                 for prefix in sorted(prefixes)[:2]:
                     house.serve("planner", ask(prefix), "always_reload")
         rows = []
+        at_speed = dict(zip(speeds, houses, strict=True))
         for prefix in prefixes:
-            rows += _cells(alone, dict(zip(speeds, houses, strict=True)), prefix, rounds, ask, step)
+            for row in _cells(alone, at_speed, prefix, rounds, ask, step):
+                rows.append(row)
+                tell(row)
     return rows, generated
 
 
