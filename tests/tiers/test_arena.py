@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.tiers.arena import Arena, ArenaError, remove_stale, stale_arenas
@@ -167,7 +167,6 @@ def test_only_dead_owners_arenas_are_stale(tmp_path: Path) -> None:
     mine.close()
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_copies_of_many_slots(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
