@@ -167,9 +167,9 @@ def _what_came(record: Record) -> str:
             told.append(f"the {what} took {seconds * 1e3:.1f} ms")
     if record.regret_s is not None:
         told.append(
-            f"the other way would have been {record.regret_s * 1e3:.1f} ms faster"
+            f"another way would have been {record.regret_s * 1e3:.1f} ms faster"
             if record.regret_s > 0
-            else "the other way would have been slower"
+            else "no other way would have been faster"
         )
     text = ", ".join(told)
     return f"{text[0].upper()}{text[1:]}." if text else ""
