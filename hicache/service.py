@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ from hicache.delivery import Delivery, Part, Send
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.cost import plausible_hop
+from hicache.faults import Faults
 from hicache.keys import NamespaceSpec
 from hicache.session import RememberedMatch, Session, Sessions
 from hicache.tiers.arena import Arena
@@ -90,6 +92,7 @@ class Service:
         self.conversations = Conversations()
         self.witnesses: Sequence[Witness] = ()
         self._untold: list[Callable[[Witness], None]] = []
+        self.witness_faults = Faults("who notes what is asked for")
         self.namespaces: dict[bytes, NamespaceSpec] = {}
         self.requests: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -336,7 +339,7 @@ class Service:
         untold, self._untold = self._untold, []
         for told in untold:
             for witness in self.witnesses:
-                told(witness)
+                self.witness_faults.guard(partial(told, witness))
 
     def _is_same(self, known: RememberedMatch, tokens: bytes, skip_blocks: int) -> bool:
         """Idempotent: the same request asking the same gets the same lease while it lasts."""
