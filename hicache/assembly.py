@@ -16,9 +16,11 @@ from hicache.config import Config, TiersConfig
 from hicache.config.models import TierConfig
 from hicache.engine.core import CacheEngine
 from hicache.engine.cost import PrefillPrior
+from hicache.engine.plan import Event
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
+from hicache.shedding import Shedding
 from hicache.tiers.arena import Arena, remove_stale
 from hicache.tiers.block import TierSpec
 from hicache.tiers.disk_format import record_pages, usable_bytes
@@ -49,6 +51,12 @@ class Parts:
         """The mapped tiers' arenas by tier name."""
         named = [spec.name for spec in self.tiers if spec.mapped]
         return {name: tier.arena for name, tier in zip(named, self.mapped, strict=True)}
+
+    def shedding(self, do: Callable[[Event[Any]], Any]) -> Shedding:
+        """What gives memory of the dram tier back; `do` hands events to the cache engine."""
+        number = next(n for n, spec in enumerate(self.tiers) if spec.name == "dram")
+        is_pinned = any(worker.kind == "cuda" for worker in self.workers)
+        return Shedding(self.arenas["dram"], self.pools[number], is_pinned, do)
 
     def close(self) -> None:
         """Unmap and remove the arenas."""

@@ -138,6 +138,7 @@ class Daemon:
         self._watched: set[int] = set()
         self._news_s = self.started_s
         self._keeper = Keeper(config, self.engine.memory)
+        self.shedding = parts.shedding(self._do)
         self._bystanders = self._know_bystanders()
 
     # --- the loop -------------------------------------------------------------------------------
@@ -212,6 +213,7 @@ class Daemon:
     def _tick(self, now_s: float) -> None:
         self._take_news(self.mover.tick(now_s))
         self.service.tick(now_s)
+        self.shedding.tick(now_s, self.config.limits.min_available)
         self._note(self.restoring.uses(now_s))
         self.condition.loop.turn(now_s)
         self.condition.tell_reluctance()

@@ -34,6 +34,7 @@ def tier_rows(
                 "note": notes.get(spec.name, ""),
                 "capacity_bytes": pool.capacity_bytes,
                 "used_bytes": pool.used_bytes,
+                "given_back_bytes": len(pool.withheld) * pool.slab_bytes,
                 "quarantined_bytes": pool.quarantined_bytes,
                 "blocks": int(states_of[State.READY] + states_of[State.DRAINING]),
                 "hits": counts.hits,

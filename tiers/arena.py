@@ -12,7 +12,11 @@ Races, and who wins:
    copy: a difference is a miss.
 2. Slots of another size come to lie over an old slot, whose first page's generation nobody would
    raise. `SlotPool(reshaped=arena.raise_range)` raises all pages first.
-3. A scan for stale arenas meets one that is just being made and takes the lock first. The scan
+3. The owner gives pages back (`discard`) while clients map them. Their generations are raised
+   first, so a reader whose lease had expired sees a difference; the zeros it may have read are
+   nobody's. Nobody is given such a slot before its memory is allocated again (`refill`), since a
+   write to a page that cannot be had is a SIGBUS.
+4. A scan for stale arenas meets one that is just being made and takes the lock first. The scan
    unlinks it; the maker finds its file without a name and starts over.
 """
 
@@ -56,6 +60,7 @@ class Arena:
         self.data_bytes = data_bytes
         self.epoch = epoch
         self.is_owner = False
+        self._data_offset = data_offset
         self.huge_pages = False
         self._fd = fd
         self._map = mmap.mmap(fd, data_offset + data_bytes)
@@ -179,6 +184,25 @@ class Arena:
         """Owner only, before these pages are cut into slots anew (race 2)."""
         self._generations[first_page : first_page + num_pages] += np.uint32(1)
 
+    # --- pages given back ----------------------------------------------------------------------
+
+    def discard(self, first_page: int, num_bytes: int) -> None:
+        """Owner only: give the memory of pages that hold no slot back to the machine, whoever maps
+        them. Again is harmless. OSError where the file system cannot do that."""
+        self.raise_range(first_page, num_bytes // PAGE_BYTES)
+        start = self._data_offset + first_page * PAGE_BYTES
+        self._map.madvise(mmap.MADV_REMOVE, start, num_bytes)
+
+    def refill(self, first_page: int, num_bytes: int) -> None:
+        """Owner only: have memory for these pages again. OSError (ENOSPC) where there is none."""
+        start = self._data_offset + first_page * PAGE_BYTES
+        os.posix_fallocate(self._fd, start, num_bytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the file holds of the machine's memory."""
+        return os.fstat(self._fd).st_blocks * 512
+
     def populate(self) -> None:
         """Map every page into this process, in small steps beside whatever else it does: a first
         touch costs several times the copy that causes it. Ends early when the arena is closed."""
@@ -275,7 +299,7 @@ class _Stale:
 
 
 def _create_locked(path: Path) -> int:
-    """A new, empty file under an exclusive lock (race 3)."""
+    """A new, empty file under an exclusive lock (race 4)."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         try:

@@ -268,6 +268,11 @@ class LimitsConfig(Section):
     )
     max_prompt_tokens: int = Field(default=2_000_000, ge=1, description="Longest prompt.")
     max_sessions: int = Field(default=256, ge=1, description="Sessions at once.")
+    min_available: TierSize | None = Field(
+        default=Share(0.03),
+        description="Memory that stays available to everybody, of the host and of the control "
+        "groups hicache is in; below it, dram gives some of its own back. A share is of theirs.",
+    )
     max_leases: int = Field(default=65_536, ge=1, description="Leases at once.")
     max_queued_moves: int = Field(default=16_384, ge=1, description="Moves waiting per link.")
     max_queued_bytes: Bytes = Field(default=4 * GIB, ge=1, description="Bytes waiting per link.")
