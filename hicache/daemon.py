@@ -69,6 +69,8 @@ SEND_MORE_S: Final = 0.002
 """How often a client is looked at that has to read before more is sent to it."""
 KEEP_S: Final = 2.0
 """How long the last writing of what was learned may take."""
+MAX_UNSENT_BYTES: Final = 4 << 20
+"""Uses are not noted while a worker has so much still to read."""
 MAX_DRAIN: Final = 64
 """Requests served between two polls, so that workers and timers get their turn."""
 
@@ -214,7 +216,8 @@ class Daemon:
         self._take_news(self.mover.tick(now_s))
         self.service.tick(now_s)
         self.shedding.tick(now_s, self.config.limits.min_available)
-        self._note(self.restoring.uses(now_s))
+        if self.mover.unsent_bytes() < MAX_UNSENT_BYTES:
+            self._note(self.restoring.uses(now_s))
         self.condition.loop.turn(now_s)
         self.condition.tell_reluctance()
         for faults, tick in self._bystanders:
@@ -505,6 +508,8 @@ class Daemon:
             "gate": figures.gate_row(self.engine),
             "dropped_blocks": self.engine.evictor.dropped,
             "workers": self.mover.pids(),
+            "memory": figures.memory_row(service, self.mover),
+            "queues": figures.queue_rows(service, self.mover),
         }
 
     def _what_if(self, _: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from hicache.delivery import Delivery, Part, Send
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.cost import plausible_hop
+from hicache.engine.pinned import leased_share
 from hicache.faults import Faults
 from hicache.keys import NamespaceSpec
 from hicache.session import RememberedMatch, Session, Sessions
@@ -90,6 +91,8 @@ class Service:
         self.delivery = Delivery(engine, arenas, send, limits.max_unread_bytes)
         self.waiting = Waiting()
         self.conversations = Conversations()
+        self.leased_share = 0.0
+        self.turned_away: Counter[str] = Counter()
         self.witnesses: Sequence[Witness] = ()
         self._untold: list[Callable[[Witness], None]] = []
         self.witness_faults = Faults("who notes what is asked for")
@@ -160,6 +163,7 @@ class Service:
         self._check_spec(spec)
         if len(self.sessions) >= self.sessions.max_sessions:
             self._end_idle_sessions(asked.now_s)
+        self.turned_away["sessions"] += len(self.sessions) >= self.sessions.max_sessions
         self.sessions.check_room()
         digest = spec.digest()
         number = self._open_namespace(digest, spec)
@@ -206,6 +210,7 @@ class Service:
         if len(known) >= self.limits.max_namespaces and not self.engine.knows(digest):
             instead_of = self.engine.idle_namespace({s.namespace for s in self.sessions})
             if instead_of is None:
+                self.turned_away["namespaces"] += 1
                 raise WireError(
                     "refused",
                     f"{len(known)} namespaces have clients or blocks, which is "
@@ -289,7 +294,12 @@ class Service:
                 self._send(asked.peer, known.reply, ())
                 return
         if len(self.engine.residency.leases.leases) >= self.limits.max_leases:
+            self.turned_away["leases"] += 1
             raise WireError("refused", f"{self.limits.max_leases} leases are open (max_leases)")
+        if self.leased_share > self.limits.max_leased:
+            self.turned_away["leased memory"] += 1
+            share = f"{self.leased_share:.0%}"
+            raise WireError("refused", f"leases hold {share} of memory (limits.max_leased)")
         matched = self.do(
             p.Match(
                 session.namespace,
@@ -394,7 +404,10 @@ class Service:
             self.limits.lease_ttl_s,
         )
         placed = self.do(event)
-        if not placed.ticket and placed.refused and placed.room_coming:
+        may_wait = not placed.ticket and placed.refused and placed.room_coming
+        if may_wait and len(self.waiting.puts) >= self.limits.max_waiting:
+            self.turned_away["waiting puts"] += 1
+        elif may_wait:
             deadline_s = self._deadline(asked, self.deadlines.put_s)
             self.waiting.puts.append(WaitingPut(asked.peer, session.token, event, deadline_s))
             return
@@ -543,6 +556,7 @@ class Service:
 
     def tick(self, now_s: float) -> None:
         """Answer what is overdue with what there is, end silent sessions, let leases expire."""
+        self.leased_share = leased_share(self.engine.residency)
         for session in self.sessions.silent(now_s):
             self.end(session, now_s)
         self.news(self.do(p.Tick(now_s)), now_s)

@@ -236,6 +236,13 @@ class Mover:
         """How often each device's worker was started."""
         return {name: device.num_starts for name, device in self._devices.items()}
 
+    def num_queued(self) -> dict[str, int]:
+        """Moves that wait for each device, in the fuller of its two directions."""
+        return {
+            name: max(device.read.num_queued, device.write.num_queued)
+            for name, device in self._devices.items()
+        }
+
     def unsent_bytes(self) -> int:
         """What the workers have still to read, as far as it is kept here."""
         running = [d.process for d in self._devices.values() if d.process is not None]
