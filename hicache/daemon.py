@@ -141,6 +141,7 @@ class Daemon:
         self._news_s = self.started_s
         self._keeper = Keeper(config, self.engine.memory)
         self.shedding = parts.shedding(self._do)
+        self._set_aside_what_is_written()
         self._bystanders = self._know_bystanders()
 
     # --- the loop -------------------------------------------------------------------------------
@@ -224,6 +225,15 @@ class Daemon:
             faults.guard(partial(tick, now_s))
         if self.config.debug.check:
             self.engine.validate()
+
+    def _set_aside_what_is_written(self) -> None:
+        """Clients of the daemon before this one may not know yet that it is gone."""
+        for tier, arena in self.parts.arenas.items():
+            owner = self.sessions.inherit({pid for _, _, pid in arena.inherited})
+            if owner:
+                pages = [(first, count) for first, count, _ in arena.inherited]
+                slabs = self._do(p.SetAside(tier, pages, owner))
+                log.info("%s: %d slabs may be written by clients of before", tier, slabs)
 
     def _know_bystanders(self) -> list[tuple[Faults, Callable[[float], None]]]:
         """The parts that no request waits for: they are judged, and may fail."""

@@ -411,14 +411,18 @@ class Service:
             deadline_s = self._deadline(asked, self.deadlines.put_s)
             self.waiting.puts.append(WaitingPut(asked.peer, session.token, event, deadline_s))
             return
-        self._placed(asked.peer, placed)
+        self._placed(asked.peer, session, placed)
 
-    def _placed(self, peer: Peer, placed: p.Placed) -> None:
+    def _placed(self, peer: Peer, session: Session, placed: p.Placed) -> None:
         self.puts["present"] += placed.present
         self.puts["busy"] += placed.busy
         self.puts["refused"] += placed.refused
         if placed.ticket:
-            self.arenas[placed.tier].raise_generations(placed.slots)
+            arena = self.arenas[placed.tier]
+            arena.raise_generations(placed.slots)
+            if session.transport == "arena":  # else we write
+                slot_bytes = slot_bytes_for(session.spec.block_bytes)
+                arena.mark(placed.slots, slot_bytes, self.sessions.writer_of(session))
         self._reply(
             peer,
             ticket=placed.ticket,
@@ -436,6 +440,9 @@ class Service:
         if ticket is None or ticket.owner != session.group.number:
             raise p.UnknownTicket(body["ticket"])
         indices = np.frombuffer(body["indices"], "<u4").astype(np.int32)
+        house = self.engine.residency
+        arena = self.arenas[house.tiers[ticket.tier].name]
+        arena.unmark(house.blocks.slot[ticket.tier][ticket.ids])
         if session.transport == "frames":
             self._take_parts(asked, session, indices)
         committed = self.do(p.Commit(body["ticket"], indices, asked.now_s, body["durable"]))
@@ -552,7 +559,7 @@ class Service:
             if may_wait and now_s < put.deadline_s:
                 self.waiting.puts.append(put)
             else:
-                self._placed(put.peer, placed)
+                self._placed(put.peer, self.sessions.by_token[put.session], placed)
 
     def tick(self, now_s: float) -> None:
         """Answer what is overdue with what there is, end silent sessions, let leases expire."""

@@ -272,6 +272,7 @@ def main(fd: int) -> int:
         worker = None
         try:
             near = Arena.attach(config.near_path)
+            near.hold()
             unit = "blocks" if config.kind == "disk" else "bytes"
             medium = _open(config, near, partial(_tell_progress, sock, unit))
             worker = Worker(sock, medium, config.read_bytes_per_s, config.write_bytes_per_s)
