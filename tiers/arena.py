@@ -52,6 +52,7 @@ UNKNOWN_WRITER = 0xFFFFFFFF
 WORKERS_S = 3.0
 VERSION = 1
 _HEADER = struct.Struct("<8sIIQQQ32s")  # magic, version, page, data bytes, data offset, pid, epoch
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
 _HUGE_PAGE_BYTES = 2 << 20
 _STEP_BYTES = 256 << 20
 _MADV_POPULATE_WRITE = 23
@@ -299,7 +300,7 @@ class Arena:
 
     def hold(self) -> None:
         """For a worker: nobody takes the arena over before this process has ended."""
-        fcntl.lockf(self._fd, fcntl.LOCK_SH, 1, 0)
+        _lock_as_worker(self._fd, fcntl.F_RDLCK)
 
     def close(self) -> None:
         """Unmap. Views that are still held keep the mapping alive until they go. Idempotent."""
@@ -438,14 +439,20 @@ def _wait_for_workers(fd: int) -> None:
     give_up_s = time.monotonic() + WORKERS_S
     while True:
         try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+            _lock_as_worker(fd, fcntl.F_WRLCK)
         except OSError:
             if time.monotonic() > give_up_s:
                 raise
             time.sleep(0.02)
         else:
-            fcntl.lockf(fd, fcntl.LOCK_UN, 1, 0)
+            _lock_as_worker(fd, fcntl.F_UNLCK)
             return
+
+
+def _lock_as_worker(fd: int, kind: int) -> None:
+    """Of the first byte, and of the open file (OFD): a lock of the process would go with whichever
+    of its descriptors of this file is closed first. BlockingIOError."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
 
 
 def _create_locked(path: Path) -> int:

@@ -171,7 +171,9 @@ def test_only_dead_owners_arenas_are_stale(tmp_path: Path) -> None:
 WORK = """
 import sys
 from hicache.tiers.arena import Arena
-Arena.attach(sys.argv[1]).hold()
+arena = Arena.attach(sys.argv[1])
+arena.hold()
+Arena.attach(sys.argv[1]).close()
 print("held", flush=True)
 sys.stdin.read()
 """
