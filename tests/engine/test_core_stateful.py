@@ -450,7 +450,7 @@ def test_random_histories(machine: type[EngineMachine]) -> None:
     num_histories = machine.num_histories
     run_state_machine_as_test(
         machine,
-        settings=settings(max_examples=num_histories, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=num_histories, stateful_step_count=40),
     )
 
 
@@ -464,7 +464,6 @@ def test_long_random_histories(machine: type[EngineMachine]) -> None:
         settings=settings(
             max_examples=300,
             stateful_step_count=50,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

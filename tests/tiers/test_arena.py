@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.tiers import arena as arena_module
@@ -254,7 +254,6 @@ def test_an_empty_arena_holds_no_memory_although_others_map_it(tmp_path: Path) -
     arena.close()
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_copies_of_many_slots(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

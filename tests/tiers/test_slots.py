@@ -152,7 +152,7 @@ def _by_size(sizes: dict[int, int], slots: list[int]) -> dict[int, block.Ids]:
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_a_protocol_user_may_hold_it() -> None:
