@@ -27,7 +27,7 @@ INSTALL := -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARG
 PIP := $(BIN)/python $(INSTALL)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test check-all test-vllm ttft-vllm soak gpu-check clean
+.PHONY: help env demo check test check-all test-vllm ttft-vllm soak soak-ttft soak-stopped gpu-check clean
 
 help: ## Show this list
 	@echo 'hicache: make TARGET'
@@ -67,6 +67,12 @@ ttft-vllm: $(VLLM_STAMP) ## Time to first token with vLLM: cold, local hit, from
 SEED = $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 soak: $(STAMP) ## Many clients, everything killed, stopped and squeezed at random (10 minutes); DURATION=30m
 	@$(BIN)/python -m tests.soak --duration $(or $(DURATION),10m) $(SEED) $(if $(JSON),--json $(JSON))
+
+soak-ttft: $(STAMP) ## Time to first token while the daemon is killed and stopped at random (10 minutes)
+	@$(BIN)/python -m tests.soak.ttft $(if $(SOAK_SEED),--seed $(SOAK_SEED)) $(if $(JSON),--json $(JSON))
+
+soak-stopped: $(STAMP) ## What clients that are stopped with leases and slots cost the others
+	@$(BIN)/python -m tests.soak.stopped
 
 # A machine with a GPU may have no network, and its own Python with CuPy and torch: PYTHON=python3
 # given on the command line uses that one and makes no environment.
