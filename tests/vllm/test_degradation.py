@@ -45,6 +45,7 @@ class Story:
 
     def absent_at_start(self) -> None:
         assert self.driver.said().count(WARNING) == 1
+        assert self.driver.metric("vllm:hicache_troubles") > 0
 
     def there(self) -> None:
         self.house.start()
