@@ -51,12 +51,26 @@ class Story:
         self.house.start()
         self.ask_until_served()
 
-    def dies_while_blocks_are_loading(self) -> None:
-        """They lie on disk only, whose worker stands still: the load is under way for sure."""
+    def drive_to_disk(self) -> int:
+        """Others fill the memory. The pid of the disk's worker."""
         self.house.settle()
         self.driver.generate(OTHERS)
         self.house.settle()
-        disk = self.house.worker("disk")
+        return self.house.worker("disk")
+
+    def disk_stands_still(self) -> None:
+        """Each load ends by its deadline, and what did not come is computed."""
+        disk = self.drive_to_disk()
+        os.kill(disk, signal.SIGSTOP)
+        try:
+            assert self.ask().cached != ALL
+        finally:
+            os.kill(disk, signal.SIGCONT)
+        self.ask_until_served()
+
+    def dies_while_blocks_are_loading(self) -> None:
+        """The disk's worker stands still: the load is under way for sure."""
+        disk = self.drive_to_disk()
         os.kill(disk, signal.SIGSTOP)
         try:
             self.driver.reset()
@@ -120,6 +134,7 @@ class Story:
 CHAPTERS = (
     Story.absent_at_start,
     Story.there,
+    Story.disk_stands_still,
     Story.dies_while_blocks_are_loading,
     Story.back_from_disk,
     Story.stands_still,
@@ -133,7 +148,7 @@ def test_what_can_become_of_a_daemon(checkpoint: Path, tmp_path: Path) -> None:
     tiers: dict[str, Any] = {"dram": {"size": "72MiB"}, "disk": {"size": "1GiB"}}
     house = Household(hbm=None, autostart=False, **tiers)
     log = tmp_path / "vllm.log"
-    deadlines = {"lookup_s": 3.0, "load_s": 10.0, "store_s": 3.0}
+    deadlines = {"lookup_s": 3.0, "load_s": 6.0, "store_s": 3.0}
     with house, Driver(checkpoint, house.endpoint, log, extra=deadlines) as driver:
         story = Story(driver, house)
         for chapter in CHAPTERS:
