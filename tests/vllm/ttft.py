@@ -59,11 +59,11 @@ def cpu_ns(pid: int) -> int:
     return sum(int(schedule.read_text().split()[0]) for schedule in schedules)
 
 
-def load_seconds(house: Household, last: int) -> list[float] | None:
-    """What the last loads took; None until vLLM has told of all of them."""
+def load_seconds(house: Household, last: int) -> list[float]:
+    """What the last loads took; nothing until vLLM has told of all of them."""
     rows = house.ask("explain", last=last)["decisions"]
     seconds = [row["actual"]["reload_s"] for row in rows]
-    return None if None in seconds else seconds
+    return [] if None in seconds else seconds
 
 
 def main(model: Path, log: Path) -> None:
