@@ -31,6 +31,10 @@ ENVIRONMENT: Final = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # Two cores, perhaps with other work on them: threads that are bound or that spin lose most.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_WAIT_POLICY": "passive",
+    "KMP_BLOCKTIME": "1",
 }
 """Of every vLLM that a test starts."""
 ARGUMENTS: Final[dict[str, Any]] = {

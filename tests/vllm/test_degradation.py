@@ -1,5 +1,9 @@
 """One real vLLM, started without a daemon, through everything that can become of one. What the
-model says never changes, and nothing takes longer than the deadlines."""
+model says never changes, and nothing takes longer than the deadlines.
+
+The model is a small one of random weights whose blocks are as large as a real one's, since most of
+what it says here has to be computed.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import pytest
 from tests.e2e.household import Household, wait_for
 from tests.hicache.scripted_daemon import ScriptedDaemon
 from tests.vllm.driver import Driver, Said
+from tests.vllm.small_models import write_model
 from tests.vllm.test_reload import prompts, whole_blocks
 
 pytestmark = pytest.mark.timeout(1800)
@@ -123,8 +128,8 @@ class Story:
             impostor.stop()
 
     def is_full(self) -> None:
-        """Room for three blocks of the eleven."""
-        self.house.configure(hbm=None, dram={"size": "20MiB"}, disk=None)
+        """Room for three blocks of the twelve."""
+        self.house.configure(hbm=None, dram={"size": "14MiB"}, disk=None)
         self.house.start()
         self.ask()
         self.ask()
@@ -145,11 +150,17 @@ CHAPTERS = (
 
 
 def test_what_can_become_of_a_daemon(checkpoint: Path, tmp_path: Path) -> None:
-    tiers: dict[str, Any] = {"dram": {"size": "72MiB"}, "disk": {"size": "1GiB"}}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    model = write_model(tmp_path / "model", "llama", **heads)  # 4 MiB a block
+    tiers: dict[str, Any] = {"dram": {"size": "56MiB"}, "disk": {"size": "1GiB"}}
     house = Household(hbm=None, autostart=False, **tiers)
     log = tmp_path / "vllm.log"
-    deadlines = {"lookup_s": 3.0, "load_s": 6.0, "store_s": 3.0}
-    with house, Driver(checkpoint, house.endpoint, log, extra=deadlines) as driver:
+    options: dict[str, Any] = {
+        "extra": {"lookup_s": 3.0, "load_s": 6.0, "store_s": 3.0},
+        "tokenizer": str(checkpoint),
+        "max_model_len": 4096,
+    }
+    with house, Driver(model, house.endpoint, log, **options) as driver:
         story = Story(driver, house)
         for chapter in CHAPTERS:
             print("now:", chapter.__name__)

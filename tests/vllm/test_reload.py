@@ -16,7 +16,8 @@ from tests.vllm.driver import Driver, Events
 pytestmark = pytest.mark.timeout(1800)
 
 BLOCK_TOKENS = 128
-LENGTHS = np.geomspace(200, 4000, 20).astype(int).tolist()
+LENGTHS = (200 + 3800 * np.linspace(0, 1, 20) ** 4).astype(int).tolist()
+"""From 200 to 4,000 tokens, few of them long: in fp32 a CPU computes some 200 tokens a second."""
 
 
 def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
@@ -36,21 +37,21 @@ def test_store_in_one_process_load_in_a_fresh_one(
     requests of up to 32, and computes 512 tokens a step: prompts are computed in chunks, pages
     change hands all the time, and requests that grow are preempted and resumed."""
     asked = prompts(LENGTHS)
-    growing = [prompt for prompt in asked if 1000 < len(prompt) < 1600]
     with Driver(checkpoint, house.endpoint, tmp_path / "store.log") as first:
-        cold = first.generate(asked)
-        grown = first.generate(growing, max_tokens=150)
-        several_requests(first, asked[8])
+        cold = first.generate(asked, max_tokens=40)
+        several_requests(first, asked[10])
     assert cold.cached == [0] * len(asked)
     house.settle()
-    options: dict[str, Any] = {"num_gpu_blocks_override": 41, "max_num_batched_tokens": 512}
-    with Driver(checkpoint, house.endpoint, tmp_path / "load.log", **options) as second:
-        warm = second.generate(asked)
-        again = second.generate(growing * 2, max_tokens=150)
+    small: dict[str, Any] = {
+        "num_gpu_blocks_override": 41,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 8,
+    }
+    with Driver(checkpoint, house.endpoint, tmp_path / "load.log", **small) as second:
+        warm = second.generate(asked, max_tokens=40)
         assert second.metric("vllm:num_preemptions") > 0
     assert warm.cached == [whole_blocks(prompt) for prompt in asked]
     assert warm.outputs == cold.outputs
-    assert again.outputs == grown.outputs * 2
     assert house.stats()["leases"] == 0
     print(f"cold {cold.seconds:.1f} s, from hicache {warm.seconds:.1f} s")
 
