@@ -37,6 +37,7 @@ from hicache.engine.promotion import promote
 from hicache.engine.residency import Namespace, Residency
 from hicache.engine.restore import Restoration
 from hicache.engine.settings import EngineSettings
+from hicache.engine.shedding import set_aside, shed
 from hicache.engine.storing import Storing
 from hicache.engine.uses import Uses
 from hicache.engine.writedown import WriteDown
@@ -115,6 +116,9 @@ class CacheEngine:
             p.TakeUses: self.uses.take,
             p.TierDown: self._tier_down,
             p.TierUp: self._tier_up,
+            p.SetAside: self._set_aside,
+            p.Shed: self._shed,
+            p.Regain: self._regain,
             p.Tick: self._tick,
             p.Flush: self._flush,
         }
@@ -469,6 +473,18 @@ class CacheEngine:
         self._make_progress()
         finished = leases + self.fetching.take_ended()
         return p.Arrivals({}, finished, self.storing.durable_now(), bool(leases or tickets))
+
+    def _set_aside(self, event: p.SetAside) -> int:
+        return set_aside(self.residency, event)
+
+    def _shed(self, event: p.Shed) -> list[int]:
+        given = shed(self.residency, self.evictor, event)
+        self._make_progress()
+        return given
+
+    def _regain(self, event: p.Regain) -> None:
+        self.residency.pools[self.residency.number_of(event.tier)].restore(event.first_page)
+        self._make_progress()
 
     def _flush(self, event: p.Flush) -> int:
         self.writedown.flush()

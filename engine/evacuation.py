@@ -102,8 +102,14 @@ class Evacuations:
 
     def begin(self, tier: int, slot_bytes: int) -> None:
         """Empty slabs for this class, if some can be."""
+        self._begin(tier, slot_bytes, self.residency.below(tier))
+
+    def begin_in_haste(self, tier: int, slot_bytes: int) -> None:
+        """The same, at once: what has no other copy is forgotten, not written down."""
+        self._begin(tier, slot_bytes, None)
+
+    def _begin(self, tier: int, slot_bytes: int, below: int | None) -> None:
         house = self.residency
-        below = house.below(tier)
         departures = self._cheapest(tier, slot_bytes, below)
         if departures is None:
             return

@@ -415,6 +415,33 @@ class TierUp(Event[None], frozen=True):
     is_restoring: bool = False
 
 
+class SetAside(Event[int], frozen=True):
+    """Before anything is in the tier: these pages, given as (first page, pages), may be written by
+    somebody; the slabs they lie in are quarantined until the `owner` is gone. Answer: slabs."""
+
+    tier: str
+    pages: list[tuple[int, int]]
+    owner: int
+
+
+class Shed(Event[list[int]], frozen=True):
+    """The machine is short of memory: give up `num_slabs` slabs of the tier, free ones first, then
+    such as can be emptied; one more is emptied at a time, so it is asked again. In haste blocks
+    that only this tier holds are forgotten. Answer: the pages at which the slabs that are out of
+    use now begin."""
+
+    tier: str
+    num_slabs: int
+    in_haste: bool = False
+
+
+class Regain(Event[None], frozen=True):
+    """A slab that was given up is room again."""
+
+    tier: str
+    first_page: int
+
+
 class Tick(Event[Arrivals], frozen=True):
     """Time passed: expire leases and tickets, demote above the watermarks."""
 

@@ -175,6 +175,11 @@ class Worker:
             self._write.put(partial(self._medium.forget, unpack_keys(message)))
         elif kind == "note":
             self._write.put(partial(self._medium.note, unpack_uses(message)))
+        elif kind == "pulse":
+            direction = {"read": self._read, "write": self._write}.get(str(message.get("of")))
+            if direction is None:
+                raise MalformedMessage("pulse: of read, or of write")
+            direction.put(partial(self.send, pack("beat", of=message["of"])))
         elif kind == "scrub":
             self._begin_scrub(float(message["bytes_per_s"]))
         elif kind == "taken":
@@ -267,6 +272,7 @@ def main(fd: int) -> int:
         worker = None
         try:
             near = Arena.attach(config.near_path)
+            near.hold()
             medium = _open(config, near, partial(_tell_progress, sock))
             worker = Worker(sock, medium, config.read_bytes_per_s, config.write_bytes_per_s)
             threading.Thread(target=near.populate, name="hicache-touch", daemon=True).start()

@@ -282,7 +282,23 @@ class LimitsConfig(Section):
     )
     max_prompt_tokens: int = Field(default=2_000_000, ge=1, description="Longest prompt.")
     max_sessions: int = Field(default=256, ge=1, description="Sessions at once.")
+    min_available: TierSize | None = Field(
+        default=Share(0.03),
+        description="Memory that stays available to everybody, of the host and of the control "
+        "groups hicache is in; below it, dram gives some of its own back. A share is of theirs.",
+    )
     max_leases: int = Field(default=65_536, ge=1, description="Leases at once.")
+    max_leased: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of memory that leases may hold; above it, matches are refused.",
+    )
+    max_waiting: int = Field(
+        default=4096,
+        ge=1,
+        description="Puts waiting for room at once; more are refused.",
+    )
     max_queued_moves: int = Field(default=16_384, ge=1, description="Moves waiting per link.")
     max_queued_bytes: Bytes = Field(default=4 * GIB, ge=1, description="Bytes waiting per link.")
     lease_ttl_s: Deadline = Field(

@@ -15,7 +15,18 @@ import pytest
 
 from hicache.client import Client, DaemonAbsent
 from hicache.tiers.disk import DiskTier
-from tests.e2e.household import Household, blocks_of, hicache, prompt, read, store, wait_for
+from tests.e2e.household import (
+    MIB,
+    SPEC,
+    Household,
+    Victim,
+    blocks_of,
+    hicache,
+    prompt,
+    read,
+    store,
+    wait_for,
+)
 from tests.tiers.blocks import listed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -286,16 +297,69 @@ def test_a_second_daemon_on_the_same_disk() -> None:
         assert read(client, tokens) == 6
 
 
-def test_arenas_of_a_killed_daemon_are_cleared_away() -> None:
-    """kill -9 leaves its shared memory behind; the next daemon in the same folder removes it."""
+def test_arenas_of_a_killed_daemon_are_taken_over() -> None:
+    """kill -9 leaves its shared memory behind, and clients map it. The next daemon goes on with the
+    same files, so that no more memory is taken than before; nothing in them is believed."""
     with Household(disk=None) as house:
-        left = set(house.arena_folder.iterdir())
+        client, tokens = house.client(), prompt(1, 6)
+        assert store(client, tokens) == 6
+        assert read(client, tokens) == 6
+        left = {path: path.stat().st_ino for path in house.arena_folder.iterdir()}
+        for _ in range(2):
+            house.kill()
+            house.start()
+            now = {path: path.stat().st_ino for path in house.arena_folder.iterdir()}
+            assert now == left
+            assert read(client, tokens) == 0
+            assert store(client, tokens) == 6
+            assert read(client, tokens) == 6
+        assert house.used()["dram"][1] == 0
+
+
+def test_an_arena_of_another_size_is_emptied_although_a_client_maps_it() -> None:
+    """It cannot be taken over. Its memory goes back at once, not when its last client lets go; and
+    so it does at a clean stop."""
+    with Household(hbm=None, disk=None) as house:
+        client, tokens = house.client(), prompt(1, 6)
+        assert store(client, tokens) == 6
+        (run,) = client.fetch_runs(match := client.match(tokens))
+        mapped = client._connection.arenas["dram"]
+        assert mapped.memory_bytes > 60 * MIB
         house.kill()
-        assert set(house.arena_folder.iterdir()) == left
+        house.configure(hbm=None, disk=None, dram={"size": "48MiB"})
         house.start()
-        now = set(house.arena_folder.iterdir())
-        assert len(now) == len(left)
-        assert not now & left
+        assert mapped.memory_bytes < MIB
+        assert not run.verify()
+        client.release(match)
+        assert store(client, tokens) == 6
+        mapped = client._connection.arenas["dram"]
+        house.stop()
+        assert mapped.memory_bytes < MIB
+        house.start()
+
+
+@pytest.mark.timeout(180)
+def test_slots_that_a_client_may_still_write_are_set_aside_by_the_next_daemon() -> None:
+    """A client is stopped in the middle of a put, and the daemon is killed. The next one, with the
+    same arena, hands out nothing where the client may write: it goes on writing, and no block of
+    anybody is harmed. When its process is dead the slabs are room again."""
+    with Household(hbm=None, disk=None) as house:
+        with Victim(house, "late-put", prompt(103, 6)) as victim:
+            victim.wait_for("writing")
+            house.kill()
+            house.start()
+            set_aside = house.tier("dram")["quarantined_bytes"]
+            assert set_aside >= 6 * SPEC.block_bytes
+            client = house.client()
+            for seed in range(60):  # more than there is room for
+                store(client, prompt(seed, 6))
+            victim.go_on()
+            victim.wait_for("stored-0")
+            came = [read(client, prompt(seed, 6)) for seed in range(60)]
+            assert sum(came) >= 20 * 6
+            assert house.tier("dram")["quarantined_bytes"] == set_aside
+        wait_for(lambda: not house.tier("dram")["quarantined_bytes"], "the slabs back")
+        assert store(client, prompt(200, 6)) == 6
 
 
 def test_stopped_while_requests_wait() -> None:

@@ -84,14 +84,17 @@ def refuse_by_cache(groups: Sequence[Any]) -> None:
             f"the model has {len(groups)} groups of layers with caches of different kinds (hybrid "
             "or sliding-window attention), and one is held"
         )
-    spec = groups[0].kv_cache_spec
-    kinds = {spec, *getattr(spec, "kv_cache_specs", {}).values()}
-    for kind in kinds:
-        name = type(kind).__name__
-        if getattr(kind, "sliding_window", None) or getattr(kind, "attention_chunk_size", None):
-            raise Unsupported("sliding-window and chunked attention are not held")
-        if name != "FullAttentionSpec":
-            raise Unsupported(f"a cache of the kind {name} is not held: only full attention is")
+    # In a model of both kinds of layers vLLM, under a connector like this one, keeps those with a
+    # window or chunks as it does the others: blocks for all tokens, none of which is given up. The
+    # window is then a matter of the attention alone, and every byte of a block is defined.
+    name = type(groups[0].kv_cache_spec).__name__
+    if name in ("SlidingWindowSpec", "ChunkedLocalAttentionSpec"):
+        raise Unsupported(
+            "the model has sliding-window or chunked attention only, and vLLM gives up what its "
+            "layers do not look at any more"
+        )
+    if name != "FullAttentionSpec":
+        raise Unsupported(f"a cache of the kind {name} is not held: only full attention is")
 
 
 def namespace_spec(facts: EngineFacts, caches: Sequence[torch.Tensor]) -> NamespaceSpec:
