@@ -100,7 +100,8 @@ class Household:
     """One daemon's files, its process, and the clients of a test.
 
     `changes` are laid over the small configuration, section by section; a tier that is None is
-    left out. `expected_errors`: texts that may stand in an ERROR line of the log.
+    left out. `expected_errors`: texts that may stand in an ERROR line of the log. `patience_s`: how
+    long the daemon may take to start or to stop.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Household:
         autostart: bool = True,
         options: Sequence[str] = (),
         module: str = "hicache",
+        patience_s: float = PATIENCE_S,
         **changes: Any,
     ) -> None:
         # Short, since a socket's path has at most 107 bytes, which pytest's folders may exceed.
@@ -121,6 +123,7 @@ class Household:
         self.log = self.root / "daemon.log"
         self.options = list(options)
         self.module = module
+        self.patience_s = patience_s
         self.expected_errors: list[str] = []
         self.clients: list[Client] = []
         self.peers: list[Peer] = []
@@ -165,7 +168,8 @@ class Household:
     def start(self) -> None:
         """Start the daemon and wait until it is ready."""
         self.launch()
-        wait_for(self.is_ready, f"a daemon that is ready; it said:\n{self.said()}")
+        what = f"a daemon that is ready; it said:\n{self.said()}"
+        wait_for(self.is_ready, what, self.patience_s)
         self.stats()
 
     def launch(self) -> None:
@@ -199,7 +203,7 @@ class Household:
     def wait(self) -> None:
         """Until the daemon has ended by itself, with status 0."""
         assert self.process is not None
-        assert self.process.wait(PATIENCE_S) == 0, f"it did not end well:\n{self.said()}"
+        assert self.process.wait(self.patience_s) == 0, f"it did not end well:\n{self.said()}"
         self.process = None
 
     def kill(self) -> None:

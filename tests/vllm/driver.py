@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Self
@@ -60,6 +62,14 @@ def transfer_config(endpoint: str, **extra: Any) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": endpoint, **extra},
     }
+
+
+def end_family(process: subprocess.Popen[Any]) -> None:
+    """Kill what is left of a session of processes. vLLM's engines and workers outlive a parent that
+    was killed."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(60)
 
 
 class Events:
@@ -127,6 +137,7 @@ class Driver:
             cwd=ROOT,
             env={**os.environ, **ENVIRONMENT, **environment},
             text=True,
+            start_new_session=True,
         )
 
     def __enter__(self) -> Self:
@@ -137,8 +148,7 @@ class Driver:
         if kind is None:
             self._tell(quit=True)
             self.process.wait(60)
-        self.process.kill()
-        self.process.wait(60)
+        end_family(self.process)
         self._sink.close()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
@@ -185,10 +195,10 @@ class Driver:
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(ANSWER):
-                answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
-                return answer
+        line = self.process.stdout.readline()
+        if line.startswith(ANSWER):
+            answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
+            return answer
         raise AssertionError(f"vLLM ended:\n{self.said()[-4000:]}")
 
 
@@ -271,7 +281,15 @@ def _answer(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
     return _search(llm, told) if "beams" in told else _generate(llm, told)
 
 
+def _only_answers() -> IO[str]:
+    """What the test reads; whatever else this process and its children print is for the log."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
 def main(arguments: dict[str, Any], told: IO[str]) -> None:
+    answers = _only_answers()
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
@@ -282,12 +300,12 @@ def main(arguments: dict[str, Any], told: IO[str]) -> None:
         if name in arguments:
             arguments[name] = kind(**arguments[name])
     llm = LLM(**arguments)
-    print(ANSWER + "{}", flush=True)
+    print(ANSWER + "{}", file=answers, flush=True)
     for line in told:
         what = json.loads(line)
         if "quit" in what:
             break
-        print(ANSWER + json.dumps(_answer(llm, what)), flush=True)
+        print(ANSWER + json.dumps(_answer(llm, what)), file=answers, flush=True)
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -23,7 +23,7 @@ COMMON: Final[dict[str, Any]] = {
     "head_dim": 32,
     "max_position_embeddings": 4096,
     "initializer_range": 0.2,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
 }
 
 

@@ -153,7 +153,7 @@ def test_what_can_become_of_a_daemon(checkpoint: Path, tmp_path: Path) -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
     model = write_model(tmp_path / "model", "llama", **heads)  # 4 MiB a block
     tiers: dict[str, Any] = {"dram": {"size": "56MiB"}, "disk": {"size": "1GiB"}}
-    house = Household(hbm=None, autostart=False, **tiers)
+    house = Household(hbm=None, autostart=False, patience_s=300.0, **tiers)
     log = tmp_path / "vllm.log"
     options: dict[str, Any] = {
         "extra": {"lookup_s": 3.0, "load_s": 6.0, "store_s": 3.0},

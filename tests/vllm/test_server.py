@@ -10,14 +10,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
 from tests.e2e.household import Household, free_port, wait_for
-from tests.vllm.driver import ENVIRONMENT, PATIENT, ROOT, Events, transfer_config
+from tests.vllm.driver import ENVIRONMENT, PATIENT, ROOT, Events, end_family, transfer_config
 from tests.vllm.test_reload import BLOCK_TOKENS, hashes
 
 pytestmark = pytest.mark.timeout(1800)
@@ -61,6 +61,7 @@ class Server:
             stderr=self._sink,
             cwd=ROOT,
             env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
         )
 
     def __enter__(self) -> Self:
@@ -72,7 +73,9 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
-        self.process.wait(60)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        end_family(self.process)
         self._sink.close()
         self.events.close()
 
