@@ -122,6 +122,7 @@ class Household:
         self.options = list(options)
         self.module = module
         self.expected_errors: list[str] = []
+        self.patience_s = PATIENCE_S
         self.clients: list[Client] = []
         self.peers: list[Peer] = []
         self.process: subprocess.Popen[bytes] | None = None
@@ -165,7 +166,10 @@ class Household:
     def start(self) -> None:
         """Start the daemon and wait until it is ready."""
         self.launch()
-        wait_for(self.is_ready, f"a daemon that is ready; it said:\n{self.said()}")
+        try:
+            wait_for(self.is_ready, "a daemon that is ready", self.patience_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it said:\n{self.said()}") from None
         self.stats()
 
     def launch(self) -> None:
