@@ -38,6 +38,7 @@ from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
 from hicache.faults import Faults
 from hicache.fitting import Fitter
+from hicache.freed import FreedMemory
 from hicache.instance import Instance
 from hicache.keys import NamespaceSpec
 from hicache.recording import Recorder
@@ -240,6 +241,8 @@ class Daemon:
         condition = self.condition
         condition.watch("witnesses", lambda now_s: 0.0, self.service.witness_faults)
         ticks: list[tuple[Faults, Callable[[float], None]]] = []
+        trim = FreedMemory(self.started_s)
+        ticks.append((Faults("giving freed memory back"), trim.tick))
         if self._doorkeeper is not None:
             condition.watch("doorkeeper", lambda now_s: 0.0, self._doorkeeper.faults)
         if self._fitter is not None:

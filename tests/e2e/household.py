@@ -125,6 +125,7 @@ class Household:
         self.module = module
         self.patience_s = patience_s
         self.expected_errors: list[str] = []
+        self.patience_s = PATIENCE_S
         self.clients: list[Client] = []
         self.peers: list[Peer] = []
         self.process: subprocess.Popen[bytes] | None = None
@@ -168,8 +169,10 @@ class Household:
     def start(self) -> None:
         """Start the daemon and wait until it is ready."""
         self.launch()
-        what = f"a daemon that is ready; it said:\n{self.said()}"
-        wait_for(self.is_ready, what, self.patience_s)
+        try:
+            wait_for(self.is_ready, "a daemon that is ready", self.patience_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it said:\n{self.said()}") from None
         self.stats()
 
     def launch(self) -> None:

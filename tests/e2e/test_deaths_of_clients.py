@@ -4,6 +4,7 @@ shows."""
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import numpy as np
 import psutil
@@ -13,6 +14,13 @@ from hicache.connection import Transport
 from tests.e2e.household import SPEC, Household, Victim, blocks_of, prompt, read, store, wait_for
 
 pytestmark = pytest.mark.e2e
+SMALL: dict[str, Any] = {
+    "hbm": None,
+    "disk": None,
+    "dram": {"size": "8MiB"},
+    "limits": {"lease_ttl": "500ms"},
+}
+"""Five prompts of six blocks fill it."""
 
 
 @pytest.mark.parametrize("transport", ["arena", "frames"])
@@ -98,30 +106,30 @@ def test_resumed_long_after_its_slots_were_taken_from_it() -> None:
     """It was stopped in the middle of a put for longer than its ticket lasts, and others have
     filled all of memory since. It writes into its slots and commits: that is refused, and no block
     of anybody is harmed, then or when its slots are free again."""
-    with Household(hbm=None, disk=None, limits={"lease_ttl": "500ms"}) as house:
+    with Household(**SMALL) as house:
         client = house.client()
         with Victim(house, "late-put", prompt(108, 6)) as victim:
             victim.wait_for("writing")
             victim.freeze()
             wait_for(lambda: house.tier("dram")["quarantined_bytes"], "the quarantine")
-            for seed in range(60):  # more than there is room for
+            for seed in range(12):  # more than there is room for
                 store(client, prompt(seed, 6))
             victim.go_on()
             victim.wait_for("stored-0")
-            assert sum(read(client, prompt(seed, 6)) for seed in range(60)) >= 30 * 6
+            assert sum(read(client, prompt(seed, 6)) for seed in range(12)) >= 3 * 6
         assert client.match(prompt(108, 6)).hit_blocks == 0
         wait_for(lambda: not house.tier("dram")["quarantined_bytes"], "the slots back")
-        for seed in range(60, 120):
+        for seed in range(12, 24):
             store(client, prompt(seed, 6))
-        assert sum(read(client, prompt(seed, 6)) for seed in range(120)) >= 30 * 6
+        assert sum(read(client, prompt(seed, 6)) for seed in range(24)) >= 3 * 6
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("others", "word"), [(60, "unusable"), (1, "right")])
+@pytest.mark.parametrize(("others", "word"), [(12, "unusable"), (1, "right")])
 def test_resumed_long_after_its_lease_ended(others: int, word: str) -> None:
     """It was stopped with blocks to read. Where others were stored in their place meanwhile it sees
     that, and uses nothing; where none were, what it reads is its own."""
-    with Household(hbm=None, disk=None, limits={"lease_ttl": "500ms"}) as house:
+    with Household(**SMALL) as house:
         client, tokens = house.client(), prompt(109, 6)
         assert store(client, tokens) == 6
         with Victim(house, "late-read", tokens) as victim:

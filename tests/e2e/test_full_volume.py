@@ -73,4 +73,4 @@ def test_a_deleted_folder() -> None:
 
         wait_for(is_durable, "a disk that begins anew")
         assert house.disk.exists()
-        assert house.ask("health")["healthy"]
+        wait_for(lambda: house.ask("health")["healthy"], "a healthy daemon")

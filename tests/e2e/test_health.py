@@ -10,10 +10,15 @@ import numpy as np
 import psutil
 import pytest
 
+from hicache.condition import PATIENCE_S
+from hicache.transfer.pulse import EVERY_S
 from tests.e2e.household import SPEC, Household, blocks_of, hicache, prompt, read, store, wait_for
 
 pytestmark = pytest.mark.e2e
-RED_S = 5.0
+
+
+def test_what_stands_still_shows_within_five_seconds() -> None:
+    assert EVERY_S + PATIENCE_S < 5.0
 
 
 def probed(house: Household, probe: str, *more: str) -> tuple[int, dict[str, Any]]:
@@ -24,17 +29,17 @@ def probed(house: Household, probe: str, *more: str) -> tuple[int, dict[str, Any
 @pytest.mark.parametrize("kind", ["disk", "gpu"])
 @pytest.mark.timeout(180)
 def test_an_idle_worker_that_stands_still_shows(house: Household, kind: str) -> None:
-    """Nobody asks anything of it. It owes an answer after a second at the latest, and shows within
-    five by the daemon's own clock; it goes on, and all is well again."""
+    """Nobody asks anything of it but whether it goes on, once a second. It shows; when it goes on,
+    all is well again."""
     wait_for(lambda: house.ask("health")["healthy"], "a healthy daemon")
     worker = psutil.Process(house.worker(kind))
     worker.send_signal(signal.SIGSTOP)
     try:
-        health = wait_for(lambda: (h := house.ask("health"))["problems"] and h, "a problem")
-        (name,) = health["problems"]
-        assert name.startswith(kind)
+        name = next(device for device in house.stats()["workers"] if device.startswith(kind))
+        wait_for(lambda: name in house.ask("health")["problems"], "it shows")
+        health = house.ask("health")
         assert "stands still" in health["problems"][name]
-        assert health["parts"][name]["owes_s"] <= RED_S
+        assert health["parts"][name]["owes_s"] > PATIENCE_S
         assert (health["live"], health["ready"], health["healthy"]) == (True, True, False)
         assert [probed(house, probe)[0] for probe in ("live", "ready", "healthy")] == [0, 0, 1]
     finally:

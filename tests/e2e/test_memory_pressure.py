@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.household import MIB, SPEC, Household, blocks_of, prompt, read, store, wait_for
 
 pytestmark = pytest.mark.e2e
+SMALL: dict[str, Any] = {"hbm": None, "dram": {"size": "16MiB"}}
 SHORT: dict[str, Any] = {"limits": {"min_available": "100%"}}
 """More than any machine has left: whatever can be given is given."""
 
@@ -21,7 +22,7 @@ def memory_of(house: Household) -> int:
 
 
 def change(house: Household, **changes: Any) -> None:
-    house.configure(hbm=None, **changes)
+    house.configure(**SMALL | changes)
     house.ask("reload")
 
 
@@ -29,19 +30,19 @@ def change(house: Household, **changes: Any) -> None:
 def test_dram_is_given_back_and_taken_again() -> None:
     """Nothing is lost to a tier below that has room, the pages are the machine's again although a
     client maps them, what is leased stays and is right, and later the whole size is room again."""
-    with Household(hbm=None, what_if=False) as house:
+    with Household(**SMALL) as house:
         client = house.client()
         before = memory_of(house)
-        for seed in range(30):
+        for seed in range(8):
             assert store(client, prompt(seed, 6)) == 6
-        held = client.match(prompt(29, 6))
+        held = client.match(prompt(7, 6))
         assert held.lease
         change(house, **SHORT)
-        wait_for(lambda: house.tier("dram")["given_back_bytes"] >= 40 * MIB, "most of the memory")
-        assert memory_of(house) < before - 39 * MIB
+        wait_for(lambda: house.tier("dram")["given_back_bytes"] >= 8 * MIB, "most of the memory")
+        assert memory_of(house) < before - 7 * MIB
         out = np.zeros((6, SPEC.block_bytes), np.uint8)
         assert client.fetch(held, out).blocks == 6, "a leased block was given up"
-        assert np.array_equal(out, blocks_of(prompt(29, 6)))
+        assert np.array_equal(out, blocks_of(prompt(7, 6)))
         client.release(held)
         wait_for(lambda: house.tier("dram")["capacity_bytes"] < MIB, "all of it")
         assert house.ask("health")["live"]
@@ -49,8 +50,8 @@ def test_dram_is_given_back_and_taken_again() -> None:
         change(house)
         wait_for(lambda: not house.tier("dram")["given_back_bytes"], "its whole size")
         assert memory_of(house) >= before - MIB
-        came = [read(client, prompt(seed, 6)) for seed in range(30)]
-        assert sum(came) >= 29 * 6
+        came = [read(client, prompt(seed, 6)) for seed in range(8)]
+        assert sum(came) >= 7 * 6
         assert store(client, prompt(99, 6)) == 6
         assert read(client, prompt(99, 6)) == 6
         assert "memory is short" in house.said()
@@ -60,7 +61,7 @@ def test_dram_is_given_back_and_taken_again() -> None:
 @pytest.mark.timeout(180)
 def test_a_reader_whose_lease_ended_sees_that_the_pages_are_gone() -> None:
     """It maps them still, and reads zeros: its generations tell it not to use them."""
-    with Household(hbm=None, disk=None) as house:
+    with Household(**SMALL | {"disk": None}) as house:
         client, tokens = house.client(), prompt(1, 6)
         assert store(client, tokens) == 6
         match = client.match(tokens)

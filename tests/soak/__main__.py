@@ -92,6 +92,9 @@ class Soak:
             "totals": totals,
             "slowest_call_s": slowest_s,
             "memory_growth": growth,
+            "memory_mib": [
+                [round(age_s), round(num / 2**20, 1)] for age_s, num in self.memory[::6]
+            ],
             "troubles": self.troubles,
         }
 
@@ -222,10 +225,10 @@ def main() -> int:
     print(f"soak: {options.duration}, {options.clients} clients, seed {options.seed}", flush=True)
     soak = Soak(parse_seconds(options.duration), options.clients, options.seed)
     result = soak.run()
-    text = json.dumps(result, indent=1)
     if options.json:
-        Path(options.json).write_text(text + "\n")
-    print(text)
+        Path(options.json).write_text(json.dumps(result) + "\n")
+    told = {name: value for name, value in result.items() if name != "memory_mib"}
+    print(json.dumps(told, indent=1))
     for trouble in result["troubles"]:
         print(f"TROUBLE: {trouble}")
     return 1 if result["troubles"] else 0

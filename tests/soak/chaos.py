@@ -33,6 +33,8 @@ from tests.soak.clock import CLOCK
 
 LEASE_TTL_S: Final = 3.0
 DAY_S: Final = 86400.0
+START_S: Final = 120.0
+"""Beside six clients, on two processors that may have other work."""
 
 
 class Hand:
@@ -68,6 +70,7 @@ class SoakHousehold(Household):
         os.environ[CONTROL], os.environ[CLOCK] = str(self.fault), str(self.clock)
         self.clock.write_text("0")
         super().__init__(autostart=False, module="tests.soak.daemon", **CONFIG)
+        self.patience_s = START_S
         self.will_fail("sync", 1, errno.EIO, for_good=False)
 
     def will_fail(self, kind: str, nth: int, error: int, for_good: bool) -> None:

@@ -37,7 +37,7 @@ from tests.e2e.household import Household
 MATCH_S: Final = 0.25
 FETCH_S: Final = 0.5
 ALLOWED: Final = 1.02
-FIRST_TOKENS, TURN_TOKENS, MAX_TURNS = 300, 48, 8
+FIRST_TOKENS, TURN_TOKENS, MAX_TURNS = 96, 16, 8
 QUIET_S: Final = (0.5, 4.0)
 """Between two deeds, at least and at most."""
 
