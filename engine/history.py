@@ -98,7 +98,8 @@ class Context(NamedTuple):
 
 class History:
     """The ghost index, the classes, and the counts that a fit needs. `wants_fits`: whether a policy
-    ranks by the model; where none does, none is fitted."""
+    ranks by the model; where none does, none is fitted. `num_fits`: that ended, also without a
+    model; `is_fitting`: one has begun and not ended."""
 
     def __init__(self, max_ghost_blocks: int = MAX_GHOST_BLOCKS) -> None:
         self.ghost = Ghost(max_ghost_blocks, self._forgotten)
@@ -106,6 +107,8 @@ class History:
         self.wants_fits = False
         self.model: Model | None = None
         self.num_requests = 0
+        self.num_fits = 0
+        self.is_fitting = False
         self._fitted_at = 0
         self._kinds: dict[Levels, int] = {}
         self._levels: list[Levels] = []
@@ -181,6 +184,7 @@ class History:
         """All that a fit needs, last; None before, whenever so many runs more have been looked at.
         Requests may come between: what they change counts in either state, never both for long."""
         self._fitted_at = self.num_requests
+        self.is_fitting = True
         censored = np.zeros((MAX_KINDS, NUM_BINS))
         for number, run in enumerate(self.ghost.each()):
             if number % runs_each == runs_each - 1:
@@ -191,7 +195,9 @@ class History:
         yield Snapshot(np.array(self._levels, np.int64), self._events[:size].copy(), censored)
 
     def adopt(self, model: Model | None) -> None:
-        """A fit is done; None changes nothing."""
+        """A fit is over; None (there is no model) changes nothing."""
+        self.num_fits += 1
+        self.is_fitting = False
         if model is not None:
             self.model = model
 

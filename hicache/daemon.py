@@ -483,6 +483,7 @@ class Daemon:
             "errors": dict(service.errors),
             "puts": dict(service.puts),
             "gate": figures.gate_row(self.engine),
+            "history": figures.history_row(self.engine),
             "dropped_blocks": self.engine.evictor.dropped,
             "workers": self.mover.pids(),
         }

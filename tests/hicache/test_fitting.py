@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing.connection
+import signal
 
 import numpy as np
 
@@ -26,10 +26,11 @@ def begin(fitter: Fitter) -> None:
 
 
 def end(fitter: Fitter) -> None:
-    """Tick whenever the process says something, until the fit is over."""
-    while fitter._pipe is not None:
-        multiprocessing.connection.wait([fitter._pipe])
-        fitter.tick()
+    """Wait until the process has ended, and tick."""
+    assert fitter._process is not None
+    fitter._process.wait()
+    fitter.tick()
+    assert fitter._process is None
 
 
 def test_a_model_comes_back() -> None:
@@ -41,6 +42,30 @@ def test_a_model_comes_back() -> None:
     end(fitter)
     assert history.model is not None
     fitter.close()
+
+
+def test_nobody_waits_for_a_process_that_does_not_get_to_run() -> None:
+    """It goes after everybody else: what it is told must not need it to read."""
+    history = busy_history()
+    fitter = Fitter(history)
+    begin(fitter)
+    assert fitter._process is not None
+    fitter._process.send_signal(signal.SIGSTOP)
+    for _ in range(3):
+        fitter.tick()
+    assert history.model is None
+    fitter._process.send_signal(signal.SIGCONT)
+    end(fitter)
+    assert history.model is not None
+
+
+def test_a_fit_under_way_is_ended_with_the_daemon() -> None:
+    fitter = Fitter(busy_history())
+    begin(fitter)
+    process = fitter._process
+    assert process is not None
+    fitter.close()
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_nothing_is_fitted_where_no_policy_ranks_by_a_model() -> None:
