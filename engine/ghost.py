@@ -57,6 +57,16 @@ class Run:
     def __len__(self) -> int:
         return len(self.symbols) // SYMBOL
 
+    @property
+    def is_trunk(self) -> bool:
+        """Whether requests have left it in several directions."""
+        full = (child for child in self.children.values() if not child.is_partial)
+        return next(full, None) is not None and next(full, None) is not None
+
+    def leads_elsewhere(self, below: Run | None) -> bool:
+        """Whether requests have gone on from here otherwise than by `below`."""
+        return any(child is not below and not child.is_partial for child in self.children.values())
+
 
 Mark = tuple[int, int, int, Run]
 """The block a run ends at, its kind, its uses, and itself."""

@@ -11,6 +11,14 @@ towards 1 by a prior of so many expected events, so rare classes follow their fe
 features the whole. Intervals still open count as exposure up to now and nothing beyond (censoring):
 the fit knows nothing of the future.
 
+Each role (the first feature) is fitted by itself, with an h0 of its own. A trunk is asked for by
+whoever comes next, a tail by its own conversation, when somebody has read the answer: their hazards
+have other shapes over age, which no factor per band of ages turns into each other, and most returns
+are of trunks that are a second old.
+
+At ages that few blocks have reached h0 goes on from the bin before as 1/age: of what has been
+unused for longer than anything whose end is known, the longest unused goes first, as under LRU.
+
 The rank of a block is its Gittins index: over all times T to keep it at most so long,
 
     rank(x, age) = max_T  P(reuse ≤ T) / E[min(reuse, T)]
@@ -41,6 +49,7 @@ _STARTS_S: Final = [0.0, *_EDGES_S]
 _BAND_OF: Final = np.array([bisect_right(BAND_EDGES_S, start_s) for start_s in _STARTS_S])
 _NUM_BANDS: Final = len(BAND_EDGES_S) + 1
 
+AGE_PRIOR_EVENTS: Final = 0.3
 FACTOR_PRIOR_EVENTS: Final = 8.0
 RESIDUAL_PRIOR_EVENTS: Final = 20.0
 MIN_EVENTS: Final = 50.0
@@ -56,7 +65,8 @@ def bin_of(age_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a fit needs. `levels[class]`: its level in each feature, shape [classes, features];
+    """What a fit needs. `levels[class]`: its level in each feature, shape [classes, features], the
+    first one its role;
     `events`, `censored`: weights of intervals that ended with a use, or without one so far, by
     their age then, shape [classes, NUM_BINS]."""
 
@@ -95,15 +105,17 @@ def fit(snapshot: Snapshot) -> Model | None:
     if events.sum() < MIN_EVENTS:
         return None
     exposure_s = _exposure(events + snapshot.censored)
-    total_s = exposure_s.sum(axis=0)
-    overall = events.sum() / exposure_s.sum()
-    base = (events.sum(axis=0) + 0.3) / (total_s + 0.3 / overall)
-    factors = _factors(snapshot.levels, events, exposure_s * base)[:, _BAND_OF]
-    factors = np.vstack((factors, np.ones(NUM_BINS)))
-    ranks = gittins(factors * base)
-    # At ages that nobody has reached yet nothing is known to return, whatever the prior says.
-    seen = events.sum(axis=0) / np.maximum(total_s, 1e-9)
-    returns = 1.0 - np.cumprod(np.exp(-factors * seen * WIDTHS_S)[:, ::-1], axis=1)[:, ::-1]
+    hazards, seen = np.empty_like(events), np.empty_like(events)
+    roles = snapshot.levels[:, 0]
+    for alike in (roles == role for role in np.unique(roles)):
+        base, base_seen = _over_age(events[alike], exposure_s[alike])
+        levels, expected = snapshot.levels[alike], exposure_s[alike] * base
+        factors = _factors(levels, events[alike], expected)[:, _BAND_OF]
+        hazards[alike], seen[alike] = factors * base, factors * base_seen
+    for_anybody, seen_of_anybody = _over_age(events, exposure_s)
+    ranks = gittins(np.vstack((hazards, for_anybody)))
+    lasting = np.exp(-np.vstack((seen, seen_of_anybody)) * WIDTHS_S)
+    returns = 1.0 - np.cumprod(lasting[:, ::-1], axis=1)[:, ::-1]
     return Model(
         ranks[:-1].tolist(), ranks[-1].tolist(), returns[:-1].tolist(), returns[-1].tolist()
     )
@@ -126,6 +138,19 @@ def _exposure(ended: Matrix) -> Matrix:
     outlasting = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
     exposure: Matrix = (outlasting + ended / 2) * WIDTHS_S
     return exposure
+
+
+def _over_age(events: Matrix, exposure_s: Matrix) -> tuple[Matrix, Matrix]:
+    """The hazard of all these classes together, shape [NUM_BINS]: shrunk bin by bin towards where
+    the bin before was going; and as it was seen, 0 at ages that nobody has reached."""
+    num_events, total_s = events.sum(axis=0), exposure_s.sum(axis=0)
+    seen: Matrix = num_events / np.maximum(total_s, 1e-9)
+    base = np.empty(NUM_BINS)
+    expected = (num_events.sum() + AGE_PRIOR_EVENTS) / max(total_s.sum(), 1e-9)
+    for age, (num, at_risk_s) in enumerate(zip(num_events, total_s, strict=True)):
+        base[age] = (num + AGE_PRIOR_EVENTS) / (at_risk_s + AGE_PRIOR_EVENTS / expected)
+        expected = base[age] / GROWTH
+    return base, seen
 
 
 def _factors(levels: npt.NDArray[np.int64], events: Matrix, expected: Matrix) -> Matrix:

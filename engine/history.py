@@ -4,8 +4,9 @@ For each request the history walks the ghost index and notes, for every run it f
 came back after so long, as one of its class; then it gives all runs of the path the class they have
 from now on. A class (`kind`, a small number) stands for the levels of these features:
 
-    role      the request's own tail, a trunk that several requests have left in different
-              directions, or a partial block (which the next turn will not ask for again)
+    role      a trunk that several requests have left in different directions, whoever ends there;
+              a partial block (which the next turn will not ask for again); or else a tail, which
+              one conversation only has asked for
     turn      how many requests, one extending the other, led here
     blocks    the length of the prompt
     gap       between the conversation's turns so far (a geometric mean that forgets)
@@ -132,8 +133,8 @@ class History:
                 for pair in run.pairs:
                     pair.returned(run, now_s)
                 run.pairs = None
-        context = self._context(walk.found, num_blocks, num_blocks - walk.found_blocks, now_s)
         path = walk.found + walk.added
+        context = self._context(path, num_blocks, num_blocks - walk.found_blocks, now_s)
         for run in path:
             run.touches += 1
             run.last_s = now_s
@@ -204,18 +205,20 @@ class History:
     def _forgotten(self, run: Run) -> None:
         self._censored[run.kind, bin_of(self.now_s - run.last_s)] += run.weight
 
-    def _context(
-        self, found: Sequence[Run], num_blocks: int, num_new: int, now_s: float
-    ) -> Context:
-        """The request as it came: it goes on from the longest earlier one that it extends."""
-        for run in reversed(found):
+    def _context(self, path: Sequence[Run], num_blocks: int, num_new: int, now_s: float) -> Context:
+        """The request as it came: it goes on from the longest earlier one that it extends. Not from
+        one that others have extended already: that is no turn before, but what they all begin with
+        (a system prompt that somebody once sent alone), or an answer that was asked for again."""
+        below: Run | None = None
+        for run in reversed(path):
             before = run.context
-            if before is not None:
+            if before is not None and not run.leads_elsewhere(below):
                 gap_s = now_s - run.last_s
                 if before.turn > 1:
                     mean = _GAP_KEPT * math.log1p(before.gap_s)
                     gap_s = math.expm1(mean + (1 - _GAP_KEPT) * math.log1p(gap_s))
                 return Context(before.turn + 1, num_blocks, gap_s, num_new)
+            below = run
         return Context(1, num_blocks, 0.0, num_new)
 
     def _classify(self, path: Sequence[Run], context: Context) -> None:
@@ -227,12 +230,10 @@ class History:
             role = _TAIL
             if run.is_partial:
                 role = _PARTIAL
-            elif run.context is context:
-                pass
-            elif sum(not child.is_partial for child in run.children.values()) > 1:
+            elif run.is_trunk:
                 role = _TRUNK
                 trunk.append(run)
-            else:
+            elif run.context is not context:
                 inner.append(run)
             run.kind = self._kind_of(context.levels(role, run.touches))
             run.weight = 1.0
