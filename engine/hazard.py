@@ -29,11 +29,13 @@ The rank of a block is its Gittins index: over all times T to keep it at most so
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from hicache.engine.verdict import KEPT, hits_by_size, size_number, unjudged
 
 Matrix = npt.NDArray[np.float64]
 
@@ -64,6 +66,26 @@ def bin_of(age_s: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Fate:
+    """What has become of blocks up to `now_s`: `used`, `unused`: intervals that ended with a use,
+    or without one so far, by their age then; each counts, shape [classes, NUM_BINS]."""
+
+    now_s: float
+    used: Matrix
+    unused: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The model that a fit replaces, and what was known when that was fitted."""
+
+    ranks: list[list[float]]
+    anybody: list[float]
+    hits: Matrix
+    fate: Fate
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """What a fit needs. `levels[class]`: its level in each feature, shape [classes, features], the
     first one its role;
@@ -73,6 +95,8 @@ class Snapshot:
     levels: npt.NDArray[np.int64]
     events: Matrix
     censored: Matrix
+    fate: Fate
+    before: Before | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +104,25 @@ class Model:
     """`ranks[class][bin]`: uses per second of room, shape [classes, NUM_BINS], as lists: a rank is
     looked up one at a time. `returns[class][bin]`: the probability of another use within the time
     that was observed. `anybody`, `anybody_returns`: the same for a class that came after the fit,
-    or that is not known (-1)."""
+    or that is not known (-1). `hits`: what its order and LRU's would have hit of late, by the
+    tier's size (`hits_by_size`), all 0 before it was judged."""
 
     ranks: list[list[float]]
     anybody: list[float]
     returns: list[list[float]]
     anybody_returns: list[float]
+    hits: Matrix = field(default_factory=unjudged)
 
     def rank(self, kind: int, age_s: float) -> float:
         """The Gittins index of a class at an age."""
         ranks = self.ranks[kind] if 0 <= kind < len(self.ranks) else self.anybody
         return ranks[bisect_right(_EDGES_S, age_s)]
+
+    def beats_age(self, num_blocks: int) -> bool:
+        """Whether a tier of so many blocks would have hit more of late in its order than in LRU's:
+        not before it was judged, nor where both hit the same."""
+        by_rank, by_age = self.hits[:, size_number(num_blocks)]
+        return bool(by_rank > by_age)
 
     def returns_at(self, kind: int, age_s: float) -> float:
         """The probability that a block of a class, unused for so long, is used again."""
@@ -117,7 +149,11 @@ def fit(snapshot: Snapshot) -> Model | None:
     lasting = np.exp(-np.vstack((seen, seen_of_anybody)) * WIDTHS_S)
     returns = 1.0 - np.cumprod(lasting[:, ::-1], axis=1)[:, ::-1]
     return Model(
-        ranks[:-1].tolist(), ranks[-1].tolist(), returns[:-1].tolist(), returns[-1].tolist()
+        ranks[:-1].tolist(),
+        ranks[-1].tolist(),
+        returns[:-1].tolist(),
+        returns[-1].tolist(),
+        _judged(snapshot),
     )
 
 
@@ -131,6 +167,24 @@ def gittins(hazards: Matrix) -> Matrix:
         kept_s = np.cumsum((alive_before + alive_after) / 2 * WIDTHS_S[start:], axis=1)
         ranks[:, start] = ((1 - alive_after) / kept_s).max(axis=1)
     return ranks
+
+
+def _judged(snapshot: Snapshot) -> Matrix:
+    """`Model.hits` now: of the model before this one, by what has happened since it was fitted."""
+    before, after = snapshot.before, snapshot.fate
+    if before is None:
+        return unjudged()
+    num_new = len(after.used) - len(before.fate.used)
+    used, unused = (
+        np.vstack((counts, np.zeros((num_new, NUM_BINS))))
+        for counts in (before.fate.used, before.fate.unused)
+    )
+    ranks = np.array(before.ranks + [before.anybody] * (len(after.used) - len(before.ranks)))
+    spent_s = _exposure(after.used + after.unused) - _exposure(used + unused)
+    span_s = after.now_s - before.fate.now_s
+    hits = hits_by_size(ranks, after.used - used, np.maximum(spent_s, 0.0), span_s)
+    judged: Matrix = KEPT * before.hits + hits
+    return judged
 
 
 def _exposure(ended: Matrix) -> Matrix:

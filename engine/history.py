@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.engine.ghost import SYMBOL, Ghost, Mark, Run
-from hicache.engine.hazard import NUM_BINS, Model, Snapshot, bin_of
+from hicache.engine.hazard import NUM_BINS, Before, Fate, Model, Snapshot, bin_of
 
 MAX_KINDS: Final = 256
 _KIND_LIMITS: Final = (160, 180, 200, 240, MAX_KINDS)
@@ -100,12 +100,14 @@ class Context(NamedTuple):
 class History:
     """The ghost index, the classes, and the counts that a fit needs. `wants_fits`: whether a policy
     ranks by the model; where none does, none is fitted. `num_fits`: that ended, also without a
-    model; `is_fitting`: one has begun and not ended."""
+    model; `is_fitting`: one has begun and not ended. `num_held(tier)`: the blocks in this tier and
+    those above it, as the cache engine knows."""
 
     def __init__(self, max_ghost_blocks: int = MAX_GHOST_BLOCKS) -> None:
         self.ghost = Ghost(max_ghost_blocks, self._forgotten)
         self.now_s = 0.0
         self.wants_fits = False
+        self.num_held: Callable[[int], int] = lambda tier: 0
         self.model: Model | None = None
         self.num_requests = 0
         self.num_fits = 0
@@ -115,6 +117,9 @@ class History:
         self._levels: list[Levels] = []
         self._events = np.zeros((MAX_KINDS, NUM_BINS))
         self._censored = np.zeros((MAX_KINDS, NUM_BINS))
+        self._blocks_used = np.zeros((MAX_KINDS, NUM_BINS))
+        self._blocks_forgotten = np.zeros((MAX_KINDS, NUM_BINS))
+        self._at_last_fit: Fate | None = None
 
     # --- what happens -------------------------------------------------------------------------
 
@@ -129,10 +134,7 @@ class History:
         walk = self.ghost.walk(namespace, symbols, num_blocks - is_partial, now_s)
         for run in walk.found:
             self._events[run.kind, bin_of(now_s - run.last_s)] += run.weight
-            if run.pairs is not None:
-                for pair in run.pairs:
-                    pair.returned(run, now_s)
-                run.pairs = None
+            self._blocks_used[run.kind, bin_of(now_s - run.last_s)] += len(run)
         path = walk.found + walk.added
         context = self._context(path, num_blocks, num_blocks - walk.found_blocks, now_s)
         for run in path:
@@ -186,14 +188,24 @@ class History:
         Requests may come between: what they change counts in either state, never both for long."""
         self._fitted_at = self.num_requests
         self.is_fitting = True
-        censored = np.zeros((MAX_KINDS, NUM_BINS))
+        censored, unused = self._censored.copy(), self._blocks_forgotten.copy()
         for number, run in enumerate(self.ghost.each()):
             if number % runs_each == runs_each - 1:
                 yield None
-            censored[run.kind, bin_of(self.now_s - run.last_s)] += run.weight
+            cell = run.kind, bin_of(self.now_s - run.last_s)
+            censored[cell] += run.weight
+            unused[cell] += len(run)
         size = len(self._levels)
-        censored = censored[:size] + self._censored[:size]
-        yield Snapshot(np.array(self._levels, np.int64), self._events[:size].copy(), censored)
+        fate = Fate(self.now_s, self._blocks_used[:size].copy(), unused[:size])
+        model, before = self.model, self._at_last_fit
+        self._at_last_fit = fate
+        yield Snapshot(
+            np.array(self._levels, np.int64),
+            self._events[:size].copy(),
+            censored[:size],
+            fate,
+            Before(model.ranks, model.anybody, model.hits, before) if model and before else None,
+        )
 
     def adopt(self, model: Model | None) -> None:
         """A fit is over; None (there is no model) changes nothing."""
@@ -203,7 +215,9 @@ class History:
             self.model = model
 
     def _forgotten(self, run: Run) -> None:
-        self._censored[run.kind, bin_of(self.now_s - run.last_s)] += run.weight
+        cell = run.kind, bin_of(self.now_s - run.last_s)
+        self._censored[cell] += run.weight
+        self._blocks_forgotten[cell] += len(run)
 
     def _context(self, path: Sequence[Run], num_blocks: int, num_new: int, now_s: float) -> Context:
         """The request as it came: it goes on from the longest earlier one that it extends. Not from

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hicache.engine.hazard import NUM_BINS, WIDTHS_S, Model, Snapshot, bin_of, fit, gittins
+from hicache.engine.hazard import NUM_BINS, WIDTHS_S, Fate, Model, Snapshot, bin_of, fit, gittins
 from hicache.engine.history import MAX_KINDS, History
 
 
@@ -15,8 +15,10 @@ def snapshot_of(hazards: list[float], num_each: int = 5000) -> Snapshot:
     for hazard in hazards:
         alive = np.exp(-hazard * np.concatenate(([0.0], ends)))
         rows.append(num_each * (alive[:-1] - alive[1:]))
-    levels = np.arange(len(hazards)).reshape(-1, 1)
-    return Snapshot(levels, np.array(rows), np.zeros((len(hazards), NUM_BINS)))
+    numbers = np.arange(len(hazards))
+    levels = np.stack((0 * numbers, numbers), axis=1)
+    events, censored = np.array(rows), np.zeros((len(hazards), NUM_BINS))
+    return Snapshot(levels, events, censored, Fate(0.0, events, censored))
 
 
 def test_a_constant_hazard_is_its_own_rank_at_every_age() -> None:
