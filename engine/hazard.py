@@ -48,6 +48,7 @@ _EDGES_S: Final = [FIRST_EDGE_S * GROWTH**n for n in range(NUM_BINS - 1)]
 WIDTHS_S: Final = np.diff([0.0, *_EDGES_S, _EDGES_S[-1] * GROWTH])
 BAND_EDGES_S: Final = (20.0, 120.0, 900.0)
 _STARTS_S: Final = [0.0, *_EDGES_S]
+_PER_WIDTH: Final[list[float]] = (1.0 / WIDTHS_S).tolist()
 _BAND_OF: Final = np.array([bisect_right(BAND_EDGES_S, start_s) for start_s in _STARTS_S])
 _NUM_BANDS: Final = len(BAND_EDGES_S) + 1
 
@@ -114,9 +115,14 @@ class Model:
     hits: Matrix = field(default_factory=unjudged)
 
     def rank(self, kind: int, age_s: float) -> float:
-        """The Gittins index of a class at an age."""
+        """The Gittins index of a class at an age; between the starts of two bins on a line, so that
+        blocks go in the order of their ages within a bin too, and none jumps at its end."""
         ranks = self.ranks[kind] if 0 <= kind < len(self.ranks) else self.anybody
-        return ranks[bisect_right(_EDGES_S, age_s)]
+        number = bisect_right(_EDGES_S, age_s)
+        if number == NUM_BINS - 1:
+            return ranks[number]
+        share = (age_s - _STARTS_S[number]) * _PER_WIDTH[number]
+        return ranks[number] + share * (ranks[number + 1] - ranks[number])
 
     def beats_age(self, num_blocks: int) -> bool:
         """Whether a tier of so many blocks would have hit more of late in its order than in LRU's:

@@ -8,9 +8,9 @@ from now on. A class (`kind`, a small number) stands for the levels of these fea
               a partial block (which the next turn will not ask for again); or else a tail, which
               one conversation only has asked for
     turn      how many requests, one extending the other, led here
-    blocks    the length of the prompt
+    blocks    the length of the prompt, of a tail: it says nothing of who else comes by a trunk
     gap       between the conversation's turns so far (a geometric mean that forgets)
-    new       blocks that had not been seen before
+    new       blocks that had not been seen before, of a tail
     stop      why the inference engine's last answer ended, where it says so
     touches   of a trunk
     due       how soon the inference engine expects the next turn, where it says so
@@ -85,14 +85,15 @@ class Context(NamedTuple):
         """The levels of a run of this request."""
         if role == _PARTIAL:
             return (_PARTIAL, 0, 0, 0, 0, 0, 0, 0)
+        is_trunk = role == _TRUNK
         return (
             role,
             min(self.turn, MAX_TURN),
-            1 + bisect_right(_BLOCKS_CUTS, self.num_blocks),
+            0 if is_trunk else 1 + bisect_right(_BLOCKS_CUTS, self.num_blocks),
             1 + bisect_right(_GAP_CUTS_S, self.gap_s) if self.turn > 1 else 0,
-            1 + bisect_right(_NEW_CUTS, self.num_new),
+            0 if is_trunk else 1 + bisect_right(_NEW_CUTS, self.num_new),
             self.stop,
-            1 + bisect_right(_TOUCHES_CUTS, touches) if role == _TRUNK else 0,
+            1 + bisect_right(_TOUCHES_CUTS, touches) if is_trunk else 0,
             1 + bisect_right(_GAP_CUTS_S, self.due_s) if self.due_s else 0,
         )
 
