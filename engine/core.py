@@ -37,6 +37,7 @@ from hicache.engine.promotion import promote
 from hicache.engine.residency import Namespace, Residency
 from hicache.engine.restore import Restoration
 from hicache.engine.settings import EngineSettings
+from hicache.engine.shedding import set_aside, shed
 from hicache.engine.storing import Storing
 from hicache.engine.uses import Uses
 from hicache.engine.writedown import WriteDown
@@ -117,6 +118,9 @@ class CacheEngine:
             p.TakeUses: self.uses.take,
             p.TierDown: self._tier_down,
             p.TierUp: self._tier_up,
+            p.SetAside: self._set_aside,
+            p.Shed: self._shed,
+            p.Regain: self._regain,
             p.Tick: self._tick,
             p.Flush: self._flush,
         }
@@ -154,13 +158,18 @@ class CacheEngine:
 
     def _open_namespace(self, event: p.OpenNamespace) -> int:
         number = self._by_digest.get(event.digest)
+        prior = self.settings.prior.for_model(
+            event.flop_per_token, event.flop_per_pair, self.settings.flop_per_s
+        )
         if number is not None:
+            if event.flop_per_token and not self.prefill[number].num_observed:
+                self.prefill[number] = PrefillCost(prior)  # until now it had rows on disk only
             return number
         if event.instead_of is None:
             number = len(self.residency.namespaces)
             namespace = self._new_namespace(event, number, self.residency.index.add_root(number))
             self.residency.namespaces.append(namespace)
-            self.prefill.append(PrefillCost(self.settings.prior))
+            self.prefill.append(PrefillCost(prior))
             self.hop_s_per_byte.append(1.0 / self.settings.hop_bytes_per_s)
         else:
             number = event.instead_of
@@ -170,7 +179,7 @@ class CacheEngine:
             self.record.forget(number)
             self.memory.forget(number)
             self.residency.namespaces[number] = self._new_namespace(event, number, idle.root)
-            self.prefill[number] = PrefillCost(self.settings.prior)
+            self.prefill[number] = PrefillCost(prior)
             self.hop_s_per_byte[number] = 1.0 / self.settings.hop_bytes_per_s
         self._by_digest[event.digest] = number
         with suppress(ValueError):  # damaged: it is learned anew
@@ -244,11 +253,9 @@ class CacheEngine:
         self._make_progress()
 
     def _observe(self, event: p.Observe) -> None:
-        self.record.prefilled(
-            event.namespace, event.num_requests, event.sum_n, event.sum_nc, event.seconds
-        )
+        self.record.prefilled(event)
         self.prefill[event.namespace].observe(
-            event.num_requests, event.sum_n, event.sum_nc, event.seconds
+            event.num_requests, event.sum_n, event.sum_nc, event.seconds, event.decode_tokens
         )
 
     def _observe_reload(self, event: p.ObserveReload) -> None:
@@ -468,6 +475,18 @@ class CacheEngine:
         self._make_progress()
         finished = leases + self.fetching.take_ended()
         return p.Arrivals({}, finished, self.storing.durable_now(), bool(leases or tickets))
+
+    def _set_aside(self, event: p.SetAside) -> int:
+        return set_aside(self.residency, event)
+
+    def _shed(self, event: p.Shed) -> list[int]:
+        given = shed(self.residency, self.evictor, event)
+        self._make_progress()
+        return given
+
+    def _regain(self, event: p.Regain) -> None:
+        self.residency.pools[self.residency.number_of(event.tier)].restore(event.first_page)
+        self._make_progress()
 
     def _flush(self, event: p.Flush) -> int:
         self.writedown.flush()

@@ -93,17 +93,23 @@ class Evacuations:
     def __init__(self, residency: Residency, room: Room) -> None:
         self.residency = residency
         self.room = room
-        self._under_way: dict[int, _Evacuation] = {}
+        self.under_way: dict[int, _Evacuation] = {}
 
     def is_for(self, tier: int, slot_bytes: int) -> bool:
         """Whether slabs of the tier are being emptied, or are kept, for this class."""
-        evacuation = self._under_way.get(tier)
+        evacuation = self.under_way.get(tier)
         return evacuation is not None and evacuation.clearing.slot_bytes == slot_bytes
 
     def begin(self, tier: int, slot_bytes: int) -> None:
         """Empty slabs for this class, if some can be."""
+        self._begin(tier, slot_bytes, self.residency.below(tier))
+
+    def begin_in_haste(self, tier: int, slot_bytes: int) -> None:
+        """The same, at once: what has no other copy is forgotten, not written down."""
+        self._begin(tier, slot_bytes, None)
+
+    def _begin(self, tier: int, slot_bytes: int, below: int | None) -> None:
         house = self.residency
-        below = house.below(tier)
         departures = self._cheapest(tier, slot_bytes, below)
         if departures is None:
             return
@@ -116,31 +122,31 @@ class Evacuations:
             if departures is None:  # making room has changed it
                 return
         house.pools[tier].close(departures.clearing)
-        self._under_way[tier] = _Evacuation(departures.clearing, departures.inside)
+        self.under_way[tier] = _Evacuation(departures.clearing, departures.inside)
         self._send_away(tier, departures, below)
 
     def watch(self) -> None:
         """Open slabs again out of which a block does not leave after all."""
-        if not self._under_way:
+        if not self.under_way:
             return
         house = self.residency
-        for tier, evacuation in list(self._under_way.items()):
+        for tier, evacuation in list(self.under_way.items()):
             if house.pools[tier].clearing is not evacuation.clearing:  # its class has moved in
-                del self._under_way[tier]
+                del self.under_way[tier]
             elif len(house.where(self._left_inside(tier, evacuation), tier, State.READY)):
                 self._end(tier)
 
     def tick(self, now_s: float) -> None:
         """End what takes too long, and what nobody has come for."""
         self.watch()
-        for tier, evacuation in list(self._under_way.items()):
+        for tier, evacuation in list(self.under_way.items()):
             if evacuation.ends_s is None:
                 evacuation.ends_s = now_s + KEEP_S
             elif now_s >= evacuation.ends_s:
                 self._end(tier)
 
     def _end(self, tier: int) -> None:
-        del self._under_way[tier]
+        del self.under_way[tier]
         self.residency.pools[tier].reopen()
 
     # --- whom it costs ------------------------------------------------------------------------
@@ -292,7 +298,7 @@ class Evacuations:
     def validate(self) -> None:
         """Every closed slab has its evacuation, and holds nobody who is not known to leave it."""
         for tier, pool in enumerate(self.residency.pools):
-            evacuation = self._under_way.get(tier)
+            evacuation = self.under_way.get(tier)
             if pool.clearing is None:
                 continue
             assert evacuation is not None, "a slab closed for ever"

@@ -77,12 +77,13 @@ class Evictor:
         """Try for `count` free slots of a class, at the expense of what is worth less. Returns how
         many are free now; more may be on their way (`room_is_coming`)."""
         house = self.residency
-        pool = house.pools[tier]
-        self.evacuations.watch()
+        pool, evacuations = house.pools[tier], self.evacuations
+        if evacuations.under_way:
+            evacuations.watch()
         available = pool.available(slot_bytes)
-        if available >= count or self._making_room_in >> tier & 1 or not house.is_up(tier):
+        if available >= count or (self._making_room_in | ~house.up) >> tier & 1:
             return min(available, count)
-        if self.evacuations.is_for(tier, slot_bytes):
+        if evacuations.under_way and evacuations.is_for(tier, slot_bytes):
             return available
         wanted = 0
         if pool.num_used(slot_bytes):
@@ -102,7 +103,7 @@ class Evictor:
             # What is held and worth more is not moved about for what is worth less.
             may_empty = worth == ALWAYS or not pool.num_used(slot_bytes)
             if not available and may_empty and not house.num_draining[tier][slot_bytes]:
-                self.evacuations.begin(tier, slot_bytes)
+                evacuations.begin(tier, slot_bytes)
                 available = pool.available(slot_bytes)
         finally:
             self._making_room_in &= ~(1 << tier)
@@ -216,31 +217,50 @@ class Evictor:
             return 0
         if house.dismissed[tier]:
             return 0
-        policy, is_pinned, only = house.policies[tier], house.blocks.is_pinned, 1 << tier
+        policy, blocks, only = house.policies[tier], house.blocks, 1 << tier
         pop, namespaces = policy.pop, house.namespaces
         spans: dict[int, list[Span]] = {}
+        leaves: list[Node] = []  # of one namespace, given up whole: taken out of the tree together
         freed = 0
         while freed < wanted_bytes:
             node = pop(worth)
             if node is None:
                 break
-            if node.parent is None or not node.staying & only or node.holding[tier]:
+            parent = node.parent
+            if parent is None or not node.staying & only or node.holding[tier]:
                 continue
             slot_bytes = namespaces[node.namespace].slot_bytes
             count, tail = node.num_blocks, node.span
             if count * slot_bytes > wanted_bytes - freed:
-                wanted = max(MIN_VICTIMS, -(-(wanted_bytes - freed) // slot_bytes))
+                wanted = -(-(wanted_bytes - freed) // slot_bytes)
+                if wanted < MIN_VICTIMS:
+                    wanted = MIN_VICTIMS
                 if wanted < count:
                     tail = part_of(tail, count - wanted, count)
                     count = wanted
-            if node.tiers != only or node.children or is_pinned(tail):
+            if node.tiers != only or node.children or (blocks.num_pins and blocks.is_pinned(tail)):
                 policy.add(node)
                 break
-            house.unhang_tail(node, tier, count)
-            spans.setdefault(slot_bytes, []).append(tail)
+            if count < node.num_blocks:
+                house.trim(node, tier, count)
+            else:
+                if leaves and leaves[-1].namespace != node.namespace:
+                    house.unhang(leaves, tier)
+                    leaves = []
+                leaves.append(node)
+                parent.holding[tier] -= 1
+                if not parent.holding[tier]:  # it may be next
+                    house.unhang(leaves, tier)
+                    leaves = []
+            if slot_bytes in spans:
+                spans[slot_bytes].append(tail)
+            else:
+                spans[slot_bytes] = [tail]
             freed += count * slot_bytes
+        if leaves:
+            house.unhang(leaves, tier)
         for slot_bytes, forgotten in spans.items():
-            num_blocks = house.blocks.forget(tier, forgotten, slot_bytes)
+            num_blocks = blocks.forget(tier, forgotten, slot_bytes)
             self.dropped += num_blocks
             house.evicted[tier] += num_blocks
         return freed

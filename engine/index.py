@@ -297,24 +297,26 @@ class Index:
 
     def remove(self, node: Node, step: int) -> Node:
         """Forget a childless node and its blocks, which have no copy left. Returns its parent."""
-        self.blocks.free(node.span)
-        return self.unlink(node, step)
-
-    def unlink(self, node: Node, step: int) -> Node:
-        """Take a childless node without residency out of the tree. Returns its parent."""
         parent = node.parent
         assert parent is not None
-        assert not node.children
         assert not node.tiers
-        stem = node.stem
-        if stem.nodes[0] is node:  # its stem goes with it
-            del parent.children[stem.symbols[:step]]
-        else:
-            del parent.children[node.symbols(step, 0, 1)]
-            stem.nodes.pop()
-            stem.shorten(node.num_blocks * step)
-        self._drop(node)
+        self.blocks.free(node.span)
+        self.unlink([node], step)
         return parent
+
+    def unlink(self, leaves: Sequence[Node], step: int) -> None:
+        """Take childless nodes, whose blocks are no more, out of the tree."""
+        for node in leaves:
+            parent, stem = node.parent, node.stem
+            assert parent is not None
+            assert not node.children
+            if stem.nodes[0] is node:  # its stem goes with it
+                del parent.children[stem.symbols[:step]]
+            else:
+                del parent.children[node.symbols(step, 0, 1)]
+                stem.nodes.pop()
+                stem.shorten(node.num_blocks * step)
+            self._drop(node)
 
     def node_of(self, block: int) -> Node:
         """The node that holds a block now."""

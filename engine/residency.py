@@ -419,17 +419,21 @@ class Residency:
             for span in spans:
                 self.blocks.unpin(span)
 
-    def unhang_tail(self, node: Node, tier: int, count: int) -> None:
-        """Take the last blocks of a leaf, whose only copies are ready in `tier`, out of the tree.
-        The caller gives their ids to `BlockTable.forget` before anybody looks."""
-        step = self.namespaces[node.namespace].step
-        if count < node.num_blocks:
-            self.index.trim(node, count, step)
-            self.policies[tier].add(node)
-            return
-        node.tiers = node.staying = 0
-        parent = self.index.unlink(node, step)
-        parent.holding[tier] -= 1
+    def trim(self, leaf: Node, tier: int, count: int) -> None:
+        """Cut the last blocks, not all, off a leaf whose only copies are ready in `tier`. The
+        caller gives their ids to `BlockTable.forget` before anybody looks."""
+        self.index.trim(leaf, count, self.namespaces[leaf.namespace].step)
+        self.policies[tier].add(leaf)
+
+    def unhang(self, leaves: Sequence[Node], tier: int) -> None:
+        """Take leaves of one namespace, whose only copies are ready in `tier`, out of the tree.
+
+        Their parents' `holding` does not count them any more; only that of the last may have come
+        to nothing. The caller gives their ids to `BlockTable.forget` before anybody looks."""
+        parent = leaves[-1].parent
+        assert parent is not None
+        step = self.namespaces[parent.namespace].step
+        self.index.unlink(leaves, step)
         if not parent.holding[tier] and parent.parent is not None:
             if parent.tiers:
                 self.queue(parent)

@@ -10,16 +10,20 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hicache.config import Config, TiersConfig
 from hicache.config.models import TierConfig
+from hicache.config.units import Share
 from hicache.engine.core import CacheEngine
 from hicache.engine.cost import PrefillPrior
+from hicache.engine.plan import Event
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
-from hicache.tiers.arena import Arena, remove_stale
+from hicache.shedding import Shedding
+from hicache.tiers.arena import Arena, is_adoptable, remove_stale
 from hicache.tiers.block import TierSpec
 from hicache.tiers.disk_format import record_pages, usable_bytes
 from hicache.tiers.dram import DramTier
@@ -50,6 +54,12 @@ class Parts:
         named = [spec.name for spec in self.tiers if spec.mapped]
         return {name: tier.arena for name, tier in zip(named, self.mapped, strict=True)}
 
+    def shedding(self, do: Callable[[Event[Any]], Any]) -> Shedding:
+        """What gives memory of the dram tier back; `do` hands events to the cache engine."""
+        number = next(n for n, spec in enumerate(self.tiers) if spec.name == "dram")
+        is_pinned = any(worker.kind == "cuda" for worker in self.workers)
+        return Shedding(self.arenas["dram"], self.pools[number], is_pinned, do)
+
     def close(self) -> None:
         """Unmap and remove the arenas."""
         for tier in self.mapped:
@@ -74,11 +84,31 @@ def assemble(config: Config, device: Device | None, progress: Progress) -> Parts
     return parts
 
 
-def remove_dead_arenas(config: Config) -> None:
-    """Give back the memory of daemons that were killed, before free memory is counted."""
-    remove_stale(config.tiers.dram.path, ARENA_PREFIX)
-    if config.tiers.hbm is not None:
-        remove_stale(config.tiers.hbm.path, ARENA_PREFIX)
+def remove_dead_arenas(config: Config) -> dict[str, int]:
+    """Give back the memory of daemons that were killed, before free memory is counted: but for what
+    this one will take over. Returns the bytes of that, by folder."""
+    kept: dict[str, int] = {}
+    dram, hbm = config.tiers.dram, config.tiers.hbm
+    wanted = [(dram.path, "dram", dram.size_bytes, dram.huge_pages)]
+    if hbm is not None and not isinstance(hbm.size, Share):
+        wanted.append((hbm.path, "hbm", hbm.size_bytes, False))
+
+    def is_kept(path: Path) -> bool:
+        for position, (folder, tier, num_bytes, huge_pages) in enumerate(wanted):
+            is_named_so = path.parent == Path(folder) and path.name.startswith(_prefix(tier))
+            if is_named_so and is_adoptable(path, num_bytes, huge_pages=huge_pages):
+                del wanted[position]  # one of each is enough
+                kept[folder] = kept.get(folder, 0) + path.stat().st_blocks * 512
+                return True
+        return False
+
+    for folder in dict.fromkeys(folder for folder, *_ in wanted):
+        remove_stale(folder, ARENA_PREFIX, is_kept)
+    return kept
+
+
+def _prefix(tier: str) -> str:
+    return f"{ARENA_PREFIX}{tier}-"
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -104,6 +134,7 @@ def engine_settings(config: Config) -> EngineSettings:
             planner.prior_per_token_squared_s or default.per_pair_s,
             is_guess=planner.prior_per_token_s is None,
         ),
+        flop_per_s=planner.prior_flop_rate or 0.0,
         min_return=disk.min_return if disk is not None else 0.0,
         write_bytes_per_s=math.inf if budget is None else budget / 86400,
         max_moving_bytes=min(config.limits.max_queued_bytes, 256 << 20),
@@ -150,7 +181,7 @@ def _add_tiers(
 ) -> None:
     dram = DramTier(
         tiers.dram.path,
-        f"{ARENA_PREFIX}dram-",
+        _prefix("dram"),
         tiers.dram.size_bytes,
         huge_pages=tiers.dram.huge_pages,
         progress=_report(progress, "dram") if tiers.dram.pretouch else None,
@@ -180,7 +211,7 @@ def _add_hbm(
     if device.kind == "host":
         pool = HostPool(
             tiers.hbm.path,
-            f"{ARENA_PREFIX}hbm-",
+            _prefix("hbm"),
             tiers.hbm.size_bytes,
             progress=_report(progress, "hbm"),
         )

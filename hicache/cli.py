@@ -19,6 +19,7 @@ COMMANDS = {
     "stats": ("hicache.commands.stats", "stats", "Show what a daemon holds, does and decides."),
     "explain": ("hicache.commands.explain", "explain", "Say why it was reloaded or recomputed."),
     "ping": ("hicache.commands.ping", "ping", "Ask whether a daemon answers, and how fast."),
+    "health": ("hicache.commands.health", "health", "Ask whether all of a daemon is well."),
     "doctor": ("hicache.commands.doctor", "doctor", "Say what hicache finds on this machine."),
     "config": ("hicache.commands.config", "config", "Check, show and reload configurations."),
     "verify": ("hicache.commands.verify", "verify", "Check every block on disk."),

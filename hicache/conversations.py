@@ -25,6 +25,11 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    @property
+    def num_bytes(self) -> int:
+        """What the prompts take."""
+        return self._num_bytes
+
     def newest(self, namespace: int, name: str) -> bytes:
         """The prompt it has come to; b"" where it is not known."""
         return self._prompts.get((namespace, name), b"")

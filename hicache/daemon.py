@@ -20,6 +20,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,12 +29,14 @@ import zmq
 from hicache import __version__
 from hicache import statistics as figures
 from hicache.assembly import Parts, engine_settings, new_engine, paces_of, tier_specs
+from hicache.condition import Condition
 from hicache.config import Config, LoadedConfig, diff_live
 from hicache.config.units import format_size
 from hicache.delivery import Part
 from hicache.doorkeeper import Doorkeeper
 from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
+from hicache.faults import Faults
 from hicache.fitting import Fitter
 from hicache.instance import Instance
 from hicache.keys import NamespaceSpec
@@ -66,6 +69,8 @@ SEND_MORE_S: Final = 0.002
 """How often a client is looked at that has to read before more is sent to it."""
 KEEP_S: Final = 2.0
 """How long the last writing of what was learned may take."""
+MAX_UNSENT_BYTES: Final = 4 << 20
+"""Uses are not noted while a worker has so much still to read."""
 MAX_DRAIN: Final = 64
 """Requests served between two polls, so that workers and timers get their turn."""
 
@@ -93,8 +98,6 @@ class Daemon:
         self._wants_reload = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._undispatched: list[p.Outcome] = []
-        self._worker_notes: dict[str, str] = {}
-        self._told: dict[str, str] = {}
         self.engine = new_engine(config, parts)
         self.sessions = Sessions(config.limits.max_sessions, config.limits.session_ttl_s)
         self.mover = Mover(
@@ -106,6 +109,7 @@ class Daemon:
         self.restoring = Restoring(self._do)
         disks = [worker for worker in parts.workers if worker.kind == "disk"]
         self.scrubbing = Scrubbing(disks, self.mover.scrub, self._do, self.engine.knows)
+        self.condition = Condition(parts, self.engine, self.mover, self.started_s)
         history = self.engine.history
         self._fitter = Fitter(history) if history is not None else None
         self.service = Service(
@@ -136,6 +140,9 @@ class Daemon:
         self._watched: set[int] = set()
         self._news_s = self.started_s
         self._keeper = Keeper(config, self.engine.memory)
+        self.shedding = parts.shedding(self._do)
+        self._set_aside_what_is_written()
+        self._bystanders = self._know_bystanders()
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -171,7 +178,7 @@ class Daemon:
 
     def stop(self) -> None:
         """End the loop soon; safe in a signal handler."""
-        self._is_stopping = True
+        self._is_stopping = self.condition.is_stopping = True
 
     def _turn(self, wait_s: float) -> None:
         """One poll, and everything that was ready."""
@@ -209,15 +216,43 @@ class Daemon:
     def _tick(self, now_s: float) -> None:
         self._take_news(self.mover.tick(now_s))
         self.service.tick(now_s)
-        self._note(self.restoring.uses(now_s))
-        self._tell_reluctance()
-        if self._fitter is not None:
-            self._fitter.tick()
-        self._keeper.tick(now_s)
-        if self._recorder is not None:
-            self._recorder.flush()
+        self.shedding.tick(now_s, self.config.limits.min_available)
+        if self.mover.unsent_bytes() < MAX_UNSENT_BYTES:
+            self._note(self.restoring.uses(now_s))
+        self.condition.loop.turn(now_s)
+        self.condition.tell_reluctance()
+        for faults, tick in self._bystanders:
+            faults.guard(partial(tick, now_s))
         if self.config.debug.check:
             self.engine.validate()
+
+    def _set_aside_what_is_written(self) -> None:
+        """Clients of the daemon before this one may not know yet that it is gone."""
+        for tier, arena in self.parts.arenas.items():
+            owner = self.sessions.inherit({pid for _, _, pid in arena.inherited})
+            if owner:
+                pages = [(first, count) for first, count, _ in arena.inherited]
+                slabs = self._do(p.SetAside(tier, pages, owner))
+                log.info("%s: %d slabs may be written by clients of before", tier, slabs)
+
+    def _know_bystanders(self) -> list[tuple[Faults, Callable[[float], None]]]:
+        """The parts that no request waits for: they are judged, and may fail."""
+        condition = self.condition
+        condition.watch("witnesses", lambda now_s: 0.0, self.service.witness_faults)
+        ticks: list[tuple[Faults, Callable[[float], None]]] = []
+        if self._doorkeeper is not None:
+            condition.watch("doorkeeper", lambda now_s: 0.0, self._doorkeeper.faults)
+        if self._fitter is not None:
+            ticks.append((Faults("fitting"), self._fitter.tick))
+            condition.watch("fit", self._fitter.owes_s, self._fitter.faults, ticks[-1][0])
+        if (hand := self._keeper.hand) is not None:
+            ticks.append((Faults("keeping estimates"), self._keeper.tick))
+            condition.watch("estimates", hand.owes_s, hand.faults, ticks[-1][0])
+        if self._recorder is not None:
+            hand_of_record = self._recorder.hand
+            ticks.append((Faults("recording"), self._recorder.tick))
+            condition.watch("record", hand_of_record.owes_s, hand_of_record.faults, ticks[-1][0])
+        return ticks
 
     def _watch_processes(self) -> None:
         """Poll the pidfds of the processes behind the sessions of now."""
@@ -397,27 +432,27 @@ class Daemon:
                 self._do(p.LinkMeasured(item.src, item.dst, item.num_bytes, item.seconds))
             case WorkerOpening():
                 of = item.done, item.total, item.unit
-                self._worker_notes[item.tier] = self.restoring.told(item.tier, "opening", *of)
+                self.condition.notes[item.tier] = self.restoring.told(item.tier, "opening", *of)
             case WorkerRows():
                 forget = self.restoring.take(item.tier, item.rows, now_s)
                 self.mover.forget(item.device, forget)
                 self.mover.taken(item.device)
                 of = item.rows.first + len(item.rows), item.rows.total, "blocks"
-                self._worker_notes[item.tier] = self.restoring.told(item.tier, "restoring", *of)
+                self.condition.notes[item.tier] = self.restoring.told(item.tier, "restoring", *of)
             case WorkerUp():
                 self._do(p.TierUp(item.tier, now_s, item.is_restoring))
-                self._worker_notes[item.tier] = " ".join(item.notes)
+                self.condition.notes[item.tier] = " ".join(item.notes)
                 log.info("%s is up (pid %d) %s", item.tier, item.pid, " ".join(item.notes))
             case WorkerRestored():
                 self._do(p.Restored(item.tier, now_s))
-                self._worker_notes[item.tier] = notes = " ".join(item.notes)
+                self.condition.notes[item.tier] = notes = " ".join(item.notes)
                 log.info("%s is restored %s", item.tier, notes)
             case WorkerScrubbed():
                 for change in self.scrubbing.take(item, now_s):
                     self.service.news(change, now_s)
             case WorkerDown():
                 self.scrubbing.end(item.device, f"the tier went down: {item.error}")
-                self._worker_notes[item.tier] = item.error
+                self.condition.notes[item.tier] = item.error
                 log.warning(
                     "%s is down: %s; tried again in %.1f s", item.tier, item.error, item.retry_s
                 )
@@ -450,21 +485,19 @@ class Daemon:
     # --- operators' questions -------------------------------------------------------------------
 
     def _ping(self, _: Any) -> dict[str, Any]:
-        states = self._tier_states()
         return {
             "epoch": self.epoch,
             "version": __version__,
             "pid": os.getpid(),
             "uptime_s": time.monotonic() - self.started_s,
-            "ready": "starting" not in states.values() and not self._is_stopping,
-            "tiers": states,
+            "ready": self.condition.is_ready(),
+            "tiers": self.condition.tier_states(),
             "block_tokens": self.config.block_tokens,
         }
 
     def _stats(self, _: Any) -> dict[str, Any]:
-        service = self.service
-        said = {tier: note for tier, note in self._worker_notes.items() if note}
-        notes = {**self.parts.notes, **said, **self._reluctant()}
+        service, condition = self.service, self.condition
+        notes, states = condition.tier_notes(), condition.tier_states()
         return {
             "uptime_s": time.monotonic() - self.started_s,
             "epoch": self.epoch,
@@ -476,7 +509,7 @@ class Daemon:
             "waiting": len(service.waiting),
             "namespaces": figures.namespace_rows(service),
             "index": figures.index_row(self.engine),
-            "tiers": figures.tier_rows(self.engine, self.parts.media, notes, self._tier_states()),
+            "tiers": figures.tier_rows(self.engine, self.parts.media, notes, states),
             "links": figures.link_rows(self.engine),
             "planner": figures.planner_row(service),
             "requests": dict(service.requests),
@@ -486,6 +519,8 @@ class Daemon:
             "history": figures.history_row(self.engine),
             "dropped_blocks": self.engine.evictor.dropped,
             "workers": self.mover.pids(),
+            "memory": figures.memory_row(service, self.mover),
+            "queues": figures.queue_rows(service, self.mover),
         }
 
     def _what_if(self, _: Any) -> dict[str, Any]:
@@ -504,12 +539,7 @@ class Daemon:
         return {"tiers": tiers, **self._sample.report()}
 
     def _health(self, _: Any) -> dict[str, Any]:
-        """Healthy while every configured tier serves and takes blocks; one that does not, says
-        why."""
-        states = self._tier_states()
-        why = {**self._worker_notes, **self._reluctant()}
-        problems = {t: why.get(t, "starting") for t, state in states.items() if state != "up"}
-        return {"healthy": not problems, "tiers": states, "problems": problems}
+        return self.condition.report(time.monotonic())
 
     def _explain(self, request: Any) -> dict[str, Any]:
         """The last decisions on hits, in words and as data."""
@@ -517,40 +547,9 @@ class Daemon:
         last = request.body["last"]
         return {"decisions": figures.decision_rows(self.service, last, time.monotonic())}
 
-    def _tier_states(self) -> dict[str, str]:
-        devices = self.mover.states()
-        states = {spec.name: "up" for spec in self.parts.tiers}
-        for worker in self.parts.workers:
-            states[worker.far] = devices[worker.device]
-        house = self.engine.residency
-        for number, spec in enumerate(house.tiers):
-            if house.restoring >> number & 1 and states[spec.name] == "up":
-                states[spec.name] = "starting"
-        for tier in self._reluctant():
-            if states[tier] == "up":
-                states[tier] = "read-only"
-        return states
-
-    def _reluctant(self) -> dict[str, str]:
-        """The tiers that took nothing when they were last asked, and why."""
-        house = self.engine.residency
-        return {
-            house.tiers[tier].name: f"takes no new blocks, and is asked again in a while: {reason}"
-            for tier, reason in house.backoff.reasons().items()
-        }
-
-    def _tell_reluctance(self) -> None:
-        """One line in the log when a tier begins to refuse blocks, and one when it ends."""
-        reasons = self._reluctant()
-        for tier in reasons.keys() - self._told.keys():
-            log.warning("%s %s", tier, reasons[tier])
-        for tier in self._told.keys() - reasons.keys():
-            log.info("%s takes blocks again", tier)
-        self._told = reasons
-
     def _verify(self, request: Any) -> dict[str, Any]:
         if request.body["start"]:
-            self.scrubbing.begin(self._tier_states(), request.body["bytes_per_s"])
+            self.scrubbing.begin(self.condition.tier_states(), request.body["bytes_per_s"])
         return {"devices": self.scrubbing.told()}
 
     def _reload(self, request: Any) -> dict[str, Any]:

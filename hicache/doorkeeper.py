@@ -21,6 +21,7 @@ from zmq.utils import z85
 
 from hicache.config import Problem, SocketConfig
 from hicache.curve import read_pair, read_public
+from hicache.faults import Faults
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 COMPLAINT_S: Final = 5.0
@@ -66,6 +67,7 @@ class Doorkeeper:
         self._allowed = read_allowed(self._folder)
         self._signature = self._sign()
         self._complained_s = -COMPLAINT_S
+        self.faults = Faults("the doorkeeper")
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(ZAP_ENDPOINT)
@@ -80,14 +82,23 @@ class Doorkeeper:
     def answer(self) -> None:
         """Answer every question that waits."""
         while self.socket.poll(0):
-            version, request_id, _, address, _, mechanism, *credentials = (
-                self.socket.recv_multipart()
-            )
-            is_known = mechanism == b"CURVE" and self._knows(z85.encode(credentials[0]))
-            if not is_known:
-                self._complain(address.decode(errors="replace"))
+            question = self.socket.recv_multipart()
+            is_known = False
+            try:
+                is_known = self._lets_in(question)
+            except Exception as error:  # the boundary: whoever asks is not let in, others go on
+                self.faults.met(error, time.monotonic())
+            else:
+                self.faults.over()
             verdict = (b"200", b"OK") if is_known else (b"400", b"this key is not listed")
-            self.socket.send_multipart([version, request_id, *verdict, b"", b""])
+            self.socket.send_multipart([*question[:2], *verdict, b"", b""])
+
+    def _lets_in(self, question: list[bytes]) -> bool:
+        _, _, _, address, _, mechanism, *credentials = question
+        is_known = mechanism == b"CURVE" and self._knows(z85.encode(credentials[0]))
+        if not is_known:
+            self._complain(address.decode(errors="replace"))
+        return is_known
 
     def _knows(self, key: bytes) -> bool:
         signature = self._sign()

@@ -12,15 +12,15 @@ import contextlib
 import json
 import logging
 import os
-import queue
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from hicache.config import Config
 from hicache.endpoint import ipc_path
 from hicache.engine.memory import Memory
+from hicache.faults import Hand
 
 MAX_BYTES: Final = 16 << 20
 EVERY_S: Final = 60.0
@@ -70,30 +70,30 @@ def write(file: Path, known: dict[str, Any]) -> None:
 
 class Keeper:
     """Has the engine's memory written every now and then, and at the end. Called from the daemon's
-    loop, which waits for none of it but `close`."""
+    loop, which waits for none of it but `close`. `hand` is None where there is no place for it."""
 
     def __init__(self, config: Config, memory: Memory) -> None:
         self._memory = memory
-        self._file = file_for(config)
         self._due_s = time.monotonic() + EVERY_S
-        self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write_all, name="estimates", daemon=True)
-        if self._file is not None:
-            self._recall(self._file)
-            self._thread.start()
+        self.hand: Hand[dict[str, Any]] | None = None
+        file = file_for(config)
+        if file is not None:
+            self._recall(file)
+            self.hand = Hand("the file of estimates", partial(write, file), max_waiting=2)
 
     def tick(self, now_s: float) -> None:
         """Write if it is time, and what was ordered last is written."""
-        if now_s >= self._due_s and self._orders.empty():
-            self._due_s = now_s + EVERY_S
-            self._orders.put(self._memory.snapshot())
+        if self.hand is not None:
+            self.hand.tick(now_s)
+            if now_s >= self._due_s and not self.hand.num_waiting:
+                self._due_s = now_s + EVERY_S
+                self.hand.give(self._memory.snapshot())
 
     def close(self, patience_s: float) -> None:
         """Write a last time; what takes longer than that is left undone."""
-        if self._thread.is_alive():
-            self._orders.put(self._memory.snapshot())
-            self._orders.put(None)
-            self._thread.join(patience_s)
+        if self.hand is not None:
+            self.hand.give(self._memory.snapshot())
+            self.hand.close(patience_s)
 
     def _recall(self, file: Path) -> None:
         """What an earlier daemon learned."""
@@ -102,8 +102,3 @@ class Keeper:
                 self._memory.recall(known)
             except ValueError as error:
                 log.warning("what was learned about speeds is not used: %s: %s", file, error)
-
-    def _write_all(self) -> None:
-        assert self._file is not None
-        while (known := self._orders.get()) is not None:
-            write(self._file, known)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -23,6 +24,8 @@ from hicache.delivery import Delivery, Part, Send
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.cost import plausible_hop
+from hicache.engine.pinned import leased_share
+from hicache.faults import Faults
 from hicache.keys import NamespaceSpec
 from hicache.session import RememberedMatch, Session, Sessions
 from hicache.tiers.arena import Arena
@@ -88,8 +91,11 @@ class Service:
         self.delivery = Delivery(engine, arenas, send, limits.max_unread_bytes)
         self.waiting = Waiting()
         self.conversations = Conversations()
+        self.leased_share = 0.0
+        self.turned_away: Counter[str] = Counter()
         self.witnesses: Sequence[Witness] = ()
         self._untold: list[Callable[[Witness], None]] = []
+        self.witness_faults = Faults("who notes what is asked for")
         self.namespaces: dict[bytes, NamespaceSpec] = {}
         self.requests: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -157,6 +163,7 @@ class Service:
         self._check_spec(spec)
         if len(self.sessions) >= self.sessions.max_sessions:
             self._end_idle_sessions(asked.now_s)
+        self.turned_away["sessions"] += len(self.sessions) >= self.sessions.max_sessions
         self.sessions.check_room()
         digest = spec.digest()
         number = self._open_namespace(digest, spec)
@@ -203,13 +210,21 @@ class Service:
         if len(known) >= self.limits.max_namespaces and not self.engine.knows(digest):
             instead_of = self.engine.idle_namespace({s.namespace for s in self.sessions})
             if instead_of is None:
+                self.turned_away["namespaces"] += 1
                 raise WireError(
                     "refused",
                     f"{len(known)} namespaces have clients or blocks, which is "
                     "limits.max_namespaces; raise it, or let fewer of them be used",
                 )
             self.namespaces.pop(known[instead_of].digest, None)
-        event = p.OpenNamespace(digest, spec.block_tokens, spec.block_bytes, instead_of)
+        event = p.OpenNamespace(
+            digest,
+            spec.block_tokens,
+            spec.block_bytes,
+            instead_of,
+            spec.flop_per_token,
+            spec.flop_per_pair,
+        )
         number = self.do(event)
         if digest not in self.namespaces:
             self.namespaces[digest] = spec
@@ -286,7 +301,12 @@ class Service:
                 self._send(asked.peer, known.reply, ())
                 return
         if len(self.engine.residency.leases.leases) >= self.limits.max_leases:
+            self.turned_away["leases"] += 1
             raise WireError("refused", f"{self.limits.max_leases} leases are open (max_leases)")
+        if self.leased_share > self.limits.max_leased:
+            self.turned_away["leased memory"] += 1
+            share = f"{self.leased_share:.0%}"
+            raise WireError("refused", f"leases hold {share} of memory (limits.max_leased)")
         matched = self.do(
             p.Match(
                 session.namespace,
@@ -336,7 +356,7 @@ class Service:
         untold, self._untold = self._untold, []
         for told in untold:
             for witness in self.witnesses:
-                told(witness)
+                self.witness_faults.guard(partial(told, witness))
 
     def _is_same(self, known: RememberedMatch, tokens: bytes, skip_blocks: int) -> bool:
         """Idempotent: the same request asking the same gets the same lease while it lasts."""
@@ -391,18 +411,25 @@ class Service:
             self.limits.lease_ttl_s,
         )
         placed = self.do(event)
-        if not placed.ticket and placed.refused and placed.room_coming:
+        may_wait = not placed.ticket and placed.refused and placed.room_coming
+        if may_wait and len(self.waiting.puts) >= self.limits.max_waiting:
+            self.turned_away["waiting puts"] += 1
+        elif may_wait:
             deadline_s = self._deadline(asked, self.deadlines.put_s)
             self.waiting.puts.append(WaitingPut(asked.peer, session.token, event, deadline_s))
             return
-        self._placed(asked.peer, placed)
+        self._placed(asked.peer, session, placed)
 
-    def _placed(self, peer: Peer, placed: p.Placed) -> None:
+    def _placed(self, peer: Peer, session: Session, placed: p.Placed) -> None:
         self.puts["present"] += placed.present
         self.puts["busy"] += placed.busy
         self.puts["refused"] += placed.refused
         if placed.ticket:
-            self.arenas[placed.tier].raise_generations(placed.slots)
+            arena = self.arenas[placed.tier]
+            arena.raise_generations(placed.slots)
+            if session.transport == "arena":  # else we write
+                slot_bytes = slot_bytes_for(session.spec.block_bytes)
+                arena.mark(placed.slots, slot_bytes, self.sessions.writer_of(session))
         self._reply(
             peer,
             ticket=placed.ticket,
@@ -420,6 +447,9 @@ class Service:
         if ticket is None or ticket.owner != session.group.number:
             raise p.UnknownTicket(body["ticket"])
         indices = np.frombuffer(body["indices"], "<u4").astype(np.int32)
+        house = self.engine.residency
+        arena = self.arenas[house.tiers[ticket.tier].name]
+        arena.unmark(house.blocks.slot[ticket.tier][ticket.ids])
         if session.transport == "frames":
             self._take_parts(asked, session, indices)
         committed = self.do(p.Commit(body["ticket"], indices, asked.now_s, body["durable"]))
@@ -473,6 +503,7 @@ class Service:
                 body["sum_n"],
                 body["sum_nc"],
                 body["seconds"],
+                body["decode_tokens"],
             )
         )
         self._confirm(asked)
@@ -536,10 +567,11 @@ class Service:
             if may_wait and now_s < put.deadline_s:
                 self.waiting.puts.append(put)
             else:
-                self._placed(put.peer, placed)
+                self._placed(put.peer, self.sessions.by_token[put.session], placed)
 
     def tick(self, now_s: float) -> None:
         """Answer what is overdue with what there is, end silent sessions, let leases expire."""
+        self.leased_share = leased_share(self.engine.residency)
         for session in self.sessions.silent(now_s):
             self.end(session, now_s)
         self.news(self.do(p.Tick(now_s)), now_s)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -154,7 +154,9 @@ class Sessions:
             self.groups[group.token] = group
         group.num_sessions += 1
         token = secrets.token_bytes(SESSION_BYTES)
-        watched = pid if self._watch(pid, token) else 0
+        watched = pid if self._watch(pid) else 0
+        if watched:
+            self._processes[watched].tokens.add(token)
         session = Session(token, group, namespace, spec, transport, client, watched, now_s)
         self.by_token[token] = session
         return session
@@ -200,6 +202,24 @@ class Sessions:
         alive = {group.number for group in self.groups.values()}
         return [owner for owner in sorted(owners - alive) if not self.has_writer_left(owner)]
 
+    def writer_of(self, session: Session) -> int:
+        """The process that writes what this session is told to; 0 where it may be one of several,
+        or cannot be seen."""
+        group = session.group
+        if group.num_sessions == 1:
+            return session.pid
+        pids = {other.pid for other in self.by_token.values() if other.group is group}
+        return session.pid if len(pids) == 1 else 0
+
+    def inherit(self, pids: Collection[int]) -> int:
+        """An owner for slots that these processes may write since before this daemon; 0 where none
+        of them lives."""
+        self._serial += 1
+        watched = [self._processes[pid] for pid in pids if self._watch(pid)]
+        for process in watched:
+            process.owners.add(self._serial)
+        return self._serial if watched else 0
+
     def pidfds(self) -> list[int]:
         """To be polled for reading: readable means dead."""
         return list(self._pid_of)
@@ -232,7 +252,7 @@ class Sessions:
         self.by_token.clear()
         self.groups.clear()
 
-    def _watch(self, pid: int, token: bytes) -> bool:
+    def _watch(self, pid: int) -> bool:
         if not pid:
             return False
         process = self._processes.get(pid)
@@ -243,7 +263,6 @@ class Sessions:
                 return False
             process = self._processes[pid] = _Process(pidfd)
             self._pid_of[pidfd] = pid
-        process.tokens.add(token)
         return True
 
     def _unwatch(self, pid: int) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from hicache.engine.blocks import State
 from hicache.engine.core import CacheEngine
 from hicache.engine.plan import Priority
 from hicache.engine.record import Record
 from hicache.service import Service
+from hicache.transfer.mover import Mover
+
+NODE_BYTES: Final = 400
+"""Of the index, without its symbols: about (`hicache bench index --scale` measures it)."""
 
 
 def tier_rows(
@@ -34,6 +40,7 @@ def tier_rows(
                 "note": notes.get(spec.name, ""),
                 "capacity_bytes": pool.capacity_bytes,
                 "used_bytes": pool.used_bytes,
+                "given_back_bytes": len(pool.withheld) * pool.slab_bytes,
                 "quarantined_bytes": pool.quarantined_bytes,
                 "blocks": int(states_of[State.READY] + states_of[State.DRAINING]),
                 "hits": counts.hits,
@@ -167,9 +174,9 @@ def _what_came(record: Record) -> str:
             told.append(f"the {what} took {seconds * 1e3:.1f} ms")
     if record.regret_s is not None:
         told.append(
-            f"the other way would have been {record.regret_s * 1e3:.1f} ms faster"
+            f"another way would have been {record.regret_s * 1e3:.1f} ms faster"
             if record.regret_s > 0
-            else "the other way would have been slower"
+            else "no other way would have been faster"
         )
     text = ", ".join(told)
     return f"{text[0].upper()}{text[1:]}." if text else ""
@@ -193,6 +200,58 @@ def history_row(engine: CacheEngine) -> dict[str, Any]:
         "fits": history.num_fits,
         "is_fitting": history.is_fitting or history.is_fit_due(),
     }
+
+
+def memory_row(service: Service, mover: Mover) -> dict[str, Any]:
+    """Where the daemon's memory is: shared (the arenas) and its own. The index is estimated; all
+    that is its own is in `private_bytes`, libraries included."""
+    house = service.engine.residency
+    symbols = sum(
+        namespace.step * sum(len(node) for node in house.index.subtree(namespace.root))
+        for namespace in house.namespaces
+    )
+    return {
+        "arena_bytes": {tier: arena.memory_bytes for tier, arena in service.arenas.items()},
+        "index_bytes": house.blocks.num_bytes() + symbols + NODE_BYTES * house.index.num_nodes,
+        "buffer_bytes": {
+            "waiting puts": service.waiting.put_bytes(),
+            "frames not read": sum(s.unread.num_bytes() for s in service.sessions),
+            "for workers": mover.unsent_bytes(),
+            "conversations": service.conversations.num_bytes,
+        },
+        "private_bytes": _private_bytes(),
+    }
+
+
+def _private_bytes() -> int:
+    """Resident and not shared: neither the arenas nor mapped files."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def queue_rows(service: Service, mover: Mover) -> list[dict[str, Any]]:
+    """Everything that may grow with what clients ask for: how much there is, at most, by which key
+    of the configuration, and how often it was refused for that."""
+    limits, house, waiting = service.limits, service.engine.residency, service.waiting
+    turned = service.turned_away
+    rows = [
+        ("sessions", len(service.sessions), limits.max_sessions, "max_sessions"),
+        ("namespaces", len(house.namespaces), limits.max_namespaces, "max_namespaces"),
+        ("leases", len(house.leases.leases), limits.max_leases, "max_leases"),
+        ("leased memory", round(service.leased_share, 4), limits.max_leased, "max_leased"),
+        ("waiting puts", len(waiting.puts), limits.max_waiting, "max_waiting"),
+    ]
+    told = [(*row, turned[row[0]]) for row in rows]
+    for device, length in mover.num_queued().items():
+        bound = limits.max_queued_moves
+        told.append((f"moves of {device}", length, bound, "max_queued_moves", mover.num_refused))
+    for session in service.sessions:
+        unread = session.unread.num_bytes()
+        if unread:
+            name = f"unread by {session.client}"
+            told.append((name, unread, limits.max_unread_bytes, "max_unread", 0))
+    keys = ("name", "length", "bound", "key", "refused")
+    return [dict(zip(keys, (*row[:3], f"limits.{row[3]}", row[4]), strict=True)) for row in told]
 
 
 def index_row(engine: CacheEngine) -> dict[str, Any]:

@@ -78,6 +78,10 @@ class Waiting:
     def __len__(self) -> int:
         return len(self.fetches) + len(self.puts) + len(self.commits)
 
+    def put_bytes(self) -> int:
+        """What the prompts of waiting puts take."""
+        return sum(len(put.event.tokens) for put in self.puts)
+
     @property
     def is_sending(self) -> bool:
         """Whether a fetch waits for its client to read."""

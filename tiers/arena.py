@@ -1,10 +1,15 @@
 """One shared-memory arena: a file that the daemon owns and workers and clients map.
 
-    | header page | generations: u32 per data page | data: slots, counted in 4 KiB pages … |
+    | header page | generations: u32 per data page | writers: u64 per data page | data: slots … |
 
 The daemon creates it (`Arena.create`), holds a lock on it as long as it lives, and is the only one
 to raise generations. Workers and clients attach and copy; which slots they may touch is told to
 them in messages, never read from here. Light on purpose: clients import it.
+
+One whose daemon was killed is taken over by the next (`Arena.adopt`): clients map it still, and a
+second one would take as much memory again. Nothing in it is believed; what its clients may still
+write is told by the writers' table. Where it cannot be taken over, and at a clean stop, its pages
+are given back although clients map them (`empty`).
 
 Races, and who wins:
 1. A reader's lease expires while it copies, and the slot gets another block. The owner raises the
@@ -12,7 +17,16 @@ Races, and who wins:
    copy: a difference is a miss.
 2. Slots of another size come to lie over an old slot, whose first page's generation nobody would
    raise. `SlotPool(reshaped=arena.raise_range)` raises all pages first.
-3. A scan for stale arenas meets one that is just being made and takes the lock first. The scan
+3. The owner gives pages back (`discard`) while clients map them. Their generations are raised
+   first, so a reader whose lease had expired sees a difference; the zeros it may have read are
+   nobody's. Nobody is given such a slot before its memory is allocated again (`refill`), since a
+   write to a page that cannot be had is a SIGBUS.
+4. An arena is taken over while a worker of the dead daemon still copies: the kernel has not got
+   round to ending it. Workers hold a lock of their own (`hold`); who takes over waits for it.
+5. A client has slots to write when its daemon dies. They are marked with its process before it is
+   told of them, until it has said that it is done; the next daemon uses none of them while that
+   process lives.
+6. A scan for stale arenas meets one that is just being made and takes the lock first. The scan
    unlinks it; the maker finds its file without a name and starts over.
 """
 
@@ -24,6 +38,7 @@ import mmap
 import os
 import secrets
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,8 +48,11 @@ import numpy.typing as npt
 from hicache.tiers.block import MAX_TIER_BYTES, PAGE_BYTES, Ids
 
 MAGIC = b"hicarena"
+UNKNOWN_WRITER = 0xFFFFFFFF
+WORKERS_S = 3.0
 VERSION = 1
 _HEADER = struct.Struct("<8sIIQQQ32s")  # magic, version, page, data bytes, data offset, pid, epoch
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
 _HUGE_PAGE_BYTES = 2 << 20
 _STEP_BYTES = 256 << 20
 _MADV_POPULATE_WRITE = 23
@@ -56,6 +74,7 @@ class Arena:
         self.data_bytes = data_bytes
         self.epoch = epoch
         self.is_owner = False
+        self._data_offset = data_offset
         self.huge_pages = False
         self._fd = fd
         self._map = mmap.mmap(fd, data_offset + data_bytes)
@@ -64,6 +83,9 @@ class Arena:
         num_pages = data_bytes // PAGE_BYTES
         table = everything[PAGE_BYTES : PAGE_BYTES + 4 * num_pages]
         self._generations: npt.NDArray[np.uint32] = table.view(np.uint32)
+        table = everything[_writers_offset(data_bytes) : data_offset][: 8 * num_pages]
+        self._writers: npt.NDArray[np.uint64] = table.view(np.uint64)
+        self.inherited: list[tuple[int, int, int]] = []
         self._data_address = int(self.data.ctypes.data)
 
     @classmethod
@@ -82,9 +104,7 @@ class Arena:
         data_bytes = -(-data_bytes // PAGE_BYTES) * PAGE_BYTES
         if not PAGE_BYTES <= data_bytes <= MAX_TIER_BYTES:
             raise ArenaError(f"an arena of {data_bytes} bytes: 4 KiB … 8 TiB are possible")
-        table_bytes = -(-4 * (data_bytes // PAGE_BYTES) // PAGE_BYTES) * PAGE_BYTES
-        unit = _HUGE_PAGE_BYTES if huge_pages else PAGE_BYTES
-        data_offset = -(-(PAGE_BYTES + table_bytes) // unit) * unit
+        data_offset = _data_offset(data_bytes, huge_pages)
         fd = _create_locked(path)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, fd)
@@ -96,9 +116,53 @@ class Arena:
         arena.huge_pages = huge_pages and arena._ask_for_huge_pages()
         if pretouch is not None:
             arena._touch(pretouch)
-        epoch = arena.epoch.encode()
-        header = (MAGIC, VERSION, PAGE_BYTES, data_bytes, data_offset, os.getpid(), epoch)
-        arena._map[: _HEADER.size] = _HEADER.pack(*header)
+        arena._sign()
+        return arena
+
+    @classmethod
+    def adopt(
+        cls,
+        path: str | os.PathLike[str],
+        data_bytes: int,
+        *,
+        huge_pages: bool = False,
+        pretouch: Progress | None = None,
+    ) -> Arena:
+        """Take over the arena of a dead owner: its memory, nothing of what it holds. All of its
+        generations are raised. `inherited` names the (first page, pages, pid) that clients of the
+        dead one may still write. ArenaError where it is no such arena, and then it is as it was."""
+        path = Path(path)
+        data_bytes = -(-data_bytes // PAGE_BYTES) * PAGE_BYTES
+        data_offset = _data_offset(data_bytes, huge_pages)
+        if not is_adoptable(path, data_bytes, huge_pages=huge_pages):
+            raise ArenaError(f"{path} is of another size")
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise ArenaError(f"cannot open the arena {path}: {error.strerror}") from error
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _wait_for_workers(fd)
+                os.posix_fallocate(fd, 0, data_offset + data_bytes)  # holes that were cut
+            except OSError as error:
+                raise ArenaError(f"{path} cannot be taken over: {error.strerror}") from error
+            if not os.fstat(fd).st_nlink:
+                raise ArenaError(f"{path} is gone")
+            arena = cls(path, fd, data_bytes, data_offset, secrets.token_hex(16))
+            undo.pop_all()
+            undo.callback(arena.close)
+            arena.inherited = arena._marked()
+            if any(pid == UNKNOWN_WRITER for _, _, pid in arena.inherited):
+                raise ArenaError(f"{path} may be written by nobody knows whom")
+            undo.pop_all()
+        arena.is_owner = True
+        arena.huge_pages = huge_pages and arena._ask_for_huge_pages()
+        arena.raise_range(0, data_bytes // PAGE_BYTES)
+        arena._sign()
+        if pretouch is not None:
+            arena._touch(pretouch)
         return arena
 
     @classmethod
@@ -172,12 +236,56 @@ class Arena:
         return self._generations[slots]
 
     def raise_generations(self, slots: Ids) -> None:
-        """Owner only, before these slots (all different) get other bytes."""
+        """Owner only, before these slots (all different) get other bytes; no client writes them."""
         self._generations[slots] += np.uint32(1)
+        self._writers[slots] = 0
+
+    # --- who writes, for the next owner -----------------------------------------------------------
+
+    def mark(self, slots: Ids, slot_bytes: int, pid: int) -> None:
+        """Owner only, before a client is told that it may write these slots."""
+        pages = np.uint64(slot_bytes // PAGE_BYTES)
+        self._writers[slots] = pages << np.uint64(32) | np.uint64(pid or UNKNOWN_WRITER)
+
+    def unmark(self, slots: Ids) -> None:
+        """Owner only: the client has said that it writes them no more."""
+        self._writers[slots] = 0
+
+    def _marked(self) -> list[tuple[int, int, int]]:
+        pages = np.flatnonzero(self._writers)
+        entries = self._writers[pages]
+        sizes, pids = entries >> np.uint64(32), entries & np.uint64(0xFFFFFFFF)
+        return list(zip(pages.tolist(), sizes.tolist(), pids.tolist(), strict=True))
 
     def raise_range(self, first_page: int, num_pages: int) -> None:
         """Owner only, before these pages are cut into slots anew (race 2)."""
         self._generations[first_page : first_page + num_pages] += np.uint32(1)
+
+    # --- pages given back ----------------------------------------------------------------------
+
+    def discard(self, first_page: int, num_bytes: int) -> None:
+        """Owner only: give the memory of pages that hold no slot back to the machine, whoever maps
+        them. Again is harmless. OSError where the file system cannot do that."""
+        self.raise_range(first_page, num_bytes // PAGE_BYTES)
+        start = self._data_offset + first_page * PAGE_BYTES
+        self._map.madvise(mmap.MADV_REMOVE, start, num_bytes)
+
+    def refill(self, first_page: int, num_bytes: int) -> None:
+        """Owner only: have memory for these pages again. OSError (ENOSPC) where there is none."""
+        start = self._data_offset + first_page * PAGE_BYTES
+        os.posix_fallocate(self._fd, start, num_bytes)
+
+    def empty(self) -> None:
+        """Owner only, or nobody's any more: give all its memory back, whoever maps it. What others
+        read of it is of another generation."""
+        self._generations += np.uint32(1)
+        with contextlib.suppress(OSError):  # a file system without holes: as before
+            self._map.madvise(mmap.MADV_REMOVE, self._data_offset, self.data_bytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the file holds of the machine's memory."""
+        return os.fstat(self._fd).st_blocks * 512
 
     def populate(self) -> None:
         """Map every page into this process, in small steps beside whatever else it does: a first
@@ -190,6 +298,10 @@ class Arena:
 
     # --- lifetime ------------------------------------------------------------------------------
 
+    def hold(self) -> None:
+        """For a worker: nobody takes the arena over before this process has ended."""
+        _lock_as_worker(self._fd, fcntl.F_RDLCK)
+
     def close(self) -> None:
         """Unmap. Views that are still held keep the mapping alive until they go. Idempotent."""
         if self._fd < 0:
@@ -197,6 +309,7 @@ class Arena:
         fd, self._fd = self._fd, -1
         self.data = np.empty(0, np.uint8)
         self._generations = np.empty(0, np.uint32)
+        self._writers = np.empty(0, np.uint64)
         try:
             self._map.close()
         except BufferError:
@@ -207,6 +320,12 @@ class Arena:
     def unlink(self) -> None:
         """Take the file's name away; who has it mapped keeps it. Fine if it is gone already."""
         self.path.unlink(missing_ok=True)
+
+    def _sign(self) -> None:
+        """It is ours."""
+        epoch, pid = self.epoch.encode(), os.getpid()
+        fields = (MAGIC, VERSION, PAGE_BYTES, self.data_bytes, self._data_offset, pid, epoch)
+        self._map[: _HEADER.size] = _HEADER.pack(*fields)
 
     def _ask_for_huge_pages(self) -> bool:
         try:
@@ -227,18 +346,46 @@ class Arena:
             progress(total // 2 + (start + step) // 2, total)
 
 
+def is_adoptable(
+    path: str | os.PathLike[str], data_bytes: int, *, huge_pages: bool = False
+) -> bool:
+    """Whether the file is an arena of this size and layout; whose is not asked."""
+    data_bytes = -(-data_bytes // PAGE_BYTES) * PAGE_BYTES
+    data_offset = _data_offset(data_bytes, huge_pages)
+    try:
+        with open(path, "rb", opener=_without_following) as file:
+            found = file.read(_HEADER.size)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return False
+    if len(found) < _HEADER.size:
+        return False
+    wanted = (MAGIC, VERSION, PAGE_BYTES, data_bytes, data_offset)
+    return _HEADER.unpack(found)[:5] == wanted and size == data_offset + data_bytes
+
+
 def stale_arenas(directory: str | os.PathLike[str], prefix: str) -> list[Path]:
     """Arenas of this user in `directory`, named `prefix…`, whose owner no longer lives."""
     with _Stale(directory, prefix) as stale:
         return list(stale.paths)
 
 
-def remove_stale(directory: str | os.PathLike[str], prefix: str) -> list[Path]:
-    """Delete the arenas of dead owners and say which; a live owner's is never touched."""
+def remove_stale(
+    directory: str | os.PathLike[str],
+    prefix: str,
+    is_kept: Callable[[Path], bool] = lambda path: False,
+) -> list[Path]:
+    """Delete the arenas of dead owners and say which; a live owner's is never touched. Their memory
+    goes back even if clients map them."""
     with _Stale(directory, prefix) as stale:
-        for path in stale.paths:
+        removed = [path for path in stale.paths if not is_kept(path)]
+        for path in removed:
+            with contextlib.suppress(ArenaError):  # its maker died before it was whole
+                arena = Arena.attach(path)
+                arena.empty()
+                arena.close()
             path.unlink(missing_ok=True)
-        return list(stale.paths)
+        return removed
 
 
 class _Stale:
@@ -274,8 +421,42 @@ class _Stale:
             os.close(fd)
 
 
+def _without_following(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _writers_offset(data_bytes: int) -> int:
+    return PAGE_BYTES + -(-4 * (data_bytes // PAGE_BYTES) // PAGE_BYTES) * PAGE_BYTES
+
+
+def _data_offset(data_bytes: int, huge_pages: bool) -> int:
+    unit = _HUGE_PAGE_BYTES if huge_pages else PAGE_BYTES
+    return -(-(_writers_offset(data_bytes) + 8 * (data_bytes // PAGE_BYTES)) // unit) * unit
+
+
+def _wait_for_workers(fd: int) -> None:
+    """Of the dead owner. BlockingIOError where one does not end."""
+    give_up_s = time.monotonic() + WORKERS_S
+    while True:
+        try:
+            _lock_as_worker(fd, fcntl.F_WRLCK)
+        except OSError:
+            if time.monotonic() > give_up_s:
+                raise
+            time.sleep(0.02)
+        else:
+            _lock_as_worker(fd, fcntl.F_UNLCK)
+            return
+
+
+def _lock_as_worker(fd: int, kind: int) -> None:
+    """Of the first byte, and of the open file (OFD): a lock of the process would go with whichever
+    of its descriptors of this file is closed first. BlockingIOError."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
+
+
 def _create_locked(path: Path) -> int:
-    """A new, empty file under an exclusive lock (race 3)."""
+    """A new, empty file under an exclusive lock (race 6)."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         try:

@@ -112,6 +112,8 @@ class SlotPool(Protocol):
     used_bytes: int
     quarantined_bytes: int
     clearing: Clearing | None
+    slab_bytes: int
+    withheld: set[int]
 
     def allocate(self, slot_bytes: int, count: int) -> Ids:
         """Up to `count` slots of the class, fewer (perhaps none) when the tier lacks room."""
@@ -146,6 +148,13 @@ class SlotPool(Protocol):
     @property
     def clearing_bytes(self) -> int:
         """What is still in use in the clearing."""
+
+    def withhold(self, count: int) -> Sequence[int]:
+        """Take free slabs out of use. Returns the pages they begin at, fewer than asked for where
+        there are no more."""
+
+    def restore(self, first_page: int) -> None:
+        """A slab that was withheld is room again."""
 
     def validate(self) -> None:
         """Recount everything from the ground; AssertionError tells what differs."""

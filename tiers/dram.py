@@ -1,22 +1,25 @@
 """The `dram` tier: slots in one shared-memory arena that clients map.
 
 The daemon's loop opens and closes it; workers and clients attach to its arena by path. A closed
-tier leaves no file; a killed daemon's file is found stale and removed by the next one on the host.
+tier leaves no file and no memory; a killed daemon's arena is taken over by the next one on the host
+where it has the same size, and removed where it has not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
-from hicache.tiers.arena import Arena, Progress, remove_stale
+from hicache.tiers.arena import Arena, ArenaError, Progress, remove_stale, stale_arenas
 from hicache.tiers.slots import SlotPool
 
 
 class DramTier:
     """An arena in `directory` named `<prefix><epoch>`, and its free list.
 
-    `removed` names the files of dead owners that opening it cleared away first.
+    `is_adopted`: it was a dead owner's; `removed` names the files of others that opening it cleared
+    away first.
     """
 
     medium = "shared memory"
@@ -30,9 +33,13 @@ class DramTier:
         huge_pages: bool = False,
         progress: Progress | None = None,
     ) -> None:
+        adopted = _adopt(directory, prefix, capacity_bytes, huge_pages, progress)
+        self.is_adopted = adopted is not None
         self.removed = remove_stale(directory, prefix)
         path = Path(directory) / f"{prefix}{os.urandom(6).hex()}"
-        self.arena = Arena.create(path, capacity_bytes, huge_pages=huge_pages, pretouch=progress)
+        self.arena = adopted or Arena.create(
+            path, capacity_bytes, huge_pages=huge_pages, pretouch=progress
+        )
         self.pool = SlotPool(self.arena.data_bytes, reshaped=self.arena.raise_range)
 
     @property
@@ -40,6 +47,21 @@ class DramTier:
         return self.arena.path
 
     def close(self) -> None:
-        """Unmap and remove the file; clients that map it keep their mapping."""
+        """Give the memory back, unmap, remove the file; clients that map it keep an empty one."""
+        self.arena.empty()
         self.arena.unlink()
         self.arena.close()
+
+
+def _adopt(
+    directory: str | os.PathLike[str],
+    prefix: str,
+    capacity_bytes: int,
+    huge_pages: bool,
+    progress: Progress | None,
+) -> Arena | None:
+    """A dead owner's arena of this size; None where there is none that can be taken over."""
+    for path in stale_arenas(directory, prefix):
+        with contextlib.suppress(ArenaError):
+            return Arena.adopt(path, capacity_bytes, huge_pages=huge_pages, pretouch=progress)
+    return None

@@ -10,6 +10,9 @@ into free slabs again, so room moves between classes one slab at a time and neve
 A region that never empties by itself can be emptied for another class: `close` hands out nothing of
 it any more, and what becomes free there is kept for that class alone (`Clearing`).
 
+Free slabs can be withheld, when the machine wants their memory back: they are no room and not part
+of `capacity_bytes` until they are restored.
+
 Owned by the daemon's loop through the cache engine; one thread, no I/O. A failed call changes
 nothing. Of a class whose slots cannot fit (`can_hold`), `allocate` hands out none.
 """
@@ -145,7 +148,9 @@ class SlotPool:
         self.used_bytes = 0
         self.quarantined_bytes = 0
         self.clearing: Clearing | None = None
+        self.withheld: set[int] = set()  # by their first pages
         self.slab_pages = slab_bytes // PAGE_BYTES
+        self.slab_bytes = self.slab_pages * PAGE_BYTES
         self.num_slabs = num_pages // self.slab_pages
         self._pages_of = pages_of
         self._reshaped = reshaped
@@ -238,13 +243,15 @@ class SlotPool:
 
     def clearings(self, slot_bytes: int, count: int) -> list[Clearing]:
         """Up to `count` runs of slabs that would hold a slot of the class once they are empty, the
-        least used first, those used alike spread over the tier. Slabs of the class itself and slabs
-        with quarantined slots are not among them. None while one is under way already."""
+        least used first, those used alike spread over the tier. Slabs of the class itself, those
+        with quarantined slots and withheld ones are not among them. None while one is under way
+        already."""
         cls = self._class(slot_bytes)
         others = any(other.num_slabs for other in self._classes.values() if other is not cls)
         if cls is None or not cls.spans or not others or self.clearing is not None:
             return []
         costs = np.array([self._clearing_cost(region, cls) for region in self._region_of])
+        costs[[page // self.slab_pages for page in self.withheld]] = math.inf
         sums = np.lib.stride_tricks.sliding_window_view(costs, cls.spans[-1]).sum(axis=1)
         order = np.argsort(sums, kind="stable")[: np.count_nonzero(np.isfinite(sums))]
         if len(order) > count:
@@ -295,6 +302,33 @@ class SlotPool:
         regions = {id(r): r for r in self._region_of[slabs.start : slabs.stop] if r is not None}
         return sum(region.used_bytes for region in regions.values())
 
+    def withhold(self, count: int) -> list[int]:
+        """Take up to `count` free slabs out of use, the last ones first. Returns the pages they
+        begin at. A clearing for slots as large as a slab ends with it, once it is empty."""
+        cleared = self._cleared_for_slabs()
+        if cleared:
+            self.reopen()
+        pages: list[int] = []
+        for slab in range(self.num_slabs - 1, -1, -1):
+            if len(pages) < count and self._free_slabs[slab]:
+                self._free_slabs[slab] = 0
+                pages.append(slab * self.slab_pages)
+        self._num_free_slabs -= len(pages)
+        self.withheld |= set(pages)
+        self.capacity_bytes -= len(pages) * self.slab_bytes
+        return pages
+
+    def restore(self, first_page: int) -> None:
+        """A slab that was withheld is room again."""
+        self.withheld.remove(first_page)
+        self._free_slabs[first_page // self.slab_pages] = 1
+        self._num_free_slabs += 1
+        self.capacity_bytes += self.slab_bytes
+
+    def _cleared_for_slabs(self) -> bool:
+        cls = self._classes.get(self.slab_bytes)
+        return cls is not None and len(self._cleared_for(cls)) > 0
+
     def validate(self) -> None:
         """Recount everything from the ground; AssertionError tells what differs."""
         owned = bytearray(b"\x01" * self.num_slabs)
@@ -325,7 +359,7 @@ class SlotPool:
             assert kept == counts, f"class {size}: {kept}, counted {counts}"
             assert cls.open == sorted(cls.open, key=_by_place), f"class {size}: out of order"
             marked -= cls.num_used + cls.num_quarantined
-        for slab in held:
+        for slab in (*held, *(page // self.slab_pages for page in self.withheld)):
             owned[slab] = 0
         assert owned == self._free_slabs, "the free slabs are not those that no region owns"
         assert self._num_free_slabs == sum(owned), "free slabs miscounted"

@@ -48,6 +48,11 @@ class Lane:
         }
         self._num_queued = 0
 
+    @property
+    def num_queued(self) -> int:
+        """Moves that wait, those in flight not counted."""
+        return self._num_queued
+
     def push(self, move: Move) -> bool:
         """False, and nothing changed, when the queue is full."""
         if self._num_queued >= self._max_queued:

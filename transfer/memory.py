@@ -43,6 +43,7 @@ class MemoryMedium(Forgetful):
 
     def __init__(self, config: WorkerConfig, near: Arena) -> None:
         self._far = Arena.attach(config.far_path)
+        self._far.hold()
         self._names = (config.near, config.far)
         self.detail = f"host memory at {config.far_path}, emulated"
         self.notes: list[str] = []

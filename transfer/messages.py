@@ -3,8 +3,10 @@
 A stream of msgpack maps over one socket pair, self-delimiting, no pickle. Both sides check types
 and lengths before they act, although both are ours: a damaged worker may say anything.
 
-    daemon → worker   config · batch · forget · note · taken · scrub · describe · pace · stop
-    worker → daemon   opening* · measured* · ready · rows* · restored · done* · scrubbed* · broken
+    daemon → worker   config · batch · forget · note · taken · scrub · describe · pace · pulse ·
+                      stop
+    worker → daemon   opening* · measured* · ready · rows* · restored · done* · beat* · scrubbed* ·
+                      broken
 
 `rows` are answered `taken`; a worker has few of them unanswered, or the daemon would be busy with
 them alone.

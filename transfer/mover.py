@@ -15,8 +15,9 @@ Races, and who wins:
    is dead: no slot can be given to somebody else while it may still be written.
 2. A worker reports outcomes and dies at once. What it said is read before its moves are failed.
 3. A move is cancelled while its batch travels: nothing is called back, its real outcome comes.
-4. A worker does not answer any more (a hung device). It is killed, then as in 1; a process that
-   cannot even be killed keeps its slots.
+4. A worker does not answer any more (a hung device, a process that stands still). It is killed,
+   then as in 1; a process that cannot even be killed keeps its slots.
+5. The daemon itself stood still. What its workers said meanwhile is read before they are judged.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from hicache.transfer.news import (
     WorkerUp,
 )
 from hicache.transfer.process import WorkerProcess
+from hicache.transfer.pulse import Pulse
 
 __all__ = [
     "Mover",
@@ -75,6 +77,8 @@ __all__ = [
 FIRST_DELAY_S, LAST_DELAY_S = 0.2, 10.0
 HEALTHY_S = 60.0
 KILL_S = 5.0
+AWAY_S = 2.0
+"""A loop that did not turn for so long has not heard what was said meanwhile."""
 MAX_QUEUED = 8192
 MAX_COMMITTED = 1024
 """Blocks of one commit: 32 MiB of blocks of 32 KiB."""
@@ -97,20 +101,28 @@ class _Device:
         if config.kind == "disk":  # a batch is a commit, whose syncs cost the same however large
             moves = LIMITS.moves if config.durability == "sync" else MAX_COMMITTED
             self.write = Lane(max_queued, Limits(moves, config.batch_bytes, LIMITS.in_flight))
+        self.pulses = (Pulse("read"), self.read), (Pulse("write"), self.write)
         self.start_at_s = 0.0
         self.started_s = 0.0
         self.heard_s = 0.0
+        self.rows_s = 0.0
         self.num_starts = 0
         self.num_failures = 0
         self.num_damages = 0
         self.error = ""
         self.is_damaged = False
 
+    def owes_s(self, now_s: float) -> float:
+        """For how long it has owed an answer; 0 if it owes none."""
+        if self.state != "up":
+            return 0.0
+        return max(pulse.owes_s(now_s, lane.oldest_s()) for pulse, lane in self.pulses)
+
 
 class Mover:
     """Queues and workers. `arenas`, by tier, are the mapped ones, whose generations are raised
     before a slot is written; `identify(moves)` fills in `move.identity` just before moves of a disk
-    device are sent; a batch unanswered for `stuck_s` is the end of its worker."""
+    device are sent; a worker that owes an answer for `stuck_s` is killed."""
 
     def __init__(
         self,
@@ -132,6 +144,8 @@ class Mover:
         self._device_of_fd: dict[int, _Device] = {}
         self._news: list[News] = []
         self._num_batches = 0
+        self._ticked_s: float | None = None
+        self.num_refused = 0
         for device in self._devices.values():
             near, far = device.config.near, device.config.far
             self._lane_of[far, near] = device, device.read
@@ -162,6 +176,7 @@ class Mover:
                 touched[id(device)] = device
         for device in touched.values():
             self._dispatch(device, now_s)
+        self.num_refused += len(refused)
         return refused
 
     def cancel(self, ids: Sequence[int]) -> list[Outcome]:
@@ -184,13 +199,20 @@ class Mover:
 
     def tick(self, now_s: float) -> list[News]:
         """Start workers again, kill stuck ones, expire queued moves."""
+        was_away = self._ticked_s is not None and now_s - self._ticked_s > AWAY_S
+        self._ticked_s = now_s
         for device in self._devices.values():
             if device.process is None:
                 if device.start_at_s <= now_s:
                     self._start(device, now_s)
                 continue
-            for lane in (device.read, device.write):
+            for pulse, lane in device.pulses:
                 self._news += lane.expire(now_s)
+                if was_away:
+                    pulse.moved(now_s)
+                if device.state == "up" and pulse.is_due(now_s):
+                    device.process.send(pack("pulse", of=pulse.name))
+                    pulse.asked(now_s)
             self._kill_if_stuck(device, now_s)
         return self._take_news()
 
@@ -205,6 +227,26 @@ class Mover:
     def states(self) -> dict[str, DeviceState]:
         """Each device's state."""
         return {name: device.state for name, device in self._devices.items()}
+
+    def owed_s(self, now_s: float) -> dict[str, float]:
+        """For how long each device's worker has owed an answer; 0 where it owes none."""
+        return {name: device.owes_s(now_s) for name, device in self._devices.items()}
+
+    def num_starts(self) -> dict[str, int]:
+        """How often each device's worker was started."""
+        return {name: device.num_starts for name, device in self._devices.items()}
+
+    def num_queued(self) -> dict[str, int]:
+        """Moves that wait for each device, in the fuller of its two directions."""
+        return {
+            name: max(device.read.num_queued, device.write.num_queued)
+            for name, device in self._devices.items()
+        }
+
+    def unsent_bytes(self) -> int:
+        """What the workers have still to read, as far as it is kept here."""
+        running = [d.process for d in self._devices.values() if d.process is not None]
+        return sum(process.num_unsent for process in running)
 
     def pids(self) -> dict[str, int]:
         """The process of each device that has one."""
@@ -320,7 +362,12 @@ class Mover:
         try:
             if kind == "done":
                 self._finish(device, message)
+            elif kind == "beat":
+                for pulse, _ in device.pulses:
+                    if pulse.name == message["of"]:
+                        pulse.answered(device.heard_s)
             elif kind == "rows":
+                device.rows_s = device.heard_s
                 self._news.append(WorkerRows(name, tier, unpack_rows(message)))
             elif kind == "restored":
                 device.is_restoring = False
@@ -336,6 +383,9 @@ class Mover:
             elif kind == "ready":
                 assert device.process is not None
                 device.state = "up"
+                device.rows_s = device.heard_s
+                for pulse, _ in device.pulses:
+                    pulse.begin(device.heard_s)
                 device.is_restoring = restoring = message["restoring"] is True
                 notes = [str(note) for note in message["notes"]]
                 detail = str(message["detail"])
@@ -389,11 +439,11 @@ class Mover:
 
     def _kill_if_stuck(self, device: _Device, now_s: float) -> None:
         assert device.process is not None
-        if device.state == "starting" or device.is_restoring:
+        if device.state == "starting":
             is_stuck = now_s - device.heard_s > self._start_s
         else:
-            sent = [t for t in (device.read.oldest_s(), device.write.oldest_s()) if t is not None]
-            is_stuck = bool(sent) and now_s - min(sent) > self._stuck_s
+            is_stuck = device.owes_s(now_s) > self._stuck_s
+            is_stuck |= device.is_restoring and now_s - device.rows_s > self._start_s
         if is_stuck and not device.error:
             device.error = "did not answer any more"
             device.process.kill()
@@ -433,7 +483,10 @@ class Mover:
     def _finish(self, device: _Device, message: Message) -> None:
         """A batch came back. An answer that does not match what was sent is malformed."""
         done = unpack_done(message)
-        batch = device.read.done(done.batch) or device.write.done(done.batch)
+        batch = None
+        for pulse, lane in device.pulses:
+            if batch is None and (batch := lane.done(done.batch)) is not None:
+                pulse.moved(device.heard_s)
         if batch is None:
             raise MalformedMessage(f"batch {done.batch} is not in flight")
         if [outcome.move for outcome in done.outcomes] != [move.id for move in batch.moves]:

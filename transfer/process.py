@@ -57,6 +57,11 @@ class WorkerProcess:
     def fds(self) -> tuple[int, int]:
         return self.pidfd, self.sock.fileno()
 
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that wait here until the process reads."""
+        return len(self._unsent)
+
     def send(self, message: bytes) -> None:
         """Now or later, in order; never blocks."""
         is_idle = not self._unsent

@@ -175,6 +175,11 @@ class Worker:
             self._write.put(partial(self._medium.forget, unpack_keys(message)))
         elif kind == "note":
             self._write.put(partial(self._medium.note, unpack_uses(message)))
+        elif kind == "pulse":
+            direction = {"read": self._read, "write": self._write}.get(str(message.get("of")))
+            if direction is None:
+                raise MalformedMessage("pulse: of read, or of write")
+            direction.put(partial(self.send, pack("beat", of=message["of"])))
         elif kind == "scrub":
             self._begin_scrub(float(message["bytes_per_s"]))
         elif kind == "taken":
@@ -211,7 +216,7 @@ class Worker:
         os._exit(EXIT_BROKEN)
 
 
-def _open(config: WorkerConfig, near: Arena, progress: Callable[[int, int], None]) -> Medium:
+def _open(config: WorkerConfig, near: Arena, progress: Callable[[str, int, int], None]) -> Medium:
     """Each kind's module is imported only where it is used: a GPU worker loads no lmdb."""
     if config.kind == "disk":
         from hicache.transfer.files import DiskMedium
@@ -220,7 +225,7 @@ def _open(config: WorkerConfig, near: Arena, progress: Callable[[int, int], None
     if config.kind == "cuda":
         from hicache.transfer.cuda import CudaMedium
 
-        return CudaMedium(config, near, progress)
+        return CudaMedium(config, near, partial(progress, "bytes"))
     from hicache.transfer.memory import MemoryMedium
 
     return MemoryMedium(config, near)
@@ -267,8 +272,8 @@ def main(fd: int) -> int:
         worker = None
         try:
             near = Arena.attach(config.near_path)
-            unit = "blocks" if config.kind == "disk" else "bytes"
-            medium = _open(config, near, partial(_tell_progress, sock, unit))
+            near.hold()
+            medium = _open(config, near, partial(_tell_progress, sock))
             worker = Worker(sock, medium, config.read_bytes_per_s, config.write_bytes_per_s)
             threading.Thread(target=near.populate, name="hicache-touch", daemon=True).start()
             worker.introduce(config.probe_bytes, config.probe_block_bytes)

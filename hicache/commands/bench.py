@@ -141,7 +141,9 @@ def reload(
     multiples = [float("inf") if s.strip() == "free" else float(s) for s in speeds.split(",")]
     lengths = [int(prefix) for prefix in prefixes.split(",")]
     with ProgressLine() as step:
-        rows, generated = reload_bench.run(demo, multiples, lengths, rounds, step)
+        rows, generated = reload_bench.run(
+            demo, multiples, lengths, rounds, step, lambda row: click.echo(f"\n{row}", err=True)
+        )
     bad = sum(not row.is_good for row in rows)
     more: dict[str, object] = {"model": demo.name, "kv_bytes_per_s": generated, "not_good": bad}
     tell(rows, f"{demo.name}, {generated / 1e6:.1f} MB of KV per second", json_target, more)

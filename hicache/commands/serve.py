@@ -71,9 +71,10 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
         return load_config(Path(other) if other else file, around)
 
     loaded = load("")
-    remove_dead_arenas(loaded.config)
     probe = probe_machine(loaded.config)
     config = resolve_sizes(loaded.config, probe)
+    kept = remove_dead_arenas(config)
+    probe = probe_machine(config, gpus=probe.gpus, adopted_bytes=kept)
     if endpoint:
         config = config.model_copy(update={"socket": _listening_at(endpoint, config.socket)})
     _log_to_stderr(config.log_level)

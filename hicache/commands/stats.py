@@ -166,6 +166,8 @@ def render(stats: Stats) -> RenderableType:
         parts.append(_namespaces(stats))
     if stats.get("gate"):
         parts.append(_gate(stats["gate"]))
+    if stats.get("memory"):
+        parts.append(_memory(stats))
     parts.append(_counts(stats))
     return Group(*parts)
 
@@ -331,6 +333,23 @@ def _gate(gate: Stats) -> Text:
     return Text(
         f"written to disk: what returns with a probability of {gate['demanded_return']:.0%} or "
         f"more; {_number(gate['refused_blocks'])} blocks forgotten instead"
+    )
+
+
+def _memory(stats: Stats) -> Text:
+    """Where the daemon's memory is, and what met a limit so far."""
+    memory = stats["memory"]
+    arenas, buffers = (sum((memory.get(k) or {}).values()) for k in ("arena_bytes", "buffer_bytes"))
+    given = sum(tier.get("given_back_bytes") or 0 for tier in stats.get("tiers") or ())
+    met = [
+        f"{queue.get('name')} {_number(queue['refused'])} ({queue.get('key')})"
+        for queue in stats.get("queues") or ()
+        if queue.get("refused")
+    ]
+    return Text(
+        f"memory: arenas {_bytes(arenas)}, given back to the machine {_bytes(given)}, index "
+        f"{_bytes(memory.get('index_bytes'))}, buffers {_bytes(buffers)}, all but the arenas "
+        f"{_bytes(memory.get('private_bytes'))}\nrefused at a limit: {', '.join(met) or 'nothing'}"
     )
 
 

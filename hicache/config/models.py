@@ -12,7 +12,16 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hicache.config.fields import Bytes, Deadline, FilePath, Rate, Seconds, TierSize, wrong
+from hicache.config.fields import (
+    Bytes,
+    Deadline,
+    FilePath,
+    FlopRate,
+    Rate,
+    Seconds,
+    TierSize,
+    wrong,
+)
 from hicache.config.units import GIB, MIB, Share, format_size
 from hicache.endpoint import (
     MAX_IPC_PATH_BYTES,
@@ -191,6 +200,11 @@ class PlannerConfig(Section):
     mode: Literal["measured", "always_reload", "always_recompute"] = Field(
         default="measured", description="How reload or recompute is decided."
     )
+    prior_flop_rate: FlopRate | None = Field(
+        default=None,
+        description="What each GPU computes in a prefill, say half of its data sheet: with the "
+        "model's shape, which its connector tells, a first guess of what a prefill takes.",
+    )
     prior_fixed_s: Seconds | None = Field(
         default=None,
         validation_alias="prior_fixed",
@@ -199,7 +213,7 @@ class PlannerConfig(Section):
     prior_per_token_s: Seconds | None = Field(
         default=None,
         validation_alias="prior_per_token",
-        description="First guess of its time per new token.",
+        description="First guess of its time per new token, of whatever model.",
     )
     prior_per_token_squared_s: Seconds | None = Field(
         default=None,
@@ -268,7 +282,23 @@ class LimitsConfig(Section):
     )
     max_prompt_tokens: int = Field(default=2_000_000, ge=1, description="Longest prompt.")
     max_sessions: int = Field(default=256, ge=1, description="Sessions at once.")
+    min_available: TierSize | None = Field(
+        default=Share(0.03),
+        description="Memory that stays available to everybody, of the host and of the control "
+        "groups hicache is in; below it, dram gives some of its own back. A share is of theirs.",
+    )
     max_leases: int = Field(default=65_536, ge=1, description="Leases at once.")
+    max_leased: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Share of memory that leases may hold; above it, matches are refused.",
+    )
+    max_waiting: int = Field(
+        default=4096,
+        ge=1,
+        description="Puts waiting for room at once; more are refused.",
+    )
     max_queued_moves: int = Field(default=16_384, ge=1, description="Moves waiting per link.")
     max_queued_bytes: Bytes = Field(default=4 * GIB, ge=1, description="Bytes waiting per link.")
     lease_ttl_s: Deadline = Field(

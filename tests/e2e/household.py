@@ -378,6 +378,7 @@ class Victim:
         command = [sys.executable, "-m", "tests.e2e.victim", what, house.endpoint, transport]
         self.process = subprocess.Popen(
             [*command, json.dumps(SPEC.to_wire()), json.dumps(tokens.tolist())],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
         )
@@ -387,8 +388,9 @@ class Victim:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
 
     def wait_for(self, word: str) -> None:
         assert self.process.stdout is not None
@@ -397,6 +399,13 @@ class Victim:
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """One that was stopped, or waits for a word, goes on from there."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"go on\n")
+        self.process.stdin.flush()
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self.process.kill()

@@ -94,6 +94,47 @@ def test_frozen_between_put_and_commit() -> None:
 
 
 @pytest.mark.timeout(180)
+def test_resumed_long_after_its_slots_were_taken_from_it() -> None:
+    """It was stopped in the middle of a put for longer than its ticket lasts, and others have
+    filled all of memory since. It writes into its slots and commits: that is refused, and no block
+    of anybody is harmed, then or when its slots are free again."""
+    with Household(hbm=None, disk=None, limits={"lease_ttl": "500ms"}) as house:
+        client = house.client()
+        with Victim(house, "late-put", prompt(108, 6)) as victim:
+            victim.wait_for("writing")
+            victim.freeze()
+            wait_for(lambda: house.tier("dram")["quarantined_bytes"], "the quarantine")
+            for seed in range(60):  # more than there is room for
+                store(client, prompt(seed, 6))
+            victim.go_on()
+            victim.wait_for("stored-0")
+            assert sum(read(client, prompt(seed, 6)) for seed in range(60)) >= 30 * 6
+        assert client.match(prompt(108, 6)).hit_blocks == 0
+        wait_for(lambda: not house.tier("dram")["quarantined_bytes"], "the slots back")
+        for seed in range(60, 120):
+            store(client, prompt(seed, 6))
+        assert sum(read(client, prompt(seed, 6)) for seed in range(120)) >= 30 * 6
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("others", "word"), [(60, "unusable"), (1, "right")])
+def test_resumed_long_after_its_lease_ended(others: int, word: str) -> None:
+    """It was stopped with blocks to read. Where others were stored in their place meanwhile it sees
+    that, and uses nothing; where none were, what it reads is its own."""
+    with Household(hbm=None, disk=None, limits={"lease_ttl": "500ms"}) as house:
+        client, tokens = house.client(), prompt(109, 6)
+        assert store(client, tokens) == 6
+        with Victim(house, "late-read", tokens) as victim:
+            victim.wait_for("running")
+            victim.freeze()
+            wait_for(lambda: house.stats()["leases"] == 0, "the lease's end")
+            for seed in range(others):
+                store(client, prompt(seed, 6))
+            victim.go_on()
+            victim.wait_for(word)
+
+
+@pytest.mark.timeout(180)
 def test_frozen_with_a_lease() -> None:
     """A lease that nobody uses ends after its time, though the client lives."""
     with Household(hbm=None, disk=None, limits={"lease_ttl": "500ms"}) as house:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -13,7 +15,18 @@ import pytest
 
 from hicache.client import Client, DaemonAbsent
 from hicache.tiers.disk import DiskTier
-from tests.e2e.household import Household, blocks_of, hicache, prompt, read, store, wait_for
+from tests.e2e.household import (
+    MIB,
+    SPEC,
+    Household,
+    Victim,
+    blocks_of,
+    hicache,
+    prompt,
+    read,
+    store,
+    wait_for,
+)
 from tests.tiers.blocks import listed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -121,6 +134,52 @@ def test_uses_outlive_a_stop() -> None:
 def hits_on_disk(path: Path) -> list[int]:
     with DiskTier(path, 256 << 20) as tier:
         return sorted(row.hits for row in listed(tier))
+
+
+def test_another_size_at_the_next_start() -> None:
+    """A smaller disk keeps what was hit, in whole prefixes and within its size; a larger one then
+    keeps all of that and takes more."""
+    changes: dict[str, Any] = {"hbm": None, "dram": {"size": "16MiB"}}
+    disk = {"batch": "4MiB", "high_watermark": 1.0, "low_watermark": 0.99}
+    with Household(**changes, disk={**disk, "size": "64MiB"}) as house:
+        client = house.client()
+        for seed in range(20):
+            assert client.put(prompt(seed, 8), blocks_of(prompt(seed, 8)), durable=True).durable
+        for seed in range(5, 10):
+            assert read(client, prompt(seed, 8)) == 8
+        hits = [8] * 20
+        for size in ("32MiB", "128MiB"):
+            house.stop()
+            house.forget_clients()
+            house.configure(**changes, disk={**disk, "size": size})
+            house.start()
+            wait_for(lambda: house.ask("health")["healthy"], "the disk's blocks")
+            client = house.client()
+            before, hits = hits, [held(client, seed) for seed in range(20)]
+            assert sum(hits) == house.tier("disk")["blocks"] > 0
+            assert bytes_under(house.disk) <= int(size[:-3]) << 20
+            if size == "32MiB":
+                assert hits[5:10] == [8] * 5
+                assert sum(hits) < sum(before)
+            else:
+                assert hits == before
+        assert all(read(client, prompt(seed, 8)) == hits[seed] for seed in range(20))
+        for seed in range(100, 120):
+            assert client.put(prompt(seed, 8), blocks_of(prompt(seed, 8)), durable=True).durable
+        assert house.tier("disk")["blocks"] == sum(hits) + 20 * 8
+        said = house.said()
+        assert "of the coldest blocks went" in said
+        assert re.search(r"opening: \d+% of [\d,]+ bytes", said)
+
+
+def held(client: Client, seed: int) -> int:
+    match = client.match(prompt(seed, 8))
+    client.release(match)
+    return match.hit_blocks
+
+
+def bytes_under(folder: Path) -> int:
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
 
 
 def test_stopped_when_the_disk_is_full() -> None:
@@ -238,16 +297,69 @@ def test_a_second_daemon_on_the_same_disk() -> None:
         assert read(client, tokens) == 6
 
 
-def test_arenas_of_a_killed_daemon_are_cleared_away() -> None:
-    """kill -9 leaves its shared memory behind; the next daemon in the same folder removes it."""
+def test_arenas_of_a_killed_daemon_are_taken_over() -> None:
+    """kill -9 leaves its shared memory behind, and clients map it. The next daemon goes on with the
+    same files, so that no more memory is taken than before; nothing in them is believed."""
     with Household(disk=None) as house:
-        left = set(house.arena_folder.iterdir())
+        client, tokens = house.client(), prompt(1, 6)
+        assert store(client, tokens) == 6
+        assert read(client, tokens) == 6
+        left = {path: path.stat().st_ino for path in house.arena_folder.iterdir()}
+        for _ in range(2):
+            house.kill()
+            house.start()
+            now = {path: path.stat().st_ino for path in house.arena_folder.iterdir()}
+            assert now == left
+            assert read(client, tokens) == 0
+            assert store(client, tokens) == 6
+            assert read(client, tokens) == 6
+        assert house.used()["dram"][1] == 0
+
+
+def test_an_arena_of_another_size_is_emptied_although_a_client_maps_it() -> None:
+    """It cannot be taken over. Its memory goes back at once, not when its last client lets go; and
+    so it does at a clean stop."""
+    with Household(hbm=None, disk=None) as house:
+        client, tokens = house.client(), prompt(1, 6)
+        assert store(client, tokens) == 6
+        (run,) = client.fetch_runs(match := client.match(tokens))
+        mapped = client._connection.arenas["dram"]
+        assert mapped.memory_bytes > 60 * MIB
         house.kill()
-        assert set(house.arena_folder.iterdir()) == left
+        house.configure(hbm=None, disk=None, dram={"size": "48MiB"})
         house.start()
-        now = set(house.arena_folder.iterdir())
-        assert len(now) == len(left)
-        assert not now & left
+        assert mapped.memory_bytes < MIB
+        assert not run.verify()
+        client.release(match)
+        assert store(client, tokens) == 6
+        mapped = client._connection.arenas["dram"]
+        house.stop()
+        assert mapped.memory_bytes < MIB
+        house.start()
+
+
+@pytest.mark.timeout(180)
+def test_slots_that_a_client_may_still_write_are_set_aside_by_the_next_daemon() -> None:
+    """A client is stopped in the middle of a put, and the daemon is killed. The next one, with the
+    same arena, hands out nothing where the client may write: it goes on writing, and no block of
+    anybody is harmed. When its process is dead the slabs are room again."""
+    with Household(hbm=None, disk=None) as house:
+        with Victim(house, "late-put", prompt(103, 6)) as victim:
+            victim.wait_for("writing")
+            house.kill()
+            house.start()
+            set_aside = house.tier("dram")["quarantined_bytes"]
+            assert set_aside >= 6 * SPEC.block_bytes
+            client = house.client()
+            for seed in range(60):  # more than there is room for
+                store(client, prompt(seed, 6))
+            victim.go_on()
+            victim.wait_for("stored-0")
+            came = [read(client, prompt(seed, 6)) for seed in range(60)]
+            assert sum(came) >= 20 * 6
+            assert house.tier("dram")["quarantined_bytes"] == set_aside
+        wait_for(lambda: not house.tier("dram")["quarantined_bytes"], "the slabs back")
+        assert store(client, prompt(200, 6)) == 6
 
 
 def test_stopped_while_requests_wait() -> None:

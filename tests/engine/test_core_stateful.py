@@ -269,6 +269,22 @@ class EngineMachine(RuleBasedStateMachine):
             lease = data.draw(st.sampled_from(sorted(self.leases)))
             self.world.do(p.ObserveReload(lease, num_bytes, seconds, seconds))
 
+    @rule(num_slabs=st.integers(1, 3), in_haste=st.booleans())
+    def shed(self, num_slabs: int, in_haste: bool) -> None:
+        """The machine is short of memory. What is leased stays."""
+        house = self.world.engine.residency
+        self.world.engine.matching.settle()
+        leased = np.flatnonzero(house.blocks.leases)
+        held = leased[house.blocks.tags[leased] != 0]
+        self.world.do(p.Shed("dram", num_slabs, in_haste))
+        assert (house.blocks.tags[held] != 0).all(), "a leased block is gone"
+
+    @rule()
+    def regain(self) -> None:
+        house = self.world.engine.residency
+        for page in sorted(house.pools[house.number_of("dram")].withheld):
+            self.world.do(p.Regain("dram", page))
+
     @rule()
     def flush(self) -> None:
         for _ in range(200):
@@ -321,6 +337,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Quiet at the end: nothing leaks once everybody has gone."""
+        self.regain()
         for owner in (1, 2):
             self.world.do(p.WriterGone(owner, self.world.now_s))
         self.world.finish_all()
@@ -436,7 +453,7 @@ def test_random_histories(machine: type[EngineMachine]) -> None:
     num_histories = machine.num_histories
     run_state_machine_as_test(
         machine,
-        settings=settings(max_examples=num_histories, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=num_histories, stateful_step_count=40),
     )
 
 
@@ -450,7 +467,6 @@ def test_long_random_histories(machine: type[EngineMachine]) -> None:
         settings=settings(
             max_examples=300,
             stateful_step_count=50,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

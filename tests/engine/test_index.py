@@ -230,7 +230,6 @@ def test_nodes_of_names_each_node_once() -> None:
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=12),
     st.lists(st.lists(st.integers(0, 3), max_size=10), min_size=1, max_size=12),
 )
-@settings(deadline=None)
 def test_matching_changes_nothing_and_finds_the_longest_prefix(
     block_tokens: int, stored: list[list[int]], asked: list[list[int]]
 ) -> None:
@@ -377,9 +376,7 @@ MACHINES = [IndexMachine, ThreeTokenBlocks, SixteenTokenBlocks]
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_random_operations(machine: type[IndexMachine]) -> None:
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None)
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=30))
 
 
 @pytest.mark.slow
@@ -392,7 +389,6 @@ def test_long_random_operations(machine: type[IndexMachine]) -> None:
         settings=settings(
             max_examples=400,
             stateful_step_count=50,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.engine import plan as p
@@ -42,7 +42,6 @@ def hit(world: World, blocks: Sequence[int]) -> int:
 
 
 @given(prompts, st.data())
-@settings(deadline=None)
 def test_shuffled_rows_with_some_lost(stored: list[list[int]], data: st.DataObject) -> None:
     rows = rows_of(stored)
     lost = data.draw(st.sets(st.sampled_from([r.key for r in rows]))) if rows else set()
@@ -62,7 +61,6 @@ def test_shuffled_rows_with_some_lost(stored: list[list[int]], data: st.DataObje
 
 
 @given(prompts, prompts, st.integers(0, 1 << 30), st.integers(1, 12))
-@settings(deadline=None)
 def test_little_room_and_blocks_that_are_known(
     stored: list[list[int]], known: list[list[int]], seed: int, room: int
 ) -> None:
@@ -103,7 +101,6 @@ def test_rows_that_lead_in_a_circle_are_homeless() -> None:
 
 @pytest.mark.thorough
 @given(prompts, st.integers(0, 1 << 30), st.booleans())
-@settings(deadline=None)
 def test_rows_of_blocks_that_are_known(
     stored: list[list[int]], seed: int, is_dram_lost: bool
 ) -> None:

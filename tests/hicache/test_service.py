@@ -185,6 +185,26 @@ def held(desk: Desk, tokens: bytes) -> int:
     return len([tier for tier in desk.world.tiers_of(tokens, 1) if tier != "-"])
 
 
+def test_leases_may_not_hold_all_of_memory(desk: Desk) -> None:
+    """Requests that wait in an inference engine's queue hold a lease each. Above the limit a match
+    is refused, so that what is fetched finds room; prefixes that they share count once."""
+    session = desk.hello()
+    store(desk, session, PROMPT, 6)
+    desk.service.configure(DeadlinesConfig(), LimitsConfig(max_leased=0.5))
+    held = [desk.ask("match", s=session.token, tokens=PROMPT) for _ in range(3)]
+    assert all(reply["lease"] for reply in held)
+    desk.service.tick(1.0)
+    share = desk.service.leased_share
+    assert share == 6 / 8
+    with pytest.raises(WireError, match=r"leases hold 75% of memory \(limits.max_leased\)"):
+        desk.ask("match", s=session.token, tokens=PROMPT)
+    assert desk.service.turned_away["leased memory"] == 1
+    for reply in held:
+        desk.ask("release", s=session.token, lease=reply["lease"])
+    desk.service.tick(2.0)
+    assert desk.ask("match", s=session.token, tokens=PROMPT)["lease"]
+
+
 def test_a_hint_may_name_the_conversation_instead_of_its_prompt(desk: Desk) -> None:
     session = desk.hello()
     asked = desk.ask("match", s=session.token, tokens=PROMPT, conversation="a")

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.wire import (
@@ -26,7 +26,6 @@ from hicache.wire import (
 )
 
 SESSION = bytes(range(16))
-relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def code_of(decode: Callable[[bytes], object], data: bytes) -> str:
@@ -66,7 +65,6 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     return {"op": op, "id": number, "s": SESSION, **common, **body}
 
 
-@relaxed
 @given(requests())
 def test_a_request_survives_the_wire(message: dict[str, Any]) -> None:
     request = decode_request(pack(message))
@@ -78,7 +76,6 @@ def test_a_request_survives_the_wire(message: dict[str, Any]) -> None:
     assert body == {name: message[name] for name in OPS[request.op]}
 
 
-@relaxed
 @given(requests(), st.data())
 def test_the_plain_way_takes_nothing_that_the_strict_way_refuses(
     message: dict[str, Any], data: st.DataObject
@@ -96,13 +93,11 @@ def test_the_plain_way_takes_nothing_that_the_strict_way_refuses(
         assert plain == _decode_strictly(packed)
 
 
-@relaxed
 @given(requests())
 def test_a_right_request_goes_the_plain_way(message: dict[str, Any]) -> None:
     assert message["op"] == "hello" or _decode_plain(pack(message)) is not None
 
 
-@relaxed
 @given(st.binary(max_size=200))
 def test_garbage_is_only_ever_a_wire_error(data: bytes) -> None:
     assert is_harmless(data)
@@ -124,13 +119,11 @@ nested = st.recursive(
 names = st.sampled_from(["op", "id", "s", "tokens", "lease", "sum_n", "deadline_s", "spec", "more"])
 
 
-@relaxed
 @given(st.dictionaries(names | st.text(max_size=6), nested | st.sampled_from(sorted(OPS))))
 def test_any_map_is_only_ever_a_wire_error(message: dict[str, Any]) -> None:
     assert is_harmless(msgpack.packb(message, use_bin_type=True))
 
 
-@relaxed
 @given(requests(), st.data())
 def test_one_flipped_byte_is_only_ever_a_wire_error(
     message: dict[str, Any], data: st.DataObject

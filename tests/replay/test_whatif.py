@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from hicache import recording
 from hicache.keys import LayerGroup, NamespaceSpec
 from hicache.recording import Recorder
 from hicache.replay.simulate import replay
@@ -184,7 +185,22 @@ def test_trouble_with_the_file_ends_the_recording_only(
     path.symlink_to("/dev/full")
     recorder = Recorder(path)
     recorder.asked(session_of(), np.arange(50, dtype="<u4").tobytes(), "", 1.0)
-    recorder.flush()
+    recorder.close()
     assert "nothing more is recorded" in caplog.text
     recorder.asked(session_of(), np.arange(50, dtype="<u4").tobytes(), "", 2.0)
+    assert not recorder._lines
+
+
+def test_rows_that_the_file_system_keeps_waiting_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are kept up to a bound until the thread has written the last lot."""
+    monkeypatch.setattr(recording, "MAX_PENDING_BYTES", 1000)
+    path = tmp_path / "trace.jsonl"
+    recorder = Recorder(path)
+    for number in range(20):
+        recorder.asked(session_of(), np.arange(160, dtype="<u4").tobytes(), "", number)
+    assert recorder.num_lost > 0
+    assert caplog.text.count("some are lost") == 1
     recorder.close()
+    assert len(read_trace(path).requests) == 20 - recorder.num_lost

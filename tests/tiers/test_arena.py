@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.tiers import arena as arena_module
 from hicache.tiers.arena import Arena, ArenaError, remove_stale, stale_arenas
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.dram import DramTier
@@ -167,7 +168,92 @@ def test_only_dead_owners_arenas_are_stale(tmp_path: Path) -> None:
     mine.close()
 
 
-@settings(deadline=None)
+WORK = """
+import sys
+from hicache.tiers.arena import Arena
+arena = Arena.attach(sys.argv[1])
+arena.hold()
+Arena.attach(sys.argv[1]).close()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_dead_owners_arena_is_taken_over(tmp_path: Path) -> None:
+    """The same memory, for whoever maps it, with all generations raised and another epoch."""
+    first = Arena.create(tmp_path / "a", MIB)
+    client = Arena.attach(tmp_path / "a")
+    slots = np.array([0, 7], np.int32)
+    first.raise_generations(slots)
+    before, epoch = client.generations(slots), first.epoch
+    with pytest.raises(ArenaError, match="taken over"):
+        Arena.adopt(tmp_path / "a", MIB)
+    first.close()
+    with pytest.raises(ArenaError, match="another size"):
+        Arena.adopt(tmp_path / "a", 2 * MIB)
+    second = Arena.adopt(tmp_path / "a", MIB)
+    assert (client.generations(slots) == before + 1).all()
+    assert second.epoch != epoch
+    assert second.inherited == []
+    second.view(7, 5)[:] = 9
+    assert client.view(7, 5).tolist() == [9] * 5
+    client.close()
+    second.close()
+
+
+def test_what_clients_may_still_write_is_inherited(tmp_path: Path) -> None:
+    """Until they say that they are done, or the slot is given to somebody else; and over several
+    deaths. What nobody knows the writer of is not taken over at all."""
+    first = Arena.create(tmp_path / "a", MIB)
+    first.mark(np.array([4, 8, 12], np.int32), 2 * PAGE_BYTES, 77)
+    first.unmark(np.array([8], np.int32))
+    first.raise_generations(np.array([12], np.int32))
+    first.close()
+    for _ in range(2):
+        second = Arena.adopt(tmp_path / "a", MIB)
+        assert second.inherited == [(4, 2, 77)]
+        second.close()
+    third = Arena.adopt(tmp_path / "a", MIB)
+    third.mark(np.array([20], np.int32), PAGE_BYTES, 0)
+    third.close()
+    with pytest.raises(ArenaError, match="nobody knows whom"):
+        Arena.adopt(tmp_path / "a", MIB)
+
+
+def test_an_arena_that_a_worker_holds_is_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "WORKERS_S", 0.1)
+    Arena.create(tmp_path / "a", MIB).close()
+    child = subprocess.Popen(
+        [sys.executable, "-c", WORK, str(tmp_path / "a")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"held\n"
+        with pytest.raises(ArenaError, match="taken over"):
+            Arena.adopt(tmp_path / "a", MIB)
+        child.kill()
+        child.wait()
+    Arena.adopt(tmp_path / "a", MIB).close()
+
+
+def test_an_empty_arena_holds_no_memory_although_others_map_it(tmp_path: Path) -> None:
+    arena = Arena.create(tmp_path / "a", 8 * MIB)
+    client = Arena.attach(tmp_path / "a")
+    client.view(3, 5)[:] = 7
+    before = client.generations(np.array([3], np.int32))
+    arena.empty()
+    assert arena.memory_bytes < MIB
+    assert client.generations(np.array([3], np.int32)) != before
+    assert client.view(3, 5).tolist() == [0] * 5
+    client.close()
+    arena.close()
+
+
 @given(data=st.data())
 def test_copies_of_many_slots(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.tiers import disk_forest
@@ -65,7 +65,6 @@ def chains_of(told: Sequence[StoredRows]) -> list[list[Row]]:
 
 
 @given(trees, st.integers(1, 7))
-@settings(deadline=None)
 def test_everything_that_can_be_reached_is_told_once(
     drawn: list[tuple[int, int, bool]], max_rows: int
 ) -> None:

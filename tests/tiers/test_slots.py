@@ -152,7 +152,7 @@ def _by_size(sizes: dict[int, int], slots: list[int]) -> dict[int, block.Ids]:
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_a_protocol_user_may_hold_it() -> None:
@@ -299,3 +299,21 @@ def test_pages_are_reported_before_slots_of_another_size_cover_them() -> None:
     pool.free(4 * PAGE_BYTES, slots)
     pool.allocate(PAGE_BYTES, 3)
     assert told == [(0, 32), (0, 32)]
+
+
+def test_withheld_slabs_are_no_room_until_they_are_restored() -> None:
+    slab = 4 * PAGE_BYTES
+    pool = SlotPool(8 * slab, slab)
+    used = pool.allocate(PAGE_BYTES, 1)
+    given = pool.withhold(99)
+    pool.validate()
+    assert len(given) == 7
+    assert pool.capacity_bytes == slab
+    assert pool.available(PAGE_BYTES) == slab // PAGE_BYTES - 1
+    assert not len(pool.allocate(2 * PAGE_BYTES, 1))
+    pool.free(PAGE_BYTES, used)
+    for page in given:
+        pool.restore(page)
+    pool.validate()
+    assert (pool.capacity_bytes, pool.withheld) == (8 * slab, set())
+    assert pool.available(PAGE_BYTES) == 8 * slab // PAGE_BYTES

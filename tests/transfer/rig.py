@@ -148,6 +148,16 @@ class Rig:
             self.mover.taken(told[self._num_taken])
             self._num_taken += 1
 
+    def pass_time(self, seconds: float) -> None:
+        """Let the loop turn while so much time passes for it, a second a turn."""
+        poller = select.poll()
+        poller.register(self.mover.fileno(), select.POLLIN)
+        for _ in range(int(seconds)):
+            self.skew_s += 1.0
+            poller.poll(20)
+            self.news += self.mover.on_readable(self.now_s)
+            self.news += self.mover.tick(self.now_s)
+
     def hold(self, device: str) -> None:
         """The worker does not run from now on."""
         os.kill(self.mover.pids()[device], signal.SIGSTOP)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hicache.bench.gpu.stand_in import StandIn
@@ -160,7 +160,7 @@ _step = st.one_of(
     refuse={1},
     break_at=None,
 )
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 def test_a_slot_is_at_rest_when_its_outcome_is_told(
     arena: Arena,
     steps: list[tuple[str, object]],

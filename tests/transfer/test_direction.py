@@ -17,7 +17,7 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.bench.gpu.stand_in import StandIn
@@ -212,7 +212,7 @@ _step = st.one_of(
     seed=st.integers(0, 1 << 32),
     refuse=st.sets(st.integers(10, 60), max_size=3),
 )
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120)
 def test_outcomes_come_in_order_and_are_true(
     arena: Arena, steps: Sequence[tuple[str, int]], seed: int, refuse: set[int]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.engine.plan import Move, Priority
@@ -84,7 +84,6 @@ def test_deadlines_pass_in_the_queue() -> None:
     assert [o.move for o in lane.expire(2.0)] == [3]
 
 
-@settings(deadline=None)
 @given(
     steps=st.lists(
         st.tuples(

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, Use
@@ -67,7 +67,6 @@ def test_a_stream_may_be_cut_anywhere() -> None:
     assert found == ["stop", "broken"]
 
 
-@settings(deadline=None)
 @given(data=st.binary(max_size=40))
 def test_garbage_is_malformed_and_nothing_else(data: bytes) -> None:
     try:
@@ -84,7 +83,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(
     fields=st.dictionaries(
         st.sampled_from(

@@ -66,11 +66,42 @@ def test_a_stuck_worker_is_killed(rig: Rig) -> None:
     rig.hold(GPU)
     move = rig.move("dram", "hbm", 1)
     assert not rig.submit(move)
-    rig.skew_s = 31.0
+    rig.pass_time(31)
     (outcome,) = rig.outcomes(move)
     assert not outcome.ok
     assert "did not answer" in outcome.error
     rig.wait(lambda: rig.mover.states()[GPU] == "up")
+
+
+@pytest.mark.parametrize("device", [DISK, GPU])
+def test_an_idle_worker_that_stands_still_owes_an_answer_and_is_killed(
+    rig: Rig, device: str
+) -> None:
+    """Nothing was asked of it but whether it goes on. The other one is as well as before."""
+    (other,) = {DISK, GPU} - {device}
+    first_pid = rig.mover.pids()[device]
+    rig.hold(device)
+    rig.wait(lambda: rig.mover.owed_s(rig.now_s)[device] > 0.5)
+    assert rig.mover.owed_s(rig.now_s)[other] < 30.0
+    rig.pass_time(31)
+    rig.wait(lambda: rig.mover.pids().get(device, first_pid) != first_pid)
+    rig.wait(lambda: rig.mover.states()[device] == "up")
+    down = next(down for down in rig.downs() if down.device == device)
+    assert "did not answer" in down.error
+    rig.wait(lambda: rig.mover.owed_s(rig.now_s)[other] == 0.0)
+
+
+def test_a_daemon_that_stood_still_itself_blames_nobody(rig: Rig) -> None:
+    """It was stopped for a minute with a batch out: the answer is read before anybody is judged."""
+    rig.hold(GPU)
+    move = rig.move("dram", "hbm", 1)
+    assert not rig.submit(move)
+    rig.news += rig.mover.tick(rig.now_s)
+    rig.skew_s += 60.0
+    rig.news += rig.mover.tick(rig.now_s)
+    rig.let_go(GPU)
+    assert rig.outcomes(move)[0].ok
+    assert not rig.downs()
 
 
 def test_restarts_back_off_and_forgive(rig: Rig) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache.bench.gpu.cpu_kernels import CpuRunner, NoCompiler, library
@@ -49,7 +49,7 @@ _shapes = st.builds(
     skew=st.sampled_from([0, 0, 4, 1]),
     seed=st.integers(0, 1 << 16),
 )
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 def test_blocks_hold_their_pages_and_nothing_else_is_written(
     runner: CpuRunner, kind: Kind, shape: Shape, grid: int, skew: int, seed: int
 ) -> None:

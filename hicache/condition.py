@@ -1,0 +1,152 @@
+"""How the daemon is: its tiers, its parts, and whether it lives, is ready, and is healthy.
+
+    live      its loop turns: it answers at all
+    ready     it can be given requests: every tier was tried once, and it is not stopping
+    healthy   every tier serves and takes blocks, and every part goes on
+
+A part is judged by what comes of it and not by its being there: its worker's answers, the processor
+time of a fit, the orders of a thread. One that has owed something for `PATIENCE_S` is a problem.
+Used from the daemon's loop only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hicache.assembly import Parts
+from hicache.engine.core import CacheEngine
+from hicache.faults import Faults
+from hicache.transfer.mover import Mover
+
+PATIENCE_S: Final = 3.5
+"""With the second between two questions to a worker, a part that stands still shows in 5 s."""
+STALL_S: Final = 1.0
+
+log = logging.getLogger("hicache")
+
+
+@dataclass(slots=True)
+class Loop:
+    """The loop's own turns. `num_stalls`: how often it did not turn for a second and more."""
+
+    turned_s: float
+    num_stalls: int = 0
+    longest_s: float = 0.0
+
+    def turn(self, now_s: float) -> None:
+        """It turns."""
+        gap_s = now_s - self.turned_s
+        self.turned_s = now_s
+        self.longest_s = max(self.longest_s, gap_s)
+        if gap_s > STALL_S:
+            self.num_stalls += 1
+
+
+@dataclass(slots=True)
+class _Watched:
+    owes_s: Callable[[float], float]
+    faults: list[Faults] = field(default_factory=list)
+
+
+class Condition:
+    """`notes`: what was said last about each tier."""
+
+    def __init__(self, parts: Parts, engine: CacheEngine, mover: Mover, now_s: float) -> None:
+        self.notes: dict[str, str] = {}
+        self.loop = Loop(now_s)
+        self.is_stopping = False
+        self._parts, self._engine, self._mover = parts, engine, mover
+        self._watched: dict[str, _Watched] = {}
+        self._was_ready = False
+        self._told: dict[str, str] = {}
+
+    def watch(self, part: str, owes_s: Callable[[float], float], *faults: Faults) -> None:
+        """Judge this part, too: for how long it has owed something, and what went wrong in it."""
+        self._watched[part] = _Watched(owes_s, list(faults))
+
+    # --- tiers ----------------------------------------------------------------------------------
+
+    def tier_states(self) -> dict[str, str]:
+        """Each tier: up, down, starting or read-only."""
+        devices = self._mover.states()
+        states = {spec.name: "up" for spec in self._parts.tiers}
+        for worker in self._parts.workers:
+            states[worker.far] = devices[worker.device]
+        house = self._engine.residency
+        for number, spec in enumerate(house.tiers):
+            if house.restoring >> number & 1 and states[spec.name] == "up":
+                states[spec.name] = "starting"
+        for tier in self._reluctant():
+            if states[tier] == "up":
+                states[tier] = "read-only"
+        return states
+
+    def tier_notes(self) -> dict[str, str]:
+        """What there is to say about each tier."""
+        said = {tier: note for tier, note in self.notes.items() if note}
+        return {**self._parts.notes, **said, **self._reluctant()}
+
+    def tell_reluctance(self) -> None:
+        """One line in the log when a tier begins to refuse blocks, and one when it ends."""
+        reasons = self._reluctant()
+        for tier in reasons.keys() - self._told.keys():
+            log.warning("%s %s", tier, reasons[tier])
+        for tier in self._told.keys() - reasons.keys():
+            log.info("%s takes blocks again", tier)
+        self._told = reasons
+
+    def _reluctant(self) -> dict[str, str]:
+        """The tiers that took nothing when they were last asked, and why."""
+        house = self._engine.residency
+        return {
+            house.tiers[tier].name: f"takes no new blocks, and is asked again in a while: {reason}"
+            for tier, reason in house.backoff.reasons().items()
+        }
+
+    # --- all of it ------------------------------------------------------------------------------
+
+    def is_ready(self) -> bool:
+        """Whether requests may come. A tier whose worker is started again later changes nothing:
+        the others serve."""
+        if not self._was_ready:
+            self._was_ready = "starting" not in self.tier_states().values()
+        return self._was_ready and not self.is_stopping
+
+    def report(self, now_s: float) -> dict[str, Any]:
+        """The answer to `health`."""
+        states = self.tier_states()
+        why = {**self.notes, **self._reluctant()}
+        problems = {t: why.get(t) or "starting" for t, state in states.items() if state != "up"}
+        parts = self._part_rows(now_s)
+        problems |= {name: row["problem"] for name, row in parts.items() if row["problem"]}
+        return {
+            "live": True,
+            "ready": self.is_ready(),
+            "healthy": not problems,
+            "tiers": states,
+            "problems": problems,
+            "parts": parts,
+        }
+
+    def _part_rows(self, now_s: float) -> dict[str, dict[str, Any]]:
+        """`owes_s`, `faults` (how many), and a `problem` in words, for each part."""
+        loop = self.loop
+        rows = {"loop": _row(0.0, loop.num_stalls)}
+        starts = self._mover.num_starts()
+        for device, owes_s in self._mover.owed_s(now_s).items():
+            rows[device] = _row(owes_s, max(0, starts[device] - 1))
+        for name, watched in self._watched.items():
+            faults = watched.faults
+            error = next((f.error for f in faults if f.error), "")
+            rows[name] = _row(watched.owes_s(now_s), sum(f.num for f in faults), error)
+        return rows
+
+
+def _row(owes_s: float, num_faults: int, error: str = "") -> dict[str, Any]:
+    problem = f"failed, and is tried again: {error}" if error else ""
+    if owes_s > PATIENCE_S:
+        problem = f"stands still: nothing has come of it for {owes_s:.1f} s"
+    return {"owes_s": round(owes_s, 3), "faults": num_faults, "problem": problem}

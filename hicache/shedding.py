@@ -1,0 +1,133 @@
+"""Memory that the dram tier gives back when the machine runs short of it, before the kernel ends a
+process: slab by slab, and taken again slab by slab when there is plenty.
+
+    available < min_available        give up what is missing; blocks are written down first
+    available < min_available / 2    in haste: what is only in memory is forgotten
+    available > 1.5 × min_available, and a slab more     one slab is room again
+
+The pages really go: a hole is cut in the arena's file, although clients map it. A worker that
+starts touches the whole arena once, so holes are cut again while memory is short. Where a GPU's
+worker has pinned the arena nothing can be given back: the copy engines would go on using the old
+pages. Used from the daemon's loop only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from hicache.config.units import Share, format_size
+from hicache.engine import plan as p
+from hicache.pressure import Headroom, look
+from hicache.tiers.arena import Arena
+from hicache.tiers.block import SlotPool
+
+TIER: Final = "dram"
+EVERY_S: Final = 0.25
+MAX_CUT_AGAIN: Final = 16
+
+log = logging.getLogger("hicache")
+
+
+class Shedding:
+    """`do` hands an event to the cache engine; `headrooms` looks at the machine."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        pool: SlotPool,
+        is_pinned: bool,
+        do: Callable[[p.Event[Any]], Any],
+        headrooms: Callable[[], Sequence[Headroom]] = look,
+    ) -> None:
+        self.num_given = 0
+        self.num_taken = 0
+        self.note = ""
+        self._arena, self._pool, self._is_pinned, self._do = arena, pool, is_pinned, do
+        self._headrooms = headrooms
+        self._due_s = 0.0
+        self._again: list[int] = []
+        self._is_short = False
+
+    @property
+    def withheld_bytes(self) -> int:
+        """What of the tier is given up now."""
+        return len(self._pool.withheld) * self._pool.slab_bytes
+
+    def tick(self, now_s: float, min_available: int | Share | None) -> None:
+        """Look at the machine if it is time, and give or take."""
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + EVERY_S
+        missing, spare, tightest = self._judge(min_available)
+        if missing > 0:
+            self._give(missing, tightest)
+        elif spare > self._pool.slab_bytes and self._pool.withheld:
+            self._take()
+        if missing > 0 or self._pool.withheld:
+            self._cut_again()
+        self._tell(missing > 0, tightest)
+
+    def _judge(self, min_available: int | Share | None) -> tuple[int, int, Headroom | None]:
+        """Bytes missing, bytes to spare, and where it is tightest."""
+        missing, spare, tightest = 0, 1 << 62, None
+        for headroom in self._headrooms() if min_available is not None else ():
+            least = min_available
+            if isinstance(least, Share):
+                least = least.of(headroom.total_bytes)
+            assert least is not None
+            lack = least - headroom.available_bytes
+            if lack > missing:
+                missing, tightest = lack, headroom
+            spare = min(spare, headroom.available_bytes - least - least // 2)
+        return missing, spare, tightest
+
+    def _give(self, missing: int, tightest: Headroom | None) -> None:
+        if self._is_pinned:
+            return
+        assert tightest is not None
+        num_slabs = -(-missing // self._pool.slab_bytes)
+        in_haste = missing > tightest.available_bytes
+        for page in self._do(p.Shed(TIER, num_slabs, in_haste)):
+            self._cut(page)
+            self.num_given += 1
+
+    def _take(self) -> None:
+        page = min(self._pool.withheld)
+        try:
+            self._arena.refill(page, self._pool.slab_bytes)
+        except OSError:
+            return  # somebody else has it; the next look may find some
+        self._do(p.Regain(TIER, page))
+        self.num_taken += 1
+
+    def _cut_again(self) -> None:
+        if not self._again:
+            self._again = sorted(self._pool.withheld)
+        part, self._again = self._again[:MAX_CUT_AGAIN], self._again[MAX_CUT_AGAIN:]
+        for page in part:
+            if page in self._pool.withheld:
+                self._cut(page)
+
+    def _cut(self, page: int) -> None:
+        try:
+            self._arena.discard(page, self._pool.slab_bytes)
+        except OSError as error:  # a file system without holes: it is no room all the same
+            self.note = f"its memory cannot be given back: {error.strerror}"
+
+    def _tell(self, is_short: bool, tightest: Headroom | None) -> None:
+        """One line when memory becomes short, one when it is plentiful again."""
+        if is_short and not self._is_short and tightest is not None:
+            log.warning(
+                "memory is short: %s of %s are left of %s; %s",
+                format_size(tightest.available_bytes),
+                format_size(tightest.total_bytes),
+                tightest.of,
+                "dram is pinned for the GPU and keeps its own"
+                if self._is_pinned
+                else "dram gives some of its own back",
+            )
+        if self._is_short and not is_short and not self._pool.withheld:
+            log.info("memory is plentiful again: dram has its whole size")
+        self._is_short = is_short or (self._is_short and bool(self._pool.withheld))

@@ -1,0 +1,27 @@
+"""The wall clock of a soak's daemon and workers: it jumps when a file says so.
+
+`CLOCK` names the file, which holds seconds to add. Only what the calendar says jumps: deadlines are
+counted by the monotonic clock, which no operator can set.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+CLOCK: Final = "HICACHE_TEST_CLOCK"
+
+
+def install() -> None:
+    """From now on, in this process."""
+    real, file = time.time, Path(os.environ[CLOCK])
+
+    def jumped() -> float:
+        try:
+            return real() + float(file.read_text())
+        except (OSError, ValueError):  # it is being written
+            return real()
+
+    time.time = jumped

@@ -1,0 +1,13 @@
+"""The daemon of a soak: hicache, but its wall clock jumps and its disk fails when it is told so.
+
+python -m tests.soak.daemon serve --config FILE
+"""
+
+from hicache import cli
+from hicache.transfer import process
+from tests.soak import clock
+
+if __name__ == "__main__":
+    clock.install()
+    process._MODULE = "tests.soak.worker"
+    cli.main()

@@ -1,0 +1,105 @@
+"""What clients that are stopped (SIGSTOP) with everything in their hands cost the others.
+
+    make soak-stopped           python -m tests.soak.stopped [--rounds 6] [--cycles 200]
+
+One is stopped in the middle of a put, one with a lease, one that is being sent frames and does not
+read them. Beside them a client asks, fetches, releases and stores. Rounds with and without the
+stopped ones take turns. Exit status 1 where they cost the 99th percentile of a whole cycle more
+than LIMIT_S.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any, Final
+
+import numpy as np
+
+from hicache.client import Client
+from tests.e2e.household import SPEC, Household, Victim, blocks_of, prompt, read, store
+
+LIMIT_S: Final = 0.010
+HANDS: Final = (("late-put", "writing", "arena"), ("match", "leased", "arena"))
+NUM_BLOCKS: Final = 4
+
+
+def cycles(client: Client, count: int, first: int) -> list[float]:
+    """Seconds of each: match, fetch, compare, release, then store what is new."""
+    seconds = []
+    for number in range(count):
+        known, new = prompt(number % 16, NUM_BLOCKS), prompt(first + number, NUM_BLOCKS)
+        blocks = blocks_of(new)
+        started_s = time.perf_counter()
+        match = client.match(known)
+        assert match.is_answered
+        out = np.empty((match.decision.reload_blocks, SPEC.block_bytes), np.uint8)
+        client.fetch(match, out)
+        client.release(match)
+        client.put(new, blocks)
+        seconds.append(time.perf_counter() - started_s)
+    return seconds
+
+
+def stop_some(house: Household, stack: ExitStack, number: int) -> None:
+    """Each with a prompt of its own, held for as long as the round lasts."""
+    for position, (what, word, transport) in enumerate(HANDS):
+        tokens = prompt(1_000_000 + 10 * number + position, 6)
+        if what == "match":
+            store(house.client(), tokens)
+        victim = stack.enter_context(Victim(house, what, tokens, transport))
+        victim.wait_for(word)
+        victim.freeze()
+    tokens = prompt(1_000_000 + 10 * number + 9, 6)
+    store(house.client(), tokens)
+    victim = stack.enter_context(Victim(house, "fetch", tokens, "frames"))
+    victim.wait_for("fetching")
+    victim.freeze()
+
+
+def figures(seconds: list[float]) -> dict[str, float]:
+    at = {"p50_ms": 50, "p99_ms": 99, "max_ms": 100}
+    return {name: round(1e3 * float(np.percentile(seconds, q)), 2) for name, q in at.items()}
+
+
+def run(num_rounds: int, num_cycles: int) -> dict[str, Any]:
+    alone: list[float] = []
+    beside: list[float] = []
+    limits = {"lease_ttl": "1s"}
+    with Household(hbm=None, debug={"check": False}, limits=limits) as house:
+        client = house.client()
+        for number in range(16):
+            store(client, prompt(number, NUM_BLOCKS))
+        cycles(client, num_cycles, 50_000)
+        for number in range(num_rounds):
+            first = 100_000 + 2 * number * num_cycles
+            alone += cycles(client, num_cycles, first)
+            with ExitStack() as stack:
+                stop_some(house, stack, number)
+                beside += cycles(client, num_cycles, first + num_cycles)
+        assert read(client, prompt(100_000, NUM_BLOCKS)) >= 0
+    cost_s = (figures(beside)["p99_ms"] - figures(alone)["p99_ms"]) / 1e3
+    return {
+        "cycles": len(alone),
+        "alone": figures(alone),
+        "beside_stopped_clients": figures(beside),
+        "p99_cost_ms": round(1e3 * cost_s, 2),
+        "is_kept": cost_s <= LIMIT_S,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make soak-stopped", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--cycles", type=int, default=200)
+    options = parser.parse_args()
+    result = run(options.rounds, options.cycles)
+    print(json.dumps(result, indent=1))
+    return 0 if result["is_kept"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
