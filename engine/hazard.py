@@ -66,6 +66,11 @@ def bin_of(age_s: float) -> int:
     return bisect_right(_EDGES_S, age_s)
 
 
+def bins_of(ages_s: Matrix) -> npt.NDArray[np.intp]:
+    """The same of many ages at once."""
+    return np.searchsorted(_EDGES_S, ages_s, side="right")
+
+
 @dataclass(frozen=True, slots=True)
 class Fate:
     """What has become of blocks up to `now_s`: `used`, `unused`: intervals that ended with a use,

@@ -25,13 +25,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.engine.ghost import SYMBOL, Ghost, Mark, Run
-from hicache.engine.hazard import NUM_BINS, Before, Fate, Model, Snapshot, bin_of
+from hicache.engine.hazard import NUM_BINS, Before, Fate, Model, Snapshot, bin_of, bins_of
 
 MAX_KINDS: Final = 256
 _KIND_LIMITS: Final = (160, 180, 200, 240, MAX_KINDS)
@@ -190,12 +191,14 @@ class History:
         self._fitted_at = self.num_requests
         self.is_fitting = True
         censored, unused = self._censored.copy(), self._blocks_forgotten.copy()
-        for number, run in enumerate(self.ghost.each()):
-            if number % runs_each == runs_each - 1:
+        runs = self.ghost.each()
+        while some := list(islice(runs, runs_each)):
+            ages_s = self.now_s - np.array([run.last_s for run in some])
+            cells = np.array([run.kind for run in some]), bins_of(ages_s)
+            np.add.at(censored, cells, [run.weight for run in some])
+            np.add.at(unused, cells, [len(run) for run in some])
+            if len(some) == runs_each:
                 yield None
-            cell = run.kind, bin_of(self.now_s - run.last_s)
-            censored[cell] += run.weight
-            unused[cell] += len(run)
         size = len(self._levels)
         fate = Fate(self.now_s, self._blocks_used[:size].copy(), unused[:size])
         model, before = self.model, self._at_last_fit
