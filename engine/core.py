@@ -65,6 +65,8 @@ class CacheEngine:
         self.settings = settings
         self.history = history
         self.residency = Residency(tiers, pools, links, new_policy)
+        if history is not None:
+            history.num_held = self.residency.num_held
         self.links = {link: LinkCost() for link in links}
         self.estimates = Estimates(self.links)
         self.prefill = self.estimates.prefill

@@ -190,6 +190,18 @@ def gate_row(engine: CacheEngine) -> dict[str, Any]:
     return {"demanded_return": gate.demanded, "refused_blocks": gate.refused_blocks}
 
 
+def history_row(engine: CacheEngine) -> dict[str, Any]:
+    """What is known of earlier requests; empty where no policy wants to."""
+    history = engine.history
+    if history is None:
+        return {}
+    return {
+        "requests": history.num_requests,
+        "fits": history.num_fits,
+        "is_fitting": history.is_fitting or history.is_fit_due(),
+    }
+
+
 def memory_row(service: Service, mover: Mover) -> dict[str, Any]:
     """Where the daemon's memory is: shared (the arenas) and its own. The index is estimated; all
     that is its own is in `private_bytes`, libraries included."""

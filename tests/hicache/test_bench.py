@@ -145,6 +145,15 @@ def test_bench_restart() -> None:
     assert 0 < row["answers_s"] <= row["all_s"]
 
 
+@pytest.mark.e2e
+@pytest.mark.timeout(320)
+def test_bench_refit() -> None:
+    (row,) = bench("refit", "--runs", "300", "--refits", "2")
+    assert row["fits"] >= 2
+    assert row["idle_n"] >= row["n"] > 0
+    assert 0 < row["p50_us"] <= row["p99_us"] <= row["longest_us"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_million_blocks_are_served_before_all_are_known() -> None:
