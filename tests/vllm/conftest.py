@@ -21,7 +21,7 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model's folder; HICACHE_TEST_CHECKPOINT names one that is kept between runs."""
     kept = os.environ.get("HICACHE_TEST_CHECKPOINT")
-    folder = Path(kept) if kept else tmp_path_factory.mktemp("model")
+    folder = Path(kept).absolute() if kept else tmp_path_factory.mktemp("model")
     if not kept:
         write_checkpoint(folder)
     elif not folder.exists():

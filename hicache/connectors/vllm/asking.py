@@ -52,20 +52,23 @@ Connect = Callable[[NamespaceSpec], MatchClient]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`blocks` blocks behind the skipped ones are worth loading and are leased, for every rank.
+    """`blocks` blocks behind the skipped ones are worth loading and are leased, for every rank and
+    for `lease_s` from the question on.
 
     `runs`: all blocks held, from the first one on, as (tier, number), as the first rank's are.
     """
 
     blocks: int
     leases: tuple[Lease, ...] = ()
+    lease_s: float = 0.0
     runs: tuple[tuple[str, int], ...] = ()
     is_answered: bool = True
 
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """`conversation`: what the request is part of, "" if unknown. `answer`: None until it comes."""
+    """`conversation`: what the request is part of, "" if unknown. `answer`: None until it comes;
+    `is_seen`: the scheduler has looked at it."""
 
     request: str
     identity: Identity
@@ -74,6 +77,7 @@ class Question:
     asked_s: float
     conversation: str = ""
     answer: Answer | None = None
+    is_seen: bool = False
     is_unwanted: bool = False
     is_told: bool = False
     matches: list[tuple[MatchClient, Match]] = field(default_factory=list)
@@ -162,6 +166,7 @@ class Asking:
         trouble = self.background.trouble
         blocks = min(match.decision.reload_blocks for _, match in question.matches)
         leases: list[Lease] = []
+        lease_s = float("inf")
         for client, match in question.matches:
             if not match.is_answered:
                 trouble.note(client.last_error or match.decision.sentence, is_away=True)
@@ -170,8 +175,9 @@ class Asking:
             if greeting is None or greeting.session != match.session:
                 return Answer(0, is_answered=False)
             leases.append(Lease(match.lease, greeting.group, greeting.epoch))
+            lease_s = min(lease_s, greeting.lease_ttl_s)
         trouble.over()
-        return Answer(blocks, tuple(leases), question.matches[0][1].runs)
+        return Answer(blocks, tuple(leases), lease_s, question.matches[0][1].runs)
 
     async def _release(self, question: Question) -> None:
         question.is_unwanted = True

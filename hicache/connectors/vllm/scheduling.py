@@ -38,7 +38,11 @@ MAX_LOADING: Final = 8
 """Requests between the begin of their load and their first step. Each holds a lease, and leases of
 a whole queue may fill the daemon's memory, so that blocks from disk find no room in it."""
 FRESH_S: Final = 5.0
-"""An older answer is asked for anew: what it leased may have expired with its lease."""
+"""An answer that was seen and could not be used is asked for anew when it is older than this: what
+it leased may expire with its lease."""
+LEASE_SHARE: Final = 0.8
+"""Of its lease's time an answer that nobody has seen yet is good for so much. Where a step takes
+longer than FRESH_S every answer is older when the scheduler comes to look at it."""
 PATIENT_S: Final = 0.05
 """How long a store under way is waited for instead of preempting a request."""
 
@@ -156,6 +160,7 @@ class SchedulerSide:
         answer = question.answer
         if answer is None:
             return self._later(tracked)
+        question.is_seen = True
         tracked.waited_since_s = 0.0
         if not answer.is_answered:
             self.counters.lookups_unanswered += 1
@@ -325,11 +330,11 @@ class SchedulerSide:
         return (tracked.request.num_tokens - 1) // self._block_tokens
 
     def _is_current(self, question: Question, tracked: Tracked, skip: int) -> bool:
-        is_old = (
-            question.answer is not None
-            and question.answer.blocks > 0
-            and self._clock() - question.asked_s > FRESH_S
-        )
+        answer = question.answer
+        is_old = False
+        if answer is not None and answer.blocks > 0:
+            good_s = FRESH_S if question.is_seen else LEASE_SHARE * answer.lease_s
+            is_old = self._clock() - question.asked_s > good_s
         is_same = question.skip_blocks == skip or (
             # What is held ends before what vLLM has itself.
             question.answer is not None and sum(count for _, count in question.answer.runs) <= skip
