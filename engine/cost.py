@@ -31,6 +31,8 @@ OF_LINKS: Final = Habits(common=0.0, alone=3.0, first_steps=2, steps=4, factor=1
 MAX_MEASURED_S: Final = 3600.0
 MAX_STEP_TOKENS: Final = 1e8
 MAX_CONTEXT_TOKENS: Final = 1e8
+MIN_TOKEN_S, MAX_TOKEN_S = 1e-9, 1.0
+"""Of a prior that follows from a model's arithmetic and a machine's speed."""
 MIN_HOP_BYTES_PER_S, MAX_HOP_BYTES_PER_S = 1e4, 1e14
 MAX_HOP_CHANGE: Final = 8.0
 """One hop that is off by more than this counts as off by this."""
@@ -75,8 +77,48 @@ class PrefillPrior:
     per_pair_s: float = 0.0
     is_guess: bool = True
 
+    def for_model(
+        self, flop_per_token: float, flop_per_pair: float, flop_per_s: float
+    ) -> PrefillPrior:
+        """This prior for a model of so much arithmetic (docs/planner.md), 0: not known.
 
-class PrefillCost:
+        What was said of seconds stays. Otherwise a machine of so many FLOP/s in a prefill (0: not
+        known) says what a token takes, and the arithmetic what a pair takes beside it; so that
+        without any speed the first measured step tells all terms.
+        """
+        if flop_per_token <= 0:
+            return self
+        per_token_s, is_guess = self.per_token_s, self.is_guess
+        if is_guess and flop_per_s > 0:
+            per_token_s = min(max(flop_per_token / flop_per_s, MIN_TOKEN_S), MAX_TOKEN_S)
+            is_guess = False
+        share = min(flop_per_pair / flop_per_token, 1.0)
+        return PrefillPrior(
+            self.fixed_s, per_token_s, self.per_pair_s or per_token_s * share, is_guess
+        )
+
+
+class _Learned:
+    """What rests on a fit, and outlives its owner as plain values."""
+
+    _fit: Fit
+
+    def snapshot(self) -> dict[str, Any]:
+        """What was learned, as plain values."""
+        return self._fit.snapshot()
+
+    def restore(self, known: object, kept: float) -> None:
+        """Go on from a snapshot, believing `kept` of it. Raises ValueError, with nothing changed,
+        if it is none."""
+        self._fit.restore(known, kept)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Read out of the fit what is asked for often."""
+        raise NotImplementedError
+
+
+class PrefillCost(_Learned):
     """One namespace's prefill time. `num_observed` steps have been seen; `is_known`: it rests on a
     measurement, or at least on an operator's word."""
 
@@ -88,12 +130,21 @@ class PrefillCost:
         self._fit = Fit(theta, OF_PREFILLS)
         self._take_over()
 
-    def observe(self, num_requests: int, sum_n: float, sum_nc: float, seconds: float) -> None:
-        """Learn from one step. One without tokens or time, or beyond all reason, says nothing."""
+    def observe(
+        self,
+        num_requests: int,
+        sum_n: float,
+        sum_nc: float,
+        seconds: float,
+        decode_tokens: float = 0.0,
+    ) -> None:
+        """Learn from one step. One without prefill or time, or beyond all reason, says nothing.
+        Tokens decoded in the same step go through the same weights."""
         if not 1 <= sum_n <= MAX_STEP_TOKENS or not is_measurable(seconds):
             return
         pairs = min(sum_nc, sum_n * MAX_CONTEXT_TOKENS)
-        self._fit.learn((num_requests, sum_n * _PER_TOKEN, pairs * _PER_PAIR), seconds)
+        tokens = sum_n + min(decode_tokens, MAX_STEP_TOKENS)
+        self._fit.learn((num_requests, tokens * _PER_TOKEN, pairs * _PER_PAIR), seconds)
         self._take_over()
 
     def seconds(self, new_tokens: float, context_tokens: float) -> float:
@@ -109,23 +160,16 @@ class PrefillCost:
         x = (n > 0) - (other_n > 0), (n - other_n) * _PER_TOKEN, pairs * _PER_PAIR
         return sqrt(self._fit.variance(x))
 
-    def foreseen(self, num_requests: int, sum_n: float, sum_nc: float) -> tuple[float, float]:
+    def foreseen(
+        self, num_requests: int, sum_n: float, sum_nc: float, decode_tokens: float = 0.0
+    ) -> tuple[float, float]:
         """Expected seconds of a step, and their standard deviation."""
-        x = num_requests, sum_n * _PER_TOKEN, sum_nc * _PER_PAIR
+        x = num_requests, (sum_n + decode_tokens) * _PER_TOKEN, sum_nc * _PER_PAIR
         return self._fit.expect(x), sqrt(self._fit.variance(x))
 
     def tokens_per_s(self, new_tokens: int = 1024) -> float:
         """Prefill speed at a round size, for people to read."""
         return new_tokens / max(self.seconds(new_tokens, 0), 1e-9)
-
-    def snapshot(self) -> dict[str, Any]:
-        """What was learned, as plain values."""
-        return self._fit.snapshot()
-
-    def restore(self, known: object, kept: float) -> None:
-        """Go on from a snapshot. Raises ValueError, with nothing changed, if it is none."""
-        self._fit.restore(known, kept)
-        self._take_over()
 
     def _take_over(self) -> None:
         self.num_observed = self._fit.num_learned
@@ -135,7 +179,7 @@ class PrefillCost:
         self._per_token_s, self._per_pair_s = per_token * _PER_TOKEN, per_pair * _PER_PAIR
 
 
-class LinkCost:
+class LinkCost(_Learned):
     """How fast one link copies (`bytes_per_s`: long copies). Until it is measured, `num_measured`
     times, its speed is a cautious guess."""
 
@@ -174,15 +218,6 @@ class LinkCost:
         few = 1.0 if self._fit.is_puzzled else 1.0 / max(self._fit.num_fresh, 1)
         relative = DRIFT * self._num_unchecked + few * few
         return sqrt(self._fit.variance(x) + relative * expected_s * expected_s)
-
-    def snapshot(self) -> dict[str, Any]:
-        """What was learned, as plain values."""
-        return self._fit.snapshot()
-
-    def restore(self, known: object, kept: float) -> None:
-        """Go on from a snapshot. Raises ValueError, with nothing changed, if it is none."""
-        self._fit.restore(known, kept)
-        self._take_over()
 
     def _take_over(self) -> None:
         self.num_measured = self._fit.num_learned

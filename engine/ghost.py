@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from hicache.engine.history import Context
-    from hicache.engine.trial import Pair
 
 SYMBOL: Final = 8
 
@@ -25,8 +24,7 @@ class Run:
     """Blocks in a row with the same history.
 
     `context`: what the request was like that last ended here, None where none did. `weight`: how
-    much the run counts as a witness. `is_partial`: one block that is not full. `pairs`: what its
-    return decides (`trial.py`), None where it decides nothing.
+    much the run counts as a witness. `is_partial`: one block that is not full.
     """
 
     __slots__ = (
@@ -35,7 +33,6 @@ class Run:
         "is_partial",
         "kind",
         "last_s",
-        "pairs",
         "parent",
         "symbols",
         "touches",
@@ -52,10 +49,19 @@ class Run:
         self.context: Context | None = None
         self.weight = 1.0
         self.is_partial = False
-        self.pairs: list[Pair] | None = None
 
     def __len__(self) -> int:
         return len(self.symbols) // SYMBOL
+
+    @property
+    def is_trunk(self) -> bool:
+        """Whether requests have left it in several directions."""
+        full = (child for child in self.children.values() if not child.is_partial)
+        return next(full, None) is not None and next(full, None) is not None
+
+    def leads_elsewhere(self, below: Run | None) -> bool:
+        """Whether requests have gone on from here otherwise than by `below`."""
+        return any(child is not below and not child.is_partial for child in self.children.values())
 
 
 Mark = tuple[int, int, int, Run]

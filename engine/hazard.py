@@ -11,6 +11,14 @@ towards 1 by a prior of so many expected events, so rare classes follow their fe
 features the whole. Intervals still open count as exposure up to now and nothing beyond (censoring):
 the fit knows nothing of the future.
 
+Each role (the first feature) is fitted by itself, with an h0 of its own. A trunk is asked for by
+whoever comes next, a tail by its own conversation, when somebody has read the answer: their hazards
+have other shapes over age, which no factor per band of ages turns into each other, and most returns
+are of trunks that are a second old.
+
+At ages that few blocks have reached h0 goes on from the bin before as 1/age: of what has been
+unused for longer than anything whose end is known, the longest unused goes first, as under LRU.
+
 The rank of a block is its Gittins index: over all times T to keep it at most so long,
 
     rank(x, age) = max_T  P(reuse ≤ T) / E[min(reuse, T)]
@@ -21,11 +29,13 @@ The rank of a block is its Gittins index: over all times T to keep it at most so
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from hicache.engine.verdict import KEPT, hits_by_size, size_number, unjudged
 
 Matrix = npt.NDArray[np.float64]
 
@@ -38,9 +48,11 @@ _EDGES_S: Final = [FIRST_EDGE_S * GROWTH**n for n in range(NUM_BINS - 1)]
 WIDTHS_S: Final = np.diff([0.0, *_EDGES_S, _EDGES_S[-1] * GROWTH])
 BAND_EDGES_S: Final = (20.0, 120.0, 900.0)
 _STARTS_S: Final = [0.0, *_EDGES_S]
+_PER_WIDTH: Final[list[float]] = (1.0 / WIDTHS_S).tolist()
 _BAND_OF: Final = np.array([bisect_right(BAND_EDGES_S, start_s) for start_s in _STARTS_S])
 _NUM_BANDS: Final = len(BAND_EDGES_S) + 1
 
+AGE_PRIOR_EVENTS: Final = 0.3
 FACTOR_PRIOR_EVENTS: Final = 8.0
 RESIDUAL_PRIOR_EVENTS: Final = 20.0
 MIN_EVENTS: Final = 50.0
@@ -54,15 +66,43 @@ def bin_of(age_s: float) -> int:
     return bisect_right(_EDGES_S, age_s)
 
 
+def bins_of(ages_s: Matrix) -> npt.NDArray[np.intp]:
+    """The same of many ages at once."""
+    return np.searchsorted(_EDGES_S, ages_s, side="right")
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What has become of blocks up to `now_s`: `used`, `unused`: intervals that ended with a use,
+    or without one so far, by their age then; each counts, shape [classes, NUM_BINS]."""
+
+    now_s: float
+    used: Matrix
+    unused: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The model that a fit replaces, and what was known when that was fitted."""
+
+    ranks: list[list[float]]
+    anybody: list[float]
+    hits: Matrix
+    fate: Fate
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a fit needs. `levels[class]`: its level in each feature, shape [classes, features];
+    """What a fit needs. `levels[class]`: its level in each feature, shape [classes, features], the
+    first one its role;
     `events`, `censored`: weights of intervals that ended with a use, or without one so far, by
     their age then, shape [classes, NUM_BINS]."""
 
     levels: npt.NDArray[np.int64]
     events: Matrix
     censored: Matrix
+    fate: Fate
+    before: Before | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +110,30 @@ class Model:
     """`ranks[class][bin]`: uses per second of room, shape [classes, NUM_BINS], as lists: a rank is
     looked up one at a time. `returns[class][bin]`: the probability of another use within the time
     that was observed. `anybody`, `anybody_returns`: the same for a class that came after the fit,
-    or that is not known (-1)."""
+    or that is not known (-1). `hits`: what its order and LRU's would have hit of late, by the
+    tier's size (`hits_by_size`), all 0 before it was judged."""
 
     ranks: list[list[float]]
     anybody: list[float]
     returns: list[list[float]]
     anybody_returns: list[float]
+    hits: Matrix = field(default_factory=unjudged)
 
     def rank(self, kind: int, age_s: float) -> float:
-        """The Gittins index of a class at an age."""
+        """The Gittins index of a class at an age; between the starts of two bins on a line, so that
+        blocks go in the order of their ages within a bin too, and none jumps at its end."""
         ranks = self.ranks[kind] if 0 <= kind < len(self.ranks) else self.anybody
-        return ranks[bisect_right(_EDGES_S, age_s)]
+        number = bisect_right(_EDGES_S, age_s)
+        if number == NUM_BINS - 1:
+            return ranks[number]
+        share = (age_s - _STARTS_S[number]) * _PER_WIDTH[number]
+        return ranks[number] + share * (ranks[number + 1] - ranks[number])
+
+    def beats_age(self, num_blocks: int) -> bool:
+        """Whether a tier of so many blocks would have hit more of late in its order than in LRU's:
+        not before it was judged, nor where both hit the same."""
+        by_rank, by_age = self.hits[:, size_number(num_blocks)]
+        return bool(by_rank > by_age)
 
     def returns_at(self, kind: int, age_s: float) -> float:
         """The probability that a block of a class, unused for so long, is used again."""
@@ -95,17 +148,23 @@ def fit(snapshot: Snapshot) -> Model | None:
     if events.sum() < MIN_EVENTS:
         return None
     exposure_s = _exposure(events + snapshot.censored)
-    total_s = exposure_s.sum(axis=0)
-    overall = events.sum() / exposure_s.sum()
-    base = (events.sum(axis=0) + 0.3) / (total_s + 0.3 / overall)
-    factors = _factors(snapshot.levels, events, exposure_s * base)[:, _BAND_OF]
-    factors = np.vstack((factors, np.ones(NUM_BINS)))
-    ranks = gittins(factors * base)
-    # At ages that nobody has reached yet nothing is known to return, whatever the prior says.
-    seen = events.sum(axis=0) / np.maximum(total_s, 1e-9)
-    returns = 1.0 - np.cumprod(np.exp(-factors * seen * WIDTHS_S)[:, ::-1], axis=1)[:, ::-1]
+    hazards, seen = np.empty_like(events), np.empty_like(events)
+    roles = snapshot.levels[:, 0]
+    for alike in (roles == role for role in np.unique(roles)):
+        base, base_seen = _over_age(events[alike], exposure_s[alike])
+        levels, expected = snapshot.levels[alike], exposure_s[alike] * base
+        factors = _factors(levels, events[alike], expected)[:, _BAND_OF]
+        hazards[alike], seen[alike] = factors * base, factors * base_seen
+    for_anybody, seen_of_anybody = _over_age(events, exposure_s)
+    ranks = gittins(np.vstack((hazards, for_anybody)))
+    lasting = np.exp(-np.vstack((seen, seen_of_anybody)) * WIDTHS_S)
+    returns = 1.0 - np.cumprod(lasting[:, ::-1], axis=1)[:, ::-1]
     return Model(
-        ranks[:-1].tolist(), ranks[-1].tolist(), returns[:-1].tolist(), returns[-1].tolist()
+        ranks[:-1].tolist(),
+        ranks[-1].tolist(),
+        returns[:-1].tolist(),
+        returns[-1].tolist(),
+        _judged(snapshot),
     )
 
 
@@ -121,11 +180,42 @@ def gittins(hazards: Matrix) -> Matrix:
     return ranks
 
 
+def _judged(snapshot: Snapshot) -> Matrix:
+    """`Model.hits` now: of the model before this one, by what has happened since it was fitted."""
+    before, after = snapshot.before, snapshot.fate
+    if before is None:
+        return unjudged()
+    num_new = len(after.used) - len(before.fate.used)
+    used, unused = (
+        np.vstack((counts, np.zeros((num_new, NUM_BINS))))
+        for counts in (before.fate.used, before.fate.unused)
+    )
+    ranks = np.array(before.ranks + [before.anybody] * (len(after.used) - len(before.ranks)))
+    spent_s = _exposure(after.used + after.unused) - _exposure(used + unused)
+    span_s = after.now_s - before.fate.now_s
+    hits = hits_by_size(ranks, after.used - used, np.maximum(spent_s, 0.0), span_s)
+    judged: Matrix = KEPT * before.hits + hits
+    return judged
+
+
 def _exposure(ended: Matrix) -> Matrix:
     """Seconds at risk per bin: whole bins for what outlasts them, half of the last one."""
     outlasting = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
     exposure: Matrix = (outlasting + ended / 2) * WIDTHS_S
     return exposure
+
+
+def _over_age(events: Matrix, exposure_s: Matrix) -> tuple[Matrix, Matrix]:
+    """The hazard of all these classes together, shape [NUM_BINS]: shrunk bin by bin towards where
+    the bin before was going; and as it was seen, 0 at ages that nobody has reached."""
+    num_events, total_s = events.sum(axis=0), exposure_s.sum(axis=0)
+    seen: Matrix = num_events / np.maximum(total_s, 1e-9)
+    base = np.empty(NUM_BINS)
+    expected = (num_events.sum() + AGE_PRIOR_EVENTS) / max(total_s.sum(), 1e-9)
+    for age, (num, at_risk_s) in enumerate(zip(num_events, total_s, strict=True)):
+        base[age] = (num + AGE_PRIOR_EVENTS) / (at_risk_s + AGE_PRIOR_EVENTS / expected)
+        expected = base[age] / GROWTH
+    return base, seen
 
 
 def _factors(levels: npt.NDArray[np.int64], events: Matrix, expected: Matrix) -> Matrix:

@@ -4,12 +4,13 @@ For each request the history walks the ghost index and notes, for every run it f
 came back after so long, as one of its class; then it gives all runs of the path the class they have
 from now on. A class (`kind`, a small number) stands for the levels of these features:
 
-    role      the request's own tail, a trunk that several requests have left in different
-              directions, or a partial block (which the next turn will not ask for again)
+    role      a trunk that several requests have left in different directions, whoever ends there;
+              a partial block (which the next turn will not ask for again); or else a tail, which
+              one conversation only has asked for
     turn      how many requests, one extending the other, led here
-    blocks    the length of the prompt
+    blocks    the length of the prompt, of a tail: it says nothing of who else comes by a trunk
     gap       between the conversation's turns so far (a geometric mean that forgets)
-    new       blocks that had not been seen before
+    new       blocks that had not been seen before, of a tail
     stop      why the inference engine's last answer ended, where it says so
     touches   of a trunk
     due       how soon the inference engine expects the next turn, where it says so
@@ -23,14 +24,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.engine.ghost import SYMBOL, Ghost, Mark, Run
-from hicache.engine.hazard import NUM_BINS, Model, Snapshot, bin_of
+from hicache.engine.hazard import NUM_BINS, Before, Fate, Model, Snapshot, bin_of, bins_of
 
 MAX_KINDS: Final = 256
 _KIND_LIMITS: Final = (160, 180, 200, 240, MAX_KINDS)
@@ -84,33 +86,42 @@ class Context(NamedTuple):
         """The levels of a run of this request."""
         if role == _PARTIAL:
             return (_PARTIAL, 0, 0, 0, 0, 0, 0, 0)
+        is_trunk = role == _TRUNK
         return (
             role,
             min(self.turn, MAX_TURN),
-            1 + bisect_right(_BLOCKS_CUTS, self.num_blocks),
+            0 if is_trunk else 1 + bisect_right(_BLOCKS_CUTS, self.num_blocks),
             1 + bisect_right(_GAP_CUTS_S, self.gap_s) if self.turn > 1 else 0,
-            1 + bisect_right(_NEW_CUTS, self.num_new),
+            0 if is_trunk else 1 + bisect_right(_NEW_CUTS, self.num_new),
             self.stop,
-            1 + bisect_right(_TOUCHES_CUTS, touches) if role == _TRUNK else 0,
+            1 + bisect_right(_TOUCHES_CUTS, touches) if is_trunk else 0,
             1 + bisect_right(_GAP_CUTS_S, self.due_s) if self.due_s else 0,
         )
 
 
 class History:
     """The ghost index, the classes, and the counts that a fit needs. `wants_fits`: whether a policy
-    ranks by the model; where none does, none is fitted."""
+    ranks by the model; where none does, none is fitted. `num_fits`: that ended, also without a
+    model; `is_fitting`: one has begun and not ended. `num_held(tier)`: the blocks in this tier and
+    those above it, as the cache engine knows."""
 
     def __init__(self, max_ghost_blocks: int = MAX_GHOST_BLOCKS) -> None:
         self.ghost = Ghost(max_ghost_blocks, self._forgotten)
         self.now_s = 0.0
         self.wants_fits = False
+        self.num_held: Callable[[int], int] = lambda tier: 0
         self.model: Model | None = None
         self.num_requests = 0
+        self.num_fits = 0
+        self.is_fitting = False
         self._fitted_at = 0
         self._kinds: dict[Levels, int] = {}
         self._levels: list[Levels] = []
         self._events = np.zeros((MAX_KINDS, NUM_BINS))
         self._censored = np.zeros((MAX_KINDS, NUM_BINS))
+        self._blocks_used = np.zeros((MAX_KINDS, NUM_BINS))
+        self._blocks_forgotten = np.zeros((MAX_KINDS, NUM_BINS))
+        self._at_last_fit: Fate | None = None
 
     # --- what happens -------------------------------------------------------------------------
 
@@ -125,12 +136,9 @@ class History:
         walk = self.ghost.walk(namespace, symbols, num_blocks - is_partial, now_s)
         for run in walk.found:
             self._events[run.kind, bin_of(now_s - run.last_s)] += run.weight
-            if run.pairs is not None:
-                for pair in run.pairs:
-                    pair.returned(run, now_s)
-                run.pairs = None
-        context = self._context(walk.found, num_blocks, num_blocks - walk.found_blocks, now_s)
+            self._blocks_used[run.kind, bin_of(now_s - run.last_s)] += len(run)
         path = walk.found + walk.added
+        context = self._context(path, num_blocks, num_blocks - walk.found_blocks, now_s)
         for run in path:
             run.touches += 1
             run.last_s = now_s
@@ -181,35 +189,54 @@ class History:
         """All that a fit needs, last; None before, whenever so many runs more have been looked at.
         Requests may come between: what they change counts in either state, never both for long."""
         self._fitted_at = self.num_requests
-        censored = np.zeros((MAX_KINDS, NUM_BINS))
-        for number, run in enumerate(self.ghost.each()):
-            if number % runs_each == runs_each - 1:
+        self.is_fitting = True
+        censored, unused = self._censored.copy(), self._blocks_forgotten.copy()
+        runs = self.ghost.each()
+        while some := list(islice(runs, runs_each)):
+            ages_s = self.now_s - np.array([run.last_s for run in some])
+            cells = np.array([run.kind for run in some]), bins_of(ages_s)
+            np.add.at(censored, cells, [run.weight for run in some])
+            np.add.at(unused, cells, [len(run) for run in some])
+            if len(some) == runs_each:
                 yield None
-            censored[run.kind, bin_of(self.now_s - run.last_s)] += run.weight
         size = len(self._levels)
-        censored = censored[:size] + self._censored[:size]
-        yield Snapshot(np.array(self._levels, np.int64), self._events[:size].copy(), censored)
+        fate = Fate(self.now_s, self._blocks_used[:size].copy(), unused[:size])
+        model, before = self.model, self._at_last_fit
+        self._at_last_fit = fate
+        yield Snapshot(
+            np.array(self._levels, np.int64),
+            self._events[:size].copy(),
+            censored[:size],
+            fate,
+            Before(model.ranks, model.anybody, model.hits, before) if model and before else None,
+        )
 
     def adopt(self, model: Model | None) -> None:
-        """A fit is done; None changes nothing."""
+        """A fit is over; None (there is no model) changes nothing."""
+        self.num_fits += 1
+        self.is_fitting = False
         if model is not None:
             self.model = model
 
     def _forgotten(self, run: Run) -> None:
-        self._censored[run.kind, bin_of(self.now_s - run.last_s)] += run.weight
+        cell = run.kind, bin_of(self.now_s - run.last_s)
+        self._censored[cell] += run.weight
+        self._blocks_forgotten[cell] += len(run)
 
-    def _context(
-        self, found: Sequence[Run], num_blocks: int, num_new: int, now_s: float
-    ) -> Context:
-        """The request as it came: it goes on from the longest earlier one that it extends."""
-        for run in reversed(found):
+    def _context(self, path: Sequence[Run], num_blocks: int, num_new: int, now_s: float) -> Context:
+        """The request as it came: it goes on from the longest earlier one that it extends. Not from
+        one that others have extended already: that is no turn before, but what they all begin with
+        (a system prompt that somebody once sent alone), or an answer that was asked for again."""
+        below: Run | None = None
+        for run in reversed(path):
             before = run.context
-            if before is not None:
+            if before is not None and not run.leads_elsewhere(below):
                 gap_s = now_s - run.last_s
                 if before.turn > 1:
                     mean = _GAP_KEPT * math.log1p(before.gap_s)
                     gap_s = math.expm1(mean + (1 - _GAP_KEPT) * math.log1p(gap_s))
                 return Context(before.turn + 1, num_blocks, gap_s, num_new)
+            below = run
         return Context(1, num_blocks, 0.0, num_new)
 
     def _classify(self, path: Sequence[Run], context: Context) -> None:
@@ -221,12 +248,10 @@ class History:
             role = _TAIL
             if run.is_partial:
                 role = _PARTIAL
-            elif run.context is context:
-                pass
-            elif sum(not child.is_partial for child in run.children.values()) > 1:
+            elif run.is_trunk:
                 role = _TRUNK
                 trunk.append(run)
-            else:
+            elif run.context is not context:
                 inner.append(run)
             run.kind = self._kind_of(context.levels(role, run.touches))
             run.weight = 1.0

@@ -101,12 +101,15 @@ class OpenNamespace(Event[int], frozen=True):
     """Somebody will use this namespace. Answer: its number in this run of the engine.
 
     Where the namespace is new and `instead_of` is given, it takes that number from an idle one
-    (`CacheEngine.idle_namespace`), which is forgotten with all that was learned about it."""
+    (`CacheEngine.idle_namespace`), which is forgotten with all that was learned about it.
+    `flop_per_token`, `flop_per_pair`: the arithmetic of its prefills, 0 where it is not known."""
 
     digest: bytes
     block_tokens: int
     block_bytes: int
     instead_of: int | None = None
+    flop_per_token: int = 0
+    flop_per_pair: int = 0
 
 
 class TierRun(msgspec.Struct):
@@ -284,7 +287,8 @@ class WriterGone(Event[int], frozen=True):
 class Observe(Event[None], frozen=True):
     """An inference engine's measurement of one step's prefill.
 
-    `sum_n` new tokens, `sum_nc` = Σ(n·c + n²/2) over the step's requests.
+    `sum_n` new tokens, `sum_nc` = Σ(n·c + n²/2) over the step's requests. `decode_tokens` were
+    decoded in the same step.
     """
 
     namespace: int
@@ -292,6 +296,7 @@ class Observe(Event[None], frozen=True):
     sum_n: float
     sum_nc: float
     seconds: float
+    decode_tokens: float = 0.0
 
 
 class ObserveReload(Event[None], frozen=True):

@@ -2,7 +2,8 @@
 
 A decision is recorded once its answer has left. What the reload took comes with the lease's end,
 what the prefill took with the inference engine's measurement of a step of just that size. Then the
-decision is judged in hindsight: against what the other way would take by what is known by now.
+decision is judged in hindsight: against what the best other cut, recomputing everything among them,
+would take by what is known by now.
 Owned by the daemon's one loop; a row of the last decisions, and totals that never go.
 """
 
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 from hicache.engine.cost import PrefillCost
 from hicache.engine.fit import RELATIVE_NOISE
-from hicache.engine.plan import Decision
+from hicache.engine.plan import Decision, Observe
 from hicache.engine.planner import Hit
 
 KEPT: Final = 256
@@ -28,7 +29,7 @@ _MAX_TOTALS: Final = 4096
 @dataclass(slots=True)
 class Record:
     """One decision. Actual seconds are None while they are not known; `regret_s` is how much longer
-    it took than the other way would have, None while that cannot be said."""
+    it took than the best other way would have, None while that cannot be said."""
 
     number: int
     now_s: float
@@ -94,7 +95,7 @@ class Errors:
 
 @dataclass(slots=True)
 class Regrets:
-    """What judged decisions took, and how much of that the other way would have saved."""
+    """What judged decisions took, and how much of that the best other way would have saved."""
 
     num: int = 0
     num_wrong: int = 0
@@ -148,18 +149,17 @@ class Recorder:
         """The lease has ended without having been fetched."""
         self._of_lease.pop(lease, None)
 
-    def prefilled(
-        self, namespace: int, num_requests: int, n: float, nc: float, seconds: float
-    ) -> None:
+    def prefilled(self, step: Observe) -> None:
         """A step was measured, and is not yet learned from."""
-        cost = self.prefill[namespace]
-        predicted_s, doubt_s = cost.foreseen(num_requests, n, nc)
-        self._errors(namespace, PREFILL).add(predicted_s, seconds, doubt_s)
-        record = self._awaited.get((namespace, int(n)))
-        if record is None or num_requests != 1 or nc != n * record.context_tokens + n * n / 2:
+        cost, n, nc = self.prefill[step.namespace], step.sum_n, step.sum_nc
+        predicted_s, doubt_s = cost.foreseen(step.num_requests, n, nc, step.decode_tokens)
+        self._errors(step.namespace, PREFILL).add(predicted_s, step.seconds, doubt_s)
+        record = self._awaited.get((step.namespace, int(n)))
+        is_alone = step.num_requests == 1 and not step.decode_tokens
+        if record is None or not is_alone or nc != n * record.context_tokens + n * n / 2:
             return
-        del self._awaited[namespace, int(n)]
-        record.prefill_s = seconds
+        del self._awaited[step.namespace, int(n)]
+        record.prefill_s = step.seconds
         self._judge(record)
 
     def last(self, count: int) -> Iterator[Record]:
@@ -202,21 +202,21 @@ class Recorder:
         return errors
 
     def _judge(self, record: Record) -> None:
-        """What was measured of the way taken, and what is foreseen now of the other one."""
+        """What was measured of the way taken, and what is foreseen now of every other one."""
         hit, cost = record.hit, self.prefill[record.hit.namespace]
         rest_s = record.prefill_s
         if rest_s is None:
             rest_s = cost.seconds(record.prefill_tokens, record.context_tokens)
         taken_s = (record.reload_s or 0.0) + rest_s
-        if record.decision.reload_blocks:
-            other_s = cost.seconds(hit.prompt_tokens - hit.skipped_tokens, hit.skipped_tokens)
-        else:
-            other_s, end = taken_s, 0
-            for run in hit.runs:
-                end += run.num_blocks
-                context = hit.skipped_tokens + end * hit.block_tokens
-                prefill_s = cost.seconds(hit.prompt_tokens - context, context)
-                other_s = min(other_s, self.reload_again(hit, end) + prefill_s)
+        other_s, end = taken_s, 0
+        for num_blocks in (0, *(run.num_blocks for run in hit.runs)):
+            end += num_blocks
+            if end == record.decision.reload_blocks:
+                continue
+            context = hit.skipped_tokens + end * hit.block_tokens
+            prefill_s = cost.seconds(hit.prompt_tokens - context, context)
+            reload_s = self.reload_again(hit, end) if end else 0.0
+            other_s = min(other_s, reload_s + prefill_s)
         regrets = self.regrets
         if record.regret_s is None:
             regrets.num += 1

@@ -131,6 +131,11 @@ class Residency:
         everything is let in."""
         return self.policies[tier].worth(-1, 0.0) != ALWAYS
 
+    def num_held(self, tier: int) -> int:
+        """Blocks that are ready in this tier and in those above it; those in several count there
+        several times."""
+        return int(self.blocks.counts[: tier + 1, State.READY].sum())
+
     def bytes_moving(self, link: tuple[int, int], at_most: Priority) -> int:
         """Bytes in the link's queue of this priority or a more urgent one."""
         return sum(self.num_moving[link][: at_most + 1])

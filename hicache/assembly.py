@@ -134,6 +134,7 @@ def engine_settings(config: Config) -> EngineSettings:
             planner.prior_per_token_squared_s or default.per_pair_s,
             is_guess=planner.prior_per_token_s is None,
         ),
+        flop_per_s=planner.prior_flop_rate or 0.0,
         min_return=disk.min_return if disk is not None else 0.0,
         write_bytes_per_s=math.inf if budget is None else budget / 86400,
         max_moving_bytes=min(config.limits.max_queued_bytes, 256 << 20),

@@ -519,6 +519,7 @@ class Daemon:
             "errors": dict(service.errors),
             "puts": dict(service.puts),
             "gate": figures.gate_row(self.engine),
+            "history": figures.history_row(self.engine),
             "dropped_blocks": self.engine.evictor.dropped,
             "workers": self.mover.pids(),
             "memory": figures.memory_row(service, self.mover),

@@ -1,24 +1,26 @@
 """Refitting the eviction model beside the daemon's loop: one short-lived process per fit.
 
-    counts, a slice each tick ──▶ thread ──▶ process ──▶ model ──▶ taken at the next tick
+    counts, a slice each tick ──▶ snapshot ──▶ process ──▶ model, taken at the next tick
 
-The loop hands over a snapshot of counts and takes the model when it comes; until then the old one
-serves. Nothing here holds the loop up: the ghost index is looked through in slices of about half a
-millisecond, ten a second, and a thread talks to the process, which may stand still in the middle of
-a word. A fit that fails, dies or stands still costs nothing but its model, and is tried again after
-a pause. The process ends by itself: with its answer, or when nobody is there to take it. Called
-from the daemon's loop only.
+The loop never waits for it. The ghost index is looked through in slices of about half a
+millisecond, ten a second. Snapshot and model change hands in memory files, the process's standard
+input and output: writing one takes as long as copying it, whether or not the process gets to run,
+and it may stand still in the middle of a word. It has a low priority from its start on, so what
+wakes the loop goes first. A fit that fails, dies or stands still costs nothing but its model, and
+is tried again after a pause. The process ends by itself, with its answer. Called from the daemon's
+loop only.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import threading
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Final
 
 import psutil
 
@@ -28,7 +30,9 @@ from hicache.faults import Faults
 
 STUCK_S = 30.0
 LONGEST_S = 300.0
-"""A fit takes a second or two of processor time, at the lowest priority."""
+"""A fit takes a second or two of processor time, at a low priority."""
+NICENESS: Final = 10
+_ROOT: Final = Path(__file__).absolute().parents[1]
 
 
 class FitFailed(Exception):
@@ -36,50 +40,51 @@ class FitFailed(Exception):
 
 
 class _Fit:
-    """One fit under way. `failure` and `model` are set before its thread ends."""
+    """One fit under way."""
 
     def __init__(self, snapshot: Snapshot, now_s: float) -> None:
         self.started_s = self.moved_s = now_s
         self.used_s = -1.0
-        self.model: Model | None = None
-        self.failure: Exception | None = None
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_fit_and_answer, args=(theirs,), name="hicache-fit", daemon=True
-        )
-        self.process.start()
-        theirs.close()
-        self.thread = threading.Thread(
-            target=self._talk, args=(snapshot,), name="hicache-fit", daemon=True
-        )
-        self.thread.start()
+        self._answer = _memory_file()
+        with _memory_file() as question:
+            question.write(pickle.dumps(snapshot, pickle.HIGHEST_PROTOCOL))
+            question.seek(0)
+            # In a group of its own Ctrl-C in a terminal does not reach it: it is the daemon's.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hicache.fitting"],
+                stdin=question,
+                stdout=self._answer,
+                cwd=_ROOT,
+                process_group=0,
+            )
+        with suppress(OSError):  # it may have ended
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, NICENESS)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its process has ended."""
+        return self.process.poll() is not None
 
     def look(self, now_s: float) -> None:
         """Note whether its process has used processor time since the last look."""
-        with suppress(psutil.Error):  # gone: its thread ends
+        with suppress(psutil.Error):  # gone
             times = psutil.Process(self.process.pid).cpu_times()
             if (used_s := times.user + times.system) > self.used_s:
                 self.used_s, self.moved_s = used_s, now_s
 
-    def end(self) -> None:
-        """It holds nothing, and may stand still."""
-        self.process.kill()
-        self.process.join()
-        self.thread.join()
-        self._pipe.close()
+    def told(self) -> Model | Exception | None:
+        """What its process said before it ended."""
+        if self.process.returncode:
+            return FitFailed("its process died")
+        self._answer.seek(0)
+        said: Model | Exception | None = pickle.loads(self._answer.read())
+        return said
 
-    def _talk(self, snapshot: Snapshot) -> None:
-        try:
-            self._pipe.send(snapshot)
-            said = self._pipe.recv()
-        except (EOFError, OSError):
-            self.failure = FitFailed("its process died")
-            return
-        if isinstance(said, Exception):
-            self.failure = said
-        else:
-            self.model = said
+    def end(self) -> None:
+        """It may stand still, or have ended."""
+        self.process.kill()
+        self.process.wait()
+        self._answer.close()
 
 
 class Fitter:
@@ -120,30 +125,37 @@ class Fitter:
             self.fit = None
 
     def _watch(self, fit: _Fit, now_s: float) -> None:
-        fit.look(now_s)
-        failure = fit.failure
-        if fit.thread.is_alive():
+        told: Model | Exception | None
+        if fit.is_over:
+            told = fit.told()
+        else:
+            fit.look(now_s)
             if now_s - fit.moved_s <= STUCK_S and now_s - fit.started_s <= LONGEST_S:
                 return
-            failure = FitFailed("it stood still, or took too long")
+            told = FitFailed("it stood still, or took too long")
         self.close()
-        if failure is not None:  # the old model stays, and the same counts are tried again
-            self.faults.met(failure, now_s)
+        if isinstance(told, Exception):  # the old model stays, and the same counts are tried again
+            self.faults.met(told, now_s)
             return
-        self._history.adopt(fit.model)
+        self._history.adopt(told)
         self._snapshot = None
         self.faults.over()
 
 
-def _fit_and_answer(pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's to handle
-    os.nice(10)  # a model can wait; the daemon and its workers cannot
+def _memory_file() -> IO[bytes]:
+    return os.fdopen(os.memfd_create("hicache-fit"), "w+b", buffering=0)
+
+
+def _fit_and_answer() -> None:
+    """The process: a snapshot from standard input, its model to standard output."""
+    snapshot = pickle.load(sys.stdin.buffer)
+    told: Model | Exception | None
     try:
-        snapshot = pipe.recv()
-        try:
-            told: object = fit(snapshot)
-        except Exception as error:  # the boundary: told to the daemon, which tells the log
-            told = error
-        pipe.send(told)
-    except (EOFError, BrokenPipeError):
-        return  # the daemon is gone, or wants no model any more
+        told = fit(snapshot)
+    except Exception as error:  # the boundary: told to the daemon, which tells the log
+        told = error
+    pickle.dump(told, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
+
+
+if __name__ == "__main__":
+    _fit_and_answer()

@@ -24,6 +24,8 @@ import numpy.typing as npt
 KEY_BYTES = 32
 ROOT_KEY = bytes(KEY_BYTES)
 TOKEN_BYTES = 4
+UNCOUNTED = ("name", "flop_per_token", "flop_per_pair")
+"""Fields of a NamespaceSpec that are told with it and change no KV byte."""
 _U32 = np.dtype("<u4")
 
 Tokens = Sequence[int] | npt.NDArray[Any] | bytes
@@ -83,6 +85,9 @@ class NamespaceSpec:
 
     `weights_digest` samples the content of every tensor (`digest_weights`), never a path.
     Protocol 1 holds one layer group; more are refused with a sentence. Ranks have one spec each.
+    `name` is for people. `flop_per_token` and `flop_per_pair` are the arithmetic of a prefill, per
+    new token and per pair of tokens that attend, of this rank alone (0: not known): what a prefill
+    is believed to cost before one was measured. These three change no KV byte.
     """
 
     model_digest: str
@@ -101,11 +106,14 @@ class NamespaceSpec:
     quantisation: str = ""
     cache_salt: str = ""
     name: str = field(default="", compare=False)
+    flop_per_token: int = field(default=0, compare=False)
+    flop_per_pair: int = field(default=0, compare=False)
 
     def digest(self) -> bytes:
-        """BLAKE2b-256 over the canonical encoding (`to_wire`, keys sorted, without `name`)."""
+        """BLAKE2b-256 over the canonical encoding (`to_wire`, keys sorted, without UNCOUNTED)."""
         fields = self.to_wire()
-        del fields["name"]  # for people to read; changes no KV byte
+        for told in UNCOUNTED:
+            del fields[told]
         packed = msgpack.packb(_canonical(fields), use_bin_type=True)
         return hashlib.blake2b(packed, digest_size=KEY_BYTES, person=b"hicache-ns-1").digest()
 
@@ -149,9 +157,20 @@ _TYPES: dict[type, dict[str, type]] = {
         "quantisation": str,
         "cache_salt": str,
         "name": str,
+        "flop_per_token": int,
+        "flop_per_pair": int,
     },
 }
-_OPTIONAL = {"window": 0, "weights_version": 0, "tp_rank": 0, "tp_size": 1, "pp_rank": 0}
+_OPTIONAL = {
+    "window": 0,
+    "weights_version": 0,
+    "tp_rank": 0,
+    "tp_size": 1,
+    "pp_rank": 0,
+    "pp_size": 1,
+    "flop_per_token": 0,
+    "flop_per_pair": 0,
+}
 _OPTIONAL_TEXT = ("rope", "lora_digest", "quantisation", "cache_salt", "name")
 
 
@@ -159,7 +178,7 @@ def _typed(cls: type, fields: object) -> dict[str, Any]:
     if not isinstance(fields, Mapping):
         raise ValueError(f"{cls.__name__} must be a map, not {type(fields).__name__}")
     types = _TYPES[cls]
-    optional = {**_OPTIONAL, "pp_size": 1, **dict.fromkeys(_OPTIONAL_TEXT, "")}
+    optional = {**_OPTIONAL, **dict.fromkeys(_OPTIONAL_TEXT, "")}
     for name in fields:
         if name not in types:
             raise ValueError(f"{name}: unknown field of {cls.__name__}")

@@ -217,7 +217,14 @@ class Service:
                     "limits.max_namespaces; raise it, or let fewer of them be used",
                 )
             self.namespaces.pop(known[instead_of].digest, None)
-        event = p.OpenNamespace(digest, spec.block_tokens, spec.block_bytes, instead_of)
+        event = p.OpenNamespace(
+            digest,
+            spec.block_tokens,
+            spec.block_bytes,
+            instead_of,
+            spec.flop_per_token,
+            spec.flop_per_pair,
+        )
         number = self.do(event)
         if digest not in self.namespaces:
             self.namespaces[digest] = spec
@@ -496,6 +503,7 @@ class Service:
                 body["sum_n"],
                 body["sum_nc"],
                 body["seconds"],
+                body["decode_tokens"],
             )
         )
         self._confirm(asked)

@@ -174,9 +174,9 @@ def _what_came(record: Record) -> str:
             told.append(f"the {what} took {seconds * 1e3:.1f} ms")
     if record.regret_s is not None:
         told.append(
-            f"the other way would have been {record.regret_s * 1e3:.1f} ms faster"
+            f"another way would have been {record.regret_s * 1e3:.1f} ms faster"
             if record.regret_s > 0
-            else "the other way would have been slower"
+            else "no other way would have been faster"
         )
     text = ", ".join(told)
     return f"{text[0].upper()}{text[1:]}." if text else ""
@@ -188,6 +188,18 @@ def gate_row(engine: CacheEngine) -> dict[str, Any]:
     if gate.is_open:
         return {}
     return {"demanded_return": gate.demanded, "refused_blocks": gate.refused_blocks}
+
+
+def history_row(engine: CacheEngine) -> dict[str, Any]:
+    """What is known of earlier requests; empty where no policy wants to."""
+    history = engine.history
+    if history is None:
+        return {}
+    return {
+        "requests": history.num_requests,
+        "fits": history.num_fits,
+        "is_fitting": history.is_fitting or history.is_fit_due(),
+    }
 
 
 def memory_row(service: Service, mover: Mover) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,7 @@ class DiskMedium:
     remembers = True
 
     def __init__(
-        self, config: WorkerConfig, near: Arena, progress: Callable[[int, int], None]
+        self, config: WorkerConfig, near: Arena, progress: Callable[[str, int, int], None]
     ) -> None:
         self._config = config
         self._progress = progress
@@ -121,7 +122,7 @@ class DiskMedium:
             read_ahead=config.read_ahead,
             min_free_bytes=config.min_free_bytes,
             usable_bytes=config.usable_bytes or None,
-            progress=progress,
+            progress=partial(progress, "bytes"),
             lock_wait_s=config.lock_wait_s,
             set_aside=config.set_aside,
         )
@@ -199,7 +200,7 @@ class DiskMedium:
             done += len(batch)
             if done - told >= PROGRESS_ROWS:
                 told = done
-                self._progress(done, total)
+                self._progress("blocks", done, total)
             yield batch
 
     def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:

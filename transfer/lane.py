@@ -5,7 +5,8 @@ queued by priority:  demand … | prefetch … | demotion …
 in flight:           at most a few batches, so that a new demand waits for little
 
 A batch is bounded in bytes and in blocks: a demand waits for what is in flight, and for
-nothing that is queued behind it.
+nothing that is queued behind it. On a slow link it is bounded in time as well, since it arrives as
+a whole: a request whose deadline passes goes on with the batches that have come.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ four 0.90). A small block costs its driver some 3 µs whatever its size. So a de
 or 512 blocks at most, some 1.5 ms."""
 
 
+BATCH_S: Final = 0.5
+"""A batch should take no longer, by the speed of the last one. One that was held up makes the next
+one small, which then shows how fast the link is."""
+
+
 class Lane:
     """One direction's queues. `backlog` counts bytes by priority, queued and in flight."""
 
@@ -43,6 +49,7 @@ class Lane:
         self.in_flight: dict[int, tuple[Batch, float]] = {}  # batch → (batch, when it was sent)
         self.backlog = dict.fromkeys(Priority, 0)
         self._max_queued, self._limits = max_queued, limits
+        self._most_bytes = limits.num_bytes
         self._queues: dict[Priority, OrderedDict[int, Move]] = {
             priority: OrderedDict() for priority in Priority
         }
@@ -80,7 +87,7 @@ class Lane:
                 if batch and (batch[0].src, batch[0].dst) != (move.src, move.dst):
                     break
                 num_bytes += move.block_bytes
-                if batch and num_bytes > self._limits.num_bytes:
+                if batch and num_bytes > self._most_bytes:
                     break
                 del queue[move.id]
                 self._num_queued -= 1
@@ -91,6 +98,11 @@ class Lane:
 
     def sent(self, batch: Batch, now_s: float) -> None:
         self.in_flight[batch.number] = (batch, now_s)
+
+    def timed(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes took so long."""
+        if num_bytes > 0 and seconds > 0.0:
+            self._most_bytes = min(self._limits.num_bytes, int(BATCH_S * num_bytes / seconds))
 
     def done(self, number: int) -> Batch | None:
         """The batch came back; None when it is not one of ours."""

@@ -216,7 +216,7 @@ class Worker:
         os._exit(EXIT_BROKEN)
 
 
-def _open(config: WorkerConfig, near: Arena, progress: Callable[[int, int], None]) -> Medium:
+def _open(config: WorkerConfig, near: Arena, progress: Callable[[str, int, int], None]) -> Medium:
     """Each kind's module is imported only where it is used: a GPU worker loads no lmdb."""
     if config.kind == "disk":
         from hicache.transfer.files import DiskMedium
@@ -225,7 +225,7 @@ def _open(config: WorkerConfig, near: Arena, progress: Callable[[int, int], None
     if config.kind == "cuda":
         from hicache.transfer.cuda import CudaMedium
 
-        return CudaMedium(config, near, progress)
+        return CudaMedium(config, near, partial(progress, "bytes"))
     from hicache.transfer.memory import MemoryMedium
 
     return MemoryMedium(config, near)
@@ -273,8 +273,7 @@ def main(fd: int) -> int:
         try:
             near = Arena.attach(config.near_path)
             near.hold()
-            unit = "blocks" if config.kind == "disk" else "bytes"
-            medium = _open(config, near, partial(_tell_progress, sock, unit))
+            medium = _open(config, near, partial(_tell_progress, sock))
             worker = Worker(sock, medium, config.read_bytes_per_s, config.write_bytes_per_s)
             threading.Thread(target=near.populate, name="hicache-touch", daemon=True).start()
             worker.introduce(config.probe_bytes, config.probe_block_bytes)

@@ -20,7 +20,7 @@ POLICIES: Final[Mapping[str, Maker]] = {
     "lfu": lambda tier, history: Lfu(tier),
     "s3fifo": lambda tier, history: S3Fifo(tier),
     "gdsf": lambda tier, history: Gdsf(tier),
-    "hazard": lambda tier, history: Hazard(history),
+    "hazard": Hazard,
 }
 
 

@@ -6,33 +6,34 @@ the longest unused first; only the heads of the lines are compared, so a victim 
 there are classes once per request, and O(log) after that. A new block is let in only at the expense
 of blocks that rank lower.
 
-While there is no model, or while its victims have been no better than LRU's of late (`trial.py`, by
-tier), the order is LRU's and everything is let in.
+While there is no model, or while a tier of this size would have hit no more in its order than in
+LRU's of late (`verdict.py`), the order is LRU's and everything is let in.
 """
 
 from __future__ import annotations
 
 import heapq
-from operator import itemgetter
 
 from hicache.engine.hazard import Model
 from hicache.engine.history import History
 from hicache.engine.node import Node
 from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
-from hicache.engine.trial import Trial
 
 _Place = tuple[float, int, int]
 """When the node was last used, a serial number, its kind: as it joined its line."""
 
 
 class Hazard:
-    """See EvictionPolicy. `history` is shared by all tiers."""
+    """See EvictionPolicy. `tier`: its number; `history` is shared by all tiers."""
 
     wants_history = True
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, tier: int, history: History) -> None:
+        self._tier = tier
         self._history = history
-        self.trial = Trial()
+        self._judged: Model | None = None
+        self._judged_at_s = -1.0
+        self._trusted_model: Model | None = None
         history.wants_fits = True
         self._lines: dict[int, list[tuple[float, int, Node]]] = {}
         self._places: dict[Node, _Place] = {}
@@ -59,7 +60,6 @@ class Hazard:
             self._heads.clear()
             for kind in list(self._lines):
                 self._show_head(kind)
-            self._begin_trial()
         heads = self._heads
         while heads:
             rank, _, serial, kind = heads[0]
@@ -82,19 +82,13 @@ class Hazard:
         return ALWAYS if self._trusted() is None else self._rank(kind, touched_s)
 
     def _trusted(self) -> Model | None:
-        return self._history.model if self.trial.is_won else None
-
-    def _begin_trial(self) -> None:
-        """Now that room is made: whom would the model give up, and whom LRU?"""
+        """The model, where this tier's order is its own; looked at once for each request."""
         model, now_s = self._history.model, self._history.now_s
-        if model is None or not self._heads:
-            return
-        oldest = min(self._heads, key=itemgetter(1, 2))
-        lowest = min(self._heads, key=lambda head: model.rank(head[3], now_s - head[1]))
-        victims = self._head(lowest[3]), self._head(oldest[3])
-        by_model, by_age = (None if node is None else node.run for node in victims)
-        if by_model is not None and by_age is not None:
-            self.trial.begin(by_model, by_age, now_s)
+        if model is not self._judged or now_s != self._judged_at_s:
+            self._judged, self._judged_at_s = model, now_s
+            is_better = model is not None and model.beats_age(self._history.num_held(self._tier))
+            self._trusted_model = model if is_better else None
+        return self._trusted_model
 
     def _rank(self, kind: int, touched_s: float) -> float:
         model = self._trusted()

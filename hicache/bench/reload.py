@@ -1,32 +1,39 @@
-"""For real: a model behind a daemon whose disk is throttled, under three policies, interleaved.
+"""For real: a model behind daemons whose disks are throttled, under three policies, interleaved.
 
-    per speed of the disk    warm-up of the planner: each way, some times
-    per prefix and round     planner · always reload · always recompute · always recompute again
+    one daemon per speed of the disk; on each disk one long prompt, once for each of two policies
+    warm-up                  prefills of every size, reported to every planner; loads from each disk
+    per prefix and round     recompute · recompute again · the planner on each disk, one by one ·
+                             always reload, on all disks at once
 
-The speeds are multiples of the model's KV-generation bandwidth, measured here: from there on a disk
-should be worth it. Each policy has a namespace of its own, so none learns from another's prefills.
-Before every request the prompt is pushed out of memory. The two runs that recompute say how much
-two runs of the same differ.
+The speeds are multiples of the model's KV-generation bandwidth, measured here with 1,024 tokens:
+from about there on a disk should be worth it. A request is the front of the long prompt and a new
+end; before it, the prompt is pushed out of memory. What is recomputed depends on no disk, so it is
+measured twice in each round for all of them, which also says how much two runs of the same differ.
+Reloads wait for their own daemons' disks, so they need not wait for each other.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import yaml
 
-from hicache.bench.report import ReloadRow, Step
+from hicache.bench.report import BenchError, ReloadRow, Step
 from hicache.client import Client
-from hicache.connectors.transformers import CachedModel
+from hicache.connectors.transformers import CachedModel, Generation
 from hicache.demo.daemon import PrivateDaemon
 from hicache.demo.model import DemoModel
 from hicache.keys import NamespaceSpec
@@ -34,166 +41,236 @@ from hicache.keys import NamespaceSpec
 BLOCK: Final = 16
 NEW: Final = 32
 """Tokens of each prompt that no cache holds."""
+ROUND_TOKENS: Final = 1024
 WARM_UP: Final = 3
-POLICIES: Final = ("planner", "reload", "recompute", "recompute again")
-MODES: Final = {
-    "planner": "measured",
-    "reload": "always_reload",
-    "recompute": "always_recompute",
-    "recompute again": "always_recompute",
-}
-TIMEOUT_S: Final = 300.0
+MODES: Final = {"planner": "measured", "reload": "always_reload"}
+TIMEOUT_S: Final = 900.0
+Blocks = npt.NDArray[np.uint8]
+Ask = Callable[[int], list[int]]
+"""The front of the prompt, so long, and a new end."""
 
 
-class Bench:
-    """The daemon, the model under each policy, and the prompts on disk."""
+class House:
+    """A daemon, the model in front of it under each policy, and the prompt on its disk."""
 
-    def __init__(self, demo: DemoModel, house: PrivateDaemon, prefixes: Sequence[int]) -> None:
-        self.house = house
-        self.prefixes = prefixes
-        self._rng = np.random.default_rng(1)
-        vocabulary = int(demo.model.config.vocab_size)
-        self.prompts = {
-            prefix: self._rng.integers(10, vocabulary, prefix).tolist() for prefix in prefixes
-        }
-        self._vocabulary = vocabulary
-        self.models = {
-            policy: CachedModel(
-                demo.model,
-                partial(_connect, house.endpoint),
-                block_tokens=BLOCK,
-                cache_salt=policy,
-            )
-            for policy in POLICIES
-        }
+    def __init__(self, demo: DemoModel, folder: Path, longest: int, undo: ExitStack) -> None:
+        file = folder / "bench.yaml"
+        file.write_text(yaml.safe_dump(_config(demo, longest)))
+        self._daemon = undo.enter_context(PrivateDaemon(file, needs_hbm=False, explores=True))
+        self._daemon.start()
+        self.models = {policy: self.model(demo, policy) for policy in MODES}
+        for made in self.models.values():
+            undo.callback(made.close)
         spec = self.models["planner"].spec
-        self._filler = Client(
-            replace(spec, cache_salt="filler"), house.endpoint, put_timeout_s=TIMEOUT_S
-        )
-        self._block_bytes = spec.block_bytes
-        self._block = np.zeros(spec.block_bytes, np.uint8)
+        self.block_bytes = spec.block_bytes
+        self._filler = _connect(self._daemon.endpoint, replace(spec, cache_salt="filler"))
+        undo.callback(self._filler.close)
+        self._rng = np.random.default_rng(1)
 
-    def store(self, step: Step) -> float:
-        """All prompts, under each policy. Returns the model's KV-generation bandwidth."""
-        seconds, num_bytes = 0.0, 0
-        for number, (policy, model) in enumerate(self.models.items()):
-            for prefix, prompt in self.prompts.items():
-                step(f"storing {prefix} tokens", number, len(self.models))
-                self._set(MODES[policy], inf)
-                made = model.generate(prompt, 1)
-                if prefix == max(self.prefixes):
-                    seconds += made.prefill_s
-                    num_bytes += prefix // BLOCK * self._block_bytes
-        return num_bytes / seconds
+    def model(self, demo: DemoModel, salt: str) -> CachedModel:
+        """In front of this daemon, with a namespace of its own."""
+        connect = partial(_connect, self._daemon.endpoint)
+        return CachedModel(demo.model, connect, block_tokens=BLOCK, cache_salt=salt)
 
-    def ttft_ms(
-        self, policy: str, prefix: int, bytes_per_s: float, mode: str = ""
-    ) -> tuple[float, int]:
-        """One request with a new end, in the policy's mode unless another is said; and how many
-        tokens of it were reloaded."""
-        self._set("measured", inf)
-        self._push_out(policy, prefix)
-        self._set(mode or MODES[policy], bytes_per_s)
-        end = self._rng.integers(10, self._vocabulary, NEW).tolist()
-        made = self.models[policy].generate(self.prompts[prefix] + end, 1)
-        return made.ttft_s * 1e3, sum(made.hit_tokens.values())
+    def client(self, policy: str) -> Client:
+        return _client_of(self.models[policy])
 
-    def close(self) -> None:
-        for model in self.models.values():
-            model.close()
-        self._filler.close()
+    def store(self, prompt: Sequence[int], blocks: Blocks) -> None:
+        """Until it is on disk. BenchError where it does not get there."""
+        for policy in MODES:
+            if not self.client(policy).put(prompt, blocks, durable=True).durable:
+                raise BenchError("the prompt did not reach the disk")
 
-    def _set(self, mode: str, bytes_per_s: float) -> None:
+    def throttle(self, bytes_per_s: float) -> None:
         speed = {} if bytes_per_s == inf else {"disk_to_dram": max(int(bytes_per_s), 1)}
-        self.house.change(planner={"mode": mode}, debug={"throttle_bytes_per_s": speed})
+        self._daemon.change(debug={"throttle_bytes_per_s": speed})
 
-    def _push_out(self, policy: str, prefix: int) -> None:
-        """Fill memory with blocks of another namespace, and forget those again, until the prompt is
-        on disk only."""
-        client = self.models[policy].client
-        assert isinstance(client, Client)
-        (dram,) = (t for t in self.house.stats()["tiers"] if t["name"] == "dram")
-        blocks = int(dram["capacity_bytes"] // self._block_bytes)
+    def serve(
+        self, policy: str, prompt: Sequence[int], mode: str = "", *, pushed_out: bool = False
+    ) -> Generation:
+        """One request, whose front is on disk only, in the policy's mode or another one."""
+        if not pushed_out:
+            self.push_out()
+        self.serve_as(mode or MODES[policy])
+        return self.models[policy].generate(prompt, 1, keep=False)
+
+    def serve_as(self, mode: str) -> None:
+        """From now on."""
+        self._daemon.change(planner={"mode": mode})
+
+    def push_out(self) -> None:
+        """Fill memory with blocks of another namespace, and forget those again, until nothing is
+        left there."""
         give_up_s = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < give_up_s:
-            self._settle()
-            match = client.match(self.prompts[prefix])
-            client.release(match)
-            if not any(tier == "dram" for tier, _ in match.runs):
-                return
-            tokens = self._rng.integers(0, 1 << 31, blocks * BLOCK, dtype=np.uint32)
-            self._filler.put(tokens, self._fill)
-            self._filler.clear()
-
-    def _fill(self, _: int, view: Any) -> None:
-        view[:] = self._block
-
-    def _settle(self) -> None:
-        give_up_s = time.monotonic() + TIMEOUT_S
-        while any(t["queue_depth"] for t in self.house.stats()["tiers"]):
+        while self._dram()["blocks"]:
             if time.monotonic() > give_up_s:
-                break
-            time.sleep(0.02)
+                raise BenchError("the prompt stays in memory")
+            num_blocks = int(self._dram()["capacity_bytes"] // self.block_bytes)
+            tokens = self._rng.integers(0, 1 << 31, num_blocks * BLOCK, dtype=np.uint32)
+            self._filler.put(tokens, lambda _, view: view.fill(0))
+            self._filler.clear()
+            while any(tier["queue_depth"] for tier in self._daemon.stats()["tiers"]):
+                time.sleep(0.02)
+
+    def _dram(self) -> dict[str, Any]:
+        tiers: list[dict[str, Any]] = self._daemon.stats()["tiers"]
+        return next(tier for tier in tiers if tier["name"] == "dram")
 
 
 def run(
-    demo: DemoModel, speeds: Sequence[float], prefixes: Sequence[int], rounds: int, step: Step
+    demo: DemoModel,
+    speeds: Sequence[float],
+    prefixes: Sequence[int],
+    rounds: int,
+    step: Step,
+    tell: Callable[[ReloadRow], None],
 ) -> tuple[list[ReloadRow], float]:
     """All cells, and the KV-generation bandwidth in bytes per second. `speeds` are multiples of
-    that, infinity for a disk that is not throttled."""
-    rows: list[ReloadRow] = []
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "bench.yaml"
-        file.write_text(yaml.safe_dump(_config(demo, max(prefixes))))
-        with PrivateDaemon(file, needs_hbm=False, explores=True) as house:
-            house.start()
-            bench = Bench(demo, house, prefixes)
-            try:
-                generated = bench.store(step)
-                for number, speed in enumerate(speeds):
-                    step(f"{_named(speed)}: warming up", number, len(speeds))
-                    for mode in ("always_reload", "always_recompute") * WARM_UP:
-                        for prefix in prefixes:
-                            bench.ttft_ms("planner", prefix, speed * generated, mode)
-                    for prefix in prefixes:
-                        step(f"{_named(speed)}: {prefix} tokens", number, len(speeds))
-                        rows.append(_cell(bench, speed, speed * generated, prefix, rounds))
-            finally:
-                bench.close()
-            house.stop()
+    that, infinity for a disk that is not throttled. `tell` hears of each cell as it is done."""
+    rng = np.random.default_rng(1)
+    words = int(demo.model.config.vocab_size)
+    longest = max(max(prefixes), ROUND_TOKENS)
+    prompt: list[int] = rng.integers(10, words, longest).tolist()
+
+    def ask(prefix: int) -> list[int]:
+        end: list[int] = rng.integers(10, words, NEW).tolist()
+        return prompt[:prefix] + end
+
+    alone = CachedModel(demo.model, None, block_tokens=BLOCK)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as undo:
+        houses = [House(demo, Path(folder), longest, undo) for _ in speeds]
+        step("the prompt", 0, 1)
+        blocks = _kv_of(demo, houses[0], prompt)
+        for number, house in enumerate(houses):
+            step("storing it", number, len(houses))
+            house.store(prompt, blocks)
+        generated = _warm_up(alone, houses, prefixes, ask, step)
+        for speed, house in zip(speeds, houses, strict=True):
+            house.throttle(speed * generated)
+        for number, house in enumerate(houses):
+            step("loads to warm up", number, len(houses))
+            for _ in range(WARM_UP):
+                for prefix in sorted(prefixes)[:2]:
+                    house.serve("planner", ask(prefix), "always_reload")
+        rows = []
+        at_speed = dict(zip(speeds, houses, strict=True))
+        for prefix in prefixes:
+            for row in _cells(alone, at_speed, prefix, rounds, ask, step):
+                rows.append(row)
+                tell(row)
     return rows, generated
 
 
-def _cell(bench: Bench, speed: float, bytes_per_s: float, prefix: int, rounds: int) -> ReloadRow:
-    seen: dict[str, list[float]] = {policy: [] for policy in POLICIES}
-    reloads = 0
+def _kv_of(demo: DemoModel, house: House, prompt: Sequence[int]) -> Blocks:
+    """The prompt's blocks, as the model makes them."""
+    asked = [*prompt, 0]  # a token is always left to prefill
+    house.serve_as("always_reload")
+    source = house.model(demo, "source")
+    try:
+        source.generate(asked, 1)
+        client = _client_of(source)
+        match = client.match(asked)
+        out = np.empty((len(prompt) // BLOCK, house.block_bytes), np.uint8)
+        came = client.fetch(match, out).blocks
+        client.release(match)
+    finally:
+        source.close()
+    if came < len(out):
+        raise BenchError("the prompt could not be read back")
+    return out
+
+
+def _warm_up(
+    alone: CachedModel, houses: Sequence[House], prefixes: Sequence[int], ask: Ask, step: Step
+) -> float:
+    """Prefills of every size, reported to every planner as an inference engine reports its steps.
+    Returns the KV-generation bandwidth."""
+    sizes = sorted({*prefixes, ROUND_TOKENS})
+    alone.generate(ask(sizes[0]), 1)  # the first one of a process is slow
+    seconds: list[float] = []
+    for turn in range(WARM_UP):
+        for size in sizes if not turn else sizes[: sizes.index(ROUND_TOKENS) + 1]:
+            step(f"prefills to warm up: {size} tokens", turn, WARM_UP)
+            made = alone.generate(ask(size), 1)
+            n = made.prompt_tokens
+            for house in houses:
+                house.client("planner").observe(sum_n=n, sum_nc=n * n / 2, seconds=made.prefill_s)
+            if size == ROUND_TOKENS:
+                seconds.append(made.prefill_s)
+    return ROUND_TOKENS // BLOCK * houses[0].block_bytes / median(seconds)
+
+
+def _cells(
+    alone: CachedModel,
+    houses: dict[float, House],
+    prefix: int,
+    rounds: int,
+    ask: Ask,
+    step: Step,
+) -> list[ReloadRow]:
+    """One prefix, at every speed."""
+    recomputed: list[list[float]] = [[], []]
+    planned: dict[float, list[Generation]] = {speed: [] for speed in houses}
+    reloaded: dict[float, list[Generation]] = {speed: [] for speed in houses}
+
+    def recompute(seen: list[float]) -> None:
+        seen.append(alone.generate(ask(prefix), 1).ttft_s)
+
+    def plan(speed: float) -> None:
+        planned[speed].append(houses[speed].serve("planner", ask(prefix)))
+
+    def reload_all() -> None:
+        with ThreadPoolExecutor(len(houses)) as pool:
+            served = [
+                pool.submit(house.serve, "reload", ask(prefix), pushed_out=True)
+                for house in houses.values()
+            ]
+        for speed, one in zip(houses, served, strict=True):
+            reloaded[speed].append(one.result())
+
+    turns: list[Callable[[], None]] = [partial(recompute, seen) for seen in recomputed]
+    turns += [partial(plan, speed) for speed in houses]
     for number in range(rounds):
-        turn = number % len(POLICIES)
-        for policy in (*POLICIES[turn:], *POLICIES[:turn]):
-            ttft_ms, reloaded = bench.ttft_ms(policy, prefix, bytes_per_s)
-            seen[policy].append(ttft_ms)
-            reloads += policy == "planner" and reloaded > 0
-    planner, reload, one, other = (median(seen[policy]) for policy in POLICIES)
-    recompute = median([*seen["recompute"], *seen["recompute again"]])
+        first = number * len(turns) // rounds
+        for done, turn in enumerate((*turns[first:], *turns[:first], reload_all)):
+            step(f"{prefix} tokens", number * (len(turns) + 1) + done, rounds * (len(turns) + 1))
+            if turn is reload_all:
+                for house in houses.values():
+                    house.push_out()
+            turn()
+    one, other = (median(seen) for seen in recomputed)
+    recompute_s, spread = median(chain(*recomputed)), abs(one - other) / min(one, other)
+    return [
+        _row(speed, prefix, planned[speed], reloaded[speed], recompute_s, spread)
+        for speed in houses
+    ]
+
+
+def _row(
+    speed: float,
+    prefix: int,
+    planned: Sequence[Generation],
+    reloaded: Sequence[Generation],
+    recompute_s: float,
+    spread: float,
+) -> ReloadRow:
+    planner_s, reload_s = (median([made.ttft_s for made in some]) for some in (planned, reloaded))
     return ReloadRow(
-        _named(speed),
+        "free" if speed == inf else f"{speed:g}",
         prefix,
-        round(planner, 1),
-        round(reload, 1),
-        round(recompute, 1),
-        round(planner / min(reload, recompute), 3),
-        round(abs(one - other) / min(one, other), 3),
-        reloads,
-        rounds,
+        round(planner_s * 1e3, 1),
+        round(reload_s * 1e3, 1),
+        round(recompute_s * 1e3, 1),
+        round(planner_s / min(reload_s, recompute_s), 3),
+        round(spread, 3),
+        sum(bool(made.hit_tokens) for made in planned),
+        len(planned),
     )
 
 
-def _named(speed: float) -> str:
-    return "free" if speed == inf else f"{speed:g}"
-
-
 def _config(demo: DemoModel, longest: int) -> dict[str, Any]:
-    """Memory for one prompt and a little, a disk for all."""
+    """Memory for one prompt and a little, a disk for some. Watermarks as high as they go: pushing
+    the prompt out of memory must not leave the disk with work to do."""
     config = demo.model.config
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     width = config.hidden_size // config.num_attention_heads
@@ -202,12 +279,21 @@ def _config(demo: DemoModel, longest: int) -> dict[str, Any]:
     prompt_bytes = per_token * (longest + 4 * BLOCK + NEW)
     return {
         "tiers": {
-            "dram": {"size": int(1.3 * prompt_bytes) + (8 << 20)},
-            "disk": {"size": 24 * prompt_bytes + (256 << 20), "path": "disk", "min_free": 0},
+            "dram": {
+                "size": int(1.3 * prompt_bytes) + (8 << 20),
+                "high_watermark": 1.0,
+                "low_watermark": 0.99,
+            },
+            "disk": {"size": 8 * prompt_bytes + (256 << 20), "path": "disk", "min_free": 0},
         },
         "block_tokens": BLOCK,
         "deadlines": {"fetch": f"{TIMEOUT_S:.0f}s", "put": f"{TIMEOUT_S:.0f}s"},
     }
+
+
+def _client_of(model: CachedModel) -> Client:
+    assert isinstance(model.client, Client)
+    return model.client
 
 
 def _connect(endpoint: str, spec: NamespaceSpec) -> Client:

@@ -139,7 +139,44 @@ class RestartRow:
         return cls(blocks, answers_s, first_hit_s, all_s, longest_s, num_matches)
 
 
-Row = RpcRow | StoreRow | IndexRow | DiskRow | ReloadRow | RestartRow
+@dataclass(frozen=True, slots=True)
+class RefitRow:
+    """Round trips of ping in microseconds: `n` of them while the eviction model is refitted,
+    `fits` times, and `idle_n` between refits, in turns. `ratio`: p99 over idle p99."""
+
+    op: str
+    fits: int
+    p50_us: float
+    p99_us: float
+    longest_us: float
+    idle_p50_us: float
+    idle_p99_us: float
+    idle_longest_us: float
+    ratio: float
+    n: int
+    idle_n: int
+
+    @classmethod
+    def of(cls, fits: int, during: list[float], idle: list[float]) -> RefitRow:
+        figures = [np.percentile(seconds, (50, 99, 100)) * 1e6 for seconds in (during, idle)]
+        (p50, p99, longest), (idle_p50, idle_p99, idle_longest) = np.round(figures, 2).tolist()
+        ratio = round(p99 / idle_p99, 3)
+        return cls(
+            "ping",
+            fits,
+            p50,
+            p99,
+            longest,
+            idle_p50,
+            idle_p99,
+            idle_longest,
+            ratio,
+            len(during),
+            len(idle),
+        )
+
+
+Row = RpcRow | StoreRow | IndexRow | DiskRow | ReloadRow | RestartRow | RefitRow
 
 
 class Step(Protocol):

@@ -9,6 +9,7 @@ from hicache.bench import disk as disk_bench
 from hicache.bench import engine as engine_bench
 from hicache.bench import index as index_bench
 from hicache.bench import planner as planner_bench
+from hicache.bench import refit as refit_bench
 from hicache.bench import restart as restart_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
@@ -140,7 +141,9 @@ def reload(
     multiples = [float("inf") if s.strip() == "free" else float(s) for s in speeds.split(",")]
     lengths = [int(prefix) for prefix in prefixes.split(",")]
     with ProgressLine() as step:
-        rows, generated = reload_bench.run(demo, multiples, lengths, rounds, step)
+        rows, generated = reload_bench.run(
+            demo, multiples, lengths, rounds, step, lambda row: click.echo(f"\n{row}", err=True)
+        )
     bad = sum(not row.is_good for row in rows)
     more: dict[str, object] = {"model": demo.name, "kv_bytes_per_s": generated, "not_good": bad}
     tell(rows, f"{demo.name}, {generated / 1e6:.1f} MB of KV per second", json_target, more)
@@ -179,6 +182,17 @@ def restart(path: Path | None, blocks: int, json_target: str | None) -> None:
     with ProgressLine() as step:
         row = restart_bench.run(path, blocks, step)
     tell([row], "a start on a full disk tier", json_target)
+
+
+@bench.command()
+@click.option("--runs", default=10_000, show_default=True, help="Of the ghost index, about.")
+@click.option("--refits", default=10, show_default=True, help="That pings are measured during.")
+@_json_option
+def refit(runs: int, refits: int, json_target: str | None) -> None:
+    """Round trips of ping while the eviction model is refitted, beside an idle daemon's."""
+    with ProgressLine() as step:
+        row = refit_bench.run(runs, refits, step)
+    tell([row], "ping during refits beside ping between them", json_target)
 
 
 for _command in (rpc, store):

@@ -17,7 +17,7 @@ from hicache.config.units import Share, UnitError, parse_size_or_share
 from hicache.engine.policies.catalog import POLICIES
 from hicache.replay.models import DEFAULT_MODEL, MODELS, ModelProfile
 from hicache.replay.plot import DISK_WRITES, Point, write_plot
-from hicache.replay.simulate import MINIMUM, TIERS, Tally
+from hicache.replay.simulate import LRU_STACK, MINIMUM, TIERS, Tally
 from hicache.replay.simulate import replay as replay_once
 from hicache.replay.traces import Trace, read_trace
 
@@ -107,10 +107,11 @@ class Run:
     "--policy",
     "policies",
     multiple=True,
-    type=click.Choice([*POLICIES, MINIMUM]),
+    type=click.Choice([*POLICIES, LRU_STACK, MINIMUM]),
     default=("lru",),
     show_default=True,
-    help="Eviction policy; min is the offline bound. Repeatable.",
+    help="Eviction policy; lru-stack is LRU proper over several tiers (lru promotes into free room "
+    "only), min the offline bound. Repeatable.",
 )
 @click.option(
     "--warm",

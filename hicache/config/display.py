@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from hicache.config.errors import KeyPath, describe_allowed, section_of, walk, yaml_key
 from hicache.config.models import Config
-from hicache.config.units import Share, format_rate, format_seconds, format_size
+from hicache.config.units import Share, format_flop_rate, format_rate, format_seconds, format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ def shown_value(attribute: str, value: object) -> str:
         return format_size(value)
     if isinstance(value, int) and attribute.endswith("_bytes_per_day"):
         return format_rate(value)
+    if isinstance(value, float) and attribute.endswith("_flop_rate"):
+        return format_flop_rate(value)
     if isinstance(value, float) and attribute.endswith("_s"):
         return format_seconds(value)
     return str(value)

@@ -20,12 +20,14 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from hicache.config.units import (
+    FLOP_FORM,
     RATE_FORM,
     SECONDS_FORM,
     SIZE_FORM,
     SIZE_OR_SHARE_FORM,
     TIB,
     Share,
+    parse_flop_rate,
     parse_rate,
     parse_seconds,
     parse_size,
@@ -89,6 +91,20 @@ Rate = Annotated[
                 {"type": "string", "pattern": _QUANTITY_SCHEMA + "([KMGT]i?B|B)/(d|day|h|hour)$"},
             ],
             "description": RATE_FORM,
+        }
+    ),
+]
+FlopRate = Annotated[
+    float,
+    BeforeValidator(parse_flop_rate),
+    Field(gt=0, allow_inf_nan=False),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0},
+                {"type": "string", "pattern": _QUANTITY_SCHEMA + "[GTP]FLOP/s$"},
+            ],
+            "description": FLOP_FORM,
         }
     ),
 ]

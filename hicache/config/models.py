@@ -12,7 +12,16 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hicache.config.fields import Bytes, Deadline, FilePath, Rate, Seconds, TierSize, wrong
+from hicache.config.fields import (
+    Bytes,
+    Deadline,
+    FilePath,
+    FlopRate,
+    Rate,
+    Seconds,
+    TierSize,
+    wrong,
+)
 from hicache.config.units import GIB, MIB, Share, format_size
 from hicache.endpoint import (
     MAX_IPC_PATH_BYTES,
@@ -191,6 +200,11 @@ class PlannerConfig(Section):
     mode: Literal["measured", "always_reload", "always_recompute"] = Field(
         default="measured", description="How reload or recompute is decided."
     )
+    prior_flop_rate: FlopRate | None = Field(
+        default=None,
+        description="What each GPU computes in a prefill, say half of its data sheet: with the "
+        "model's shape, which its connector tells, a first guess of what a prefill takes.",
+    )
     prior_fixed_s: Seconds | None = Field(
         default=None,
         validation_alias="prior_fixed",
@@ -199,7 +213,7 @@ class PlannerConfig(Section):
     prior_per_token_s: Seconds | None = Field(
         default=None,
         validation_alias="prior_per_token",
-        description="First guess of its time per new token.",
+        description="First guess of its time per new token, of whatever model.",
     )
     prior_per_token_squared_s: Seconds | None = Field(
         default=None,

@@ -3,6 +3,7 @@
     8GiB  512MiB  25%  4096        a size: bytes, or a share of what the machine has
     250ms  2s  1m  0.5             a time: seconds
     200GiB/day  8GiB/h             a rate: bytes a day
+    400TFLOP/s                     a speed of computing: floating-point operations a second
 
 Pure; used by the models when they read YAML, and by `config show` when it writes values back.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 SIZE_FORM = "a size such as 512MiB, 8GiB or 1TiB, or a whole number of bytes"
 SIZE_OR_SHARE_FORM = "a size such as 512MiB, 8GiB or 25%, or a whole number of bytes"
 RATE_FORM = "a rate such as 200GiB/day or 8GiB/h, or a whole number of bytes a day"
+FLOP_FORM = "a speed such as 400TFLOP/s or 1.2PFLOP/s, or a number of FLOP/s"
 SECONDS_FORM = "a time such as 250ms, 2s or 1m, or a number of seconds"
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -38,6 +40,7 @@ _SECONDS_PER: Mapping[str, float] = {
     "h": 3600.0,
     "d": 86400.0,
 }
+_FLOP_PER: Mapping[str, float] = {"gflop": 1e9, "tflop": 1e12, "pflop": 1e15}
 _PER_DAY: Mapping[str, int] = {"d": 1, "day": 1, "h": 24, "hour": 24}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)", re.ASCII)
 
@@ -86,6 +89,18 @@ def parse_rate(value: object) -> int:
     return num_bytes * times
 
 
+def parse_flop_rate(value: object) -> float:
+    """FLOP/s. Raises UnitError for anything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    speed, _, per = value.partition("/") if isinstance(value, str) else ("", "", "")
+    quantity = _split(speed)
+    times = _FLOP_PER.get(quantity[1].lower()) if quantity else None
+    if quantity is None or times is None or per.strip().lower() != "s":
+        raise UnitError(FLOP_FORM)
+    return float(quantity[0]) * times
+
+
 def parse_seconds(value: object) -> float:
     """Seconds. Raises UnitError for anything else."""
     if isinstance(value, bool):
@@ -112,6 +127,14 @@ def format_size(num_bytes: int) -> str:
 def format_rate(bytes_per_day: int) -> str:
     """A form that `parse_rate` reads back, as exact as `format_size`."""
     return f"{format_size(bytes_per_day)}/day"
+
+
+def format_flop_rate(flop_per_s: float) -> str:
+    """A form that `parse_flop_rate` reads back, to six digits."""
+    unit, per = (
+        ("P", 1e15) if flop_per_s >= 1e15 else ("T", 1e12) if flop_per_s >= 1e12 else ("G", 1e9)
+    )
+    return f"{flop_per_s / per:.6g}{unit}FLOP/s"
 
 
 def format_seconds(seconds: float) -> str:

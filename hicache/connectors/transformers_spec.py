@@ -19,6 +19,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from hicache.connectors.arithmetic import prefill_flop
 from hicache.connectors.model_config import (
     MOVING_ROPE,
     canonical,
@@ -108,6 +109,7 @@ def namespace_spec(
     fields = json.loads(model.config.to_json_string(use_diff=False))
     counted = {"class": type(model).__name__, "dtype": str(model.dtype), "config": plain(fields)}
     group = LayerGroup(shape.layers, shape.kv_heads, shape.head_dim, LAYOUT)
+    flop_per_token, flop_per_pair = prefill_flop(fields)
     return NamespaceSpec(
         model_digest=hashlib.blake2b(canonical(counted).encode(), digest_size=32).hexdigest(),
         weights_digest=digest_weights(_tensors(model)),
@@ -121,6 +123,8 @@ def namespace_spec(
         quantisation=quantisation(fields.get("quantization_config")),
         cache_salt=cache_salt,
         name=str(getattr(model.config, "model_type", "")) or type(model).__name__,
+        flop_per_token=flop_per_token,
+        flop_per_pair=flop_per_pair,
     )
 
 

@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class DemoModel:
 
 
 def load_smollm2(dtype: str = "float32") -> DemoModel:
-    """In fp32 a suffix rounds like the whole prompt. Raises ModelMissing."""
+    """In fp32 a suffix rounds like the whole prompt. In bf16 weights and KV are bf16; where the
+    processor cannot multiply such numbers, it does so in fp32. Raises ModelMissing."""
     file = _gguf_file()
     transformers, torch = _engine()
     options = {"gguf_file": file.name}
@@ -53,6 +55,9 @@ def load_smollm2(dtype: str = "float32") -> DemoModel:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, **options, dtype=getattr(torch, dtype)
     )
+
+    if dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        _multiply_in_fp32(torch, model)
 
     def encode(text: str) -> list[int]:
         tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -99,6 +104,18 @@ def encode_bytes(text: str) -> list[int]:
 
 def show_ids(tokens: list[int]) -> str:
     return " ".join(f"#{token}" for token in tokens)
+
+
+def _multiply_in_fp32(torch: Any, model: Any) -> None:
+    """Products of bf16 numbers, summed in fp32 and rounded once: what hardware for bf16 does. Torch
+    without such hardware is five times slower at it than this, and was never built to be fast."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = partial(_wide_linear, torch, module.weight.detach().float())
+
+
+def _wide_linear(torch: Any, weight: Any, x: Any) -> Any:
+    return torch.nn.functional.linear(x.float(), weight).to(x.dtype)
 
 
 def _gguf_file() -> Path:

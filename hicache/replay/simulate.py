@@ -9,8 +9,9 @@ its symbol is its hash id; bytes are scaled to the model at the end.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final, TypeVar
 
 from hicache.engine import plan as p
@@ -19,7 +20,7 @@ from hicache.engine.hazard import fit
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
-from hicache.replay import bound
+from hicache.replay import bound, stack
 from hicache.replay.traces import SYMBOL_BYTES, Request, Trace
 from hicache.tiers.block import PAGE_BYTES, TierSpec
 from hicache.tiers.slots import SlotPool
@@ -29,6 +30,8 @@ A = TypeVar("A")
 TIERS: Final = ("hbm", "dram", "disk")
 MINIMUM: Final = "min"
 """The policy that is no policy: the offline bound."""
+LRU_STACK: Final = "lru-stack"
+"""Nor is this one: LRU proper over several tiers, to compare with."""
 
 _OWNER: Final = 1
 _TTL_S: Final = 1e9
@@ -86,12 +89,13 @@ def replay(
     told the number of requests done."""
     first = int(len(trace.requests) * warm)
     tiers = {name: blocks_of[name] for name in TIERS if blocks_of.get(name, 0) > 0}
+    if not tiers:
+        return Tally(tokens=sum(request.input_tokens for request in trace.requests[first:]))
     if policy == MINIMUM:
         return _bound(trace, tiers, first, saved_s, step)
+    if policy == LRU_STACK:
+        return _stack(trace, tiers, first, saved_s, step)
     tally = Tally()
-    if not tiers:
-        tally.tokens = sum(request.input_tokens for request in trace.requests[first:])
-        return tally
     policies = [policy if isinstance(policy, str) else policy[name] for name in tiers]
     household = Household(tiers, policies, trace.block_tokens, min_return)
     for number, request in enumerate(trace.requests):
@@ -204,17 +208,39 @@ def _bound(
     saved_s: Callable[[int, int], float],
     step: Step,
 ) -> Tally:
+    hits_up_to = [bound.hit_blocks(trace, size, step) for size in accumulate(tiers.values())]
     tally = Tally()
-    hits_up_to: list[list[int]] = []
-    capacity = 0
-    for blocks in tiers.values():
-        capacity += blocks
-        hits_up_to.append(bound.hit_blocks(trace, capacity, step))
-    for number in range(first, len(trace.requests)):
-        runs = []
-        done = 0
-        for tier, hits in zip(tiers, hits_up_to, strict=True):
-            runs.append((tier, hits[number] - done))
-            done = max(done, hits[number])
+    for number, runs in _nested(tiers, hits_up_to, first):
         tally.count(trace.requests[number], runs, trace.block_tokens, saved_s)
     return tally
+
+
+def _stack(
+    trace: Trace,
+    tiers: Mapping[str, int],
+    first: int,
+    saved_s: Callable[[int, int], float],
+    step: Step,
+) -> Tally:
+    levels = [stack.hits_and_pushed(trace, size, step) for size in accumulate(tiers.values())]
+    tally = Tally()
+    fastest, *slower = tiers
+    for number, runs in _nested(tiers, [hits for hits, _ in levels], first):
+        request = trace.requests[number]
+        tally.count(request, runs, trace.block_tokens, saved_s)
+        tally.written_blocks[fastest] += request.num_blocks - runs[0][1]
+        tally.moved_blocks.update({f"{tier}-{fastest}": found for tier, found in runs[1:]})
+    for (_, pushed), tier, below in zip(levels, tiers, slower, strict=False):
+        tally.written_blocks[below] = tally.moved_blocks[f"{tier}-{below}"] = sum(pushed[first:])
+    for (_, pushed), tier in zip(levels, tiers, strict=True):
+        tally.evictions[tier] = sum(pushed[first:])
+    return tally
+
+
+def _nested(
+    tiers: Mapping[str, int], hits_up_to: Sequence[Sequence[int]], first: int
+) -> Iterator[tuple[int, list[tuple[str, int]]]]:
+    """Per reported request, its number and what each tier adds to the hits of those above it."""
+    for number in range(first, len(hits_up_to[0])):
+        done = [0, *(hits[number] for hits in hits_up_to)]
+        yield number, [(tier, b - a) for tier, a, b in zip(tiers, done, done[1:], strict=False)]

@@ -166,8 +166,8 @@ def kind(name: str, **fields: Any) -> Any:
     ("groups", "why"),
     [
         ([kind("FullAttentionSpec"), kind("SlidingWindowSpec")], "2 groups"),
-        ([kind("FullAttentionSpec", sliding_window=4096)], "sliding-window"),
-        ([kind("FullAttentionSpec", attention_chunk_size=8192)], "chunked"),
+        ([kind("SlidingWindowSpec", sliding_window=4096)], "sliding-window"),
+        ([kind("ChunkedLocalAttentionSpec", attention_chunk_size=8192)], "chunked"),
         ([kind("MLAAttentionSpec")], "MLAAttentionSpec"),
         ([kind("MambaSpec")], "MambaSpec"),
         ([], "0 groups"),
@@ -176,6 +176,12 @@ def kind(name: str, **fields: Any) -> Any:
 def test_caches_that_are_refused(groups: list[Any], why: str) -> None:
     with pytest.raises(Unsupported, match=why):
         refuse_by_cache([SimpleNamespace(kv_cache_spec=spec) for spec in groups])
+
+
+def test_windows_beside_full_attention_are_held() -> None:
+    """vLLM keeps such layers as it keeps the others, and writes the window down."""
+    spec = kind("FullAttentionSpec", sliding_window=4096)
+    refuse_by_cache([SimpleNamespace(kv_cache_spec=spec)])
 
 
 def config(**changes: Any) -> Any:

@@ -242,6 +242,33 @@ def test_pages_are_held_while_they_are_being_stored(memory: AsyncMemory, engine:
     assert again[0].num_cached == 28
 
 
+def test_a_reset_waits_for_stores(memory: AsyncMemory, engine: Make) -> None:
+    """vLLM ends with the last request, and steps no more: its last blocks are still to be stored,
+    and a cache of which blocks are held cannot be emptied."""
+    one = engine()
+    one.add(request("a", tokens(1, 21)))
+    while one.requests:
+        one.step()
+    assert one.side.has_stores
+    assert one.empty_local()
+    assert not one.side.has_stores
+    (again,) = one.run(request("b", tokens(1, 21)))
+    check([again])
+    assert again.num_cached == 20
+    assert len(memory.blocks) == 24 // 4
+
+
+def test_a_reset_does_not_wait_for_ever(memory: AsyncMemory, engine: Make) -> None:
+    gate = memory.gates["put"] = threading.Event()
+    one = engine()
+    one.add(request("a", tokens(1, 21)))
+    while one.requests:
+        one.step()
+    assert not one.empty_local(patience_s=0.05)
+    gate.set()
+    assert one.empty_local()
+
+
 def test_aborted_while_waiting_for_an_answer(memory: AsyncMemory, engine: Make) -> None:
     engine().run(request("a", tokens(1, 21)))
     gate = memory.gates["match"] = threading.Event()

@@ -255,6 +255,15 @@ class Engine:
         """As a restart of the engine would: its own prefix cache finds nothing any more."""
         self.pool.forget_names()
 
+    def empty_local(self, patience_s: float = 10.0) -> bool:
+        """As vLLM's `reset_prefix_cache`, which fails while somebody holds a block."""
+        if len(self.workers) == 1:
+            self.side.settle(self.workers[0], patience_s)
+        if self.pool.num_free < len(self.pool.blocks) - 1:
+            return False
+        self.pool.forget_names()
+        return True
+
     def check_quiet(self) -> None:
         assert self.pool.num_free == len(self.pool.blocks) - 1, "a block was never given back"
 

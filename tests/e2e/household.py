@@ -100,7 +100,8 @@ class Household:
     """One daemon's files, its process, and the clients of a test.
 
     `changes` are laid over the small configuration, section by section; a tier that is None is
-    left out. `expected_errors`: texts that may stand in an ERROR line of the log.
+    left out. `expected_errors`: texts that may stand in an ERROR line of the log. `patience_s`: how
+    long the daemon may take to start or to stop.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Household:
         autostart: bool = True,
         options: Sequence[str] = (),
         module: str = "hicache",
+        patience_s: float = PATIENCE_S,
         **changes: Any,
     ) -> None:
         # Short, since a socket's path has at most 107 bytes, which pytest's folders may exceed.
@@ -121,6 +123,7 @@ class Household:
         self.log = self.root / "daemon.log"
         self.options = list(options)
         self.module = module
+        self.patience_s = patience_s
         self.expected_errors: list[str] = []
         self.patience_s = PATIENCE_S
         self.clients: list[Client] = []
@@ -203,7 +206,7 @@ class Household:
     def wait(self) -> None:
         """Until the daemon has ended by itself, with status 0."""
         assert self.process is not None
-        assert self.process.wait(PATIENCE_S) == 0, f"it did not end well:\n{self.said()}"
+        assert self.process.wait(self.patience_s) == 0, f"it did not end well:\n{self.said()}"
         self.process = None
 
     def kill(self) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from hicache.client import Client
+from hicache.commands.explain import explain
 from hicache.wire import pack
-from tests.e2e.household import Household, Tokens, prompt, read, store, wait_for
+from tests.e2e.household import Household, Tokens, blocks_of, prompt, read, store, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -75,7 +77,9 @@ def test_a_link_that_stalls_costs_the_deadline_at_most(house: Household) -> None
     assert fetch(house, client, prompt(0, BLOCKS)) == BLOCKS
     hinder(house, **STALLED)
     assert fetch(house, client, prompt(1, BLOCKS)) == 0
-    assert "0 of 12 blocks came in time" in last_decision(house)["sentence"]
+    told = CliRunner().invoke(explain, ["--endpoint", house.endpoint, "--last", "1"]).stdout
+    assert "Reload 48 tokens from disk" in told
+    assert "0 of 12 blocks came in time" in told
     assert house.stats()["planner"]["cut_short"] == 1
     assert client.connected, "a deadline is no trouble"
     hinder(house)
@@ -172,6 +176,31 @@ def test_what_was_learned_survives_a_restart(house: Household) -> None:
         assert match.decision.reason == reason
         assert ("is not used" in house.said()) == (damage is not None)
     assert read(client, prompt(0, BLOCKS)) == BLOCKS
+
+
+def test_the_other_links_stall() -> None:
+    """Nothing goes down, up to HBM, or to disk: every call ends by its deadline, and all is well
+    once they go on."""
+    changes: dict[str, Any] = {
+        "hbm": {"size": "8MiB"},
+        "dram": {"size": "16MiB"},
+        "deadlines": {"put": "500ms"},
+    }
+    stalled = {"stall": dict.fromkeys(("hbm_to_dram", "dram_to_hbm", "dram_to_disk"), True)}
+    with Household(**changes, debug=stalled) as house:
+        client = house.client()
+        for seed in range(10):
+            store(client, prompt(seed, BLOCKS))
+            read(client, prompt(seed, BLOCKS))
+        late = prompt(100, BLOCKS)
+        assert not client.put(late, blocks_of(late), durable=True).durable
+        house.configure(**changes)
+        house.ask("reload")
+        house.settle()
+        assert house.ask("health")["healthy"]
+        last = prompt(200, BLOCKS)
+        wait_for(lambda: client.put(last, blocks_of(last), durable=True).durable, "a durable put")
+        assert read(client, last) == BLOCKS
 
 
 @pytest.mark.parametrize("debug", [STALLED, {"throttle_bytes_per_s": {"disk_to_dram": "200KB"}}])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -132,6 +134,52 @@ def test_uses_outlive_a_stop() -> None:
 def hits_on_disk(path: Path) -> list[int]:
     with DiskTier(path, 256 << 20) as tier:
         return sorted(row.hits for row in listed(tier))
+
+
+def test_another_size_at_the_next_start() -> None:
+    """A smaller disk keeps what was hit, in whole prefixes and within its size; a larger one then
+    keeps all of that and takes more."""
+    changes: dict[str, Any] = {"hbm": None, "dram": {"size": "16MiB"}}
+    disk = {"batch": "4MiB", "high_watermark": 1.0, "low_watermark": 0.99}
+    with Household(**changes, disk={**disk, "size": "64MiB"}) as house:
+        client = house.client()
+        for seed in range(20):
+            assert client.put(prompt(seed, 8), blocks_of(prompt(seed, 8)), durable=True).durable
+        for seed in range(5, 10):
+            assert read(client, prompt(seed, 8)) == 8
+        hits = [8] * 20
+        for size in ("32MiB", "128MiB"):
+            house.stop()
+            house.forget_clients()
+            house.configure(**changes, disk={**disk, "size": size})
+            house.start()
+            wait_for(lambda: house.ask("health")["healthy"], "the disk's blocks")
+            client = house.client()
+            before, hits = hits, [held(client, seed) for seed in range(20)]
+            assert sum(hits) == house.tier("disk")["blocks"] > 0
+            assert bytes_under(house.disk) <= int(size[:-3]) << 20
+            if size == "32MiB":
+                assert hits[5:10] == [8] * 5
+                assert sum(hits) < sum(before)
+            else:
+                assert hits == before
+        assert all(read(client, prompt(seed, 8)) == hits[seed] for seed in range(20))
+        for seed in range(100, 120):
+            assert client.put(prompt(seed, 8), blocks_of(prompt(seed, 8)), durable=True).durable
+        assert house.tier("disk")["blocks"] == sum(hits) + 20 * 8
+        said = house.said()
+        assert "of the coldest blocks went" in said
+        assert re.search(r"opening: \d+% of [\d,]+ bytes", said)
+
+
+def held(client: Client, seed: int) -> int:
+    match = client.match(prompt(seed, 8))
+    client.release(match)
+    return match.hit_blocks
+
+
+def bytes_under(folder: Path) -> int:
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
 
 
 def test_stopped_when_the_disk_is_full() -> None:

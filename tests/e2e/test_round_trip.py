@@ -131,6 +131,12 @@ def test_planner_modes() -> None:
         assert (match.hit_blocks, match.decision.name) == (8, "recompute")
         assert match.decision.sentence
         assert house.stats()["planner"]["decisions"]["reload"] >= 2
+        house.configure(planner={**measured, "prior_flop_rate": "1TFLOP/s"})
+        house.ask("reload")
+        for shape, reason in (({"flop_per_token": 10**12}, "faster"), ({}, "unmeasured")):
+            told, spec = house.model(f"a model: {reason}", **shape)
+            assert store(told, tokens, spec) == 8
+            assert told.match(tokens).decision.reason == reason
 
 
 CHANGES: dict[str, dict[str, Any]] = {

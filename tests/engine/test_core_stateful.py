@@ -25,6 +25,7 @@ from hicache.engine.hazard import NUM_BINS, Model
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.policies.catalog import POLICIES
 from hicache.engine.settings import EngineSettings
+from hicache.engine.verdict import unjudged
 from tests.engine.world import (
     BLOCK_BYTES,
     ONE_TIER,
@@ -326,11 +327,13 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.engine.history is not None)
     @rule(seed=st.integers(0, 99), num_kinds=st.integers(0, 20))
     def refit(self, seed: int, num_kinds: int) -> None:
-        """A model that knows nothing: whatever it says, nothing may break."""
+        """A model that knows nothing, trusted or not: nothing may break."""
         history = self.world.engine.history
         assert history is not None
-        ranks = np.random.default_rng(seed).random((num_kinds + 1, NUM_BINS)).tolist()
-        history.adopt(Model(ranks[1:], ranks[0], ranks[1:], ranks[0]))
+        rng = np.random.default_rng(seed)
+        ranks = rng.random((num_kinds + 1, NUM_BINS)).tolist()
+        hits = rng.random(unjudged().shape)
+        history.adopt(Model(ranks[1:], ranks[0], ranks[1:], ranks[0], hits))
 
     def teardown(self) -> None:
         """Quiet at the end: nothing leaks once everybody has gone."""

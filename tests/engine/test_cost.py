@@ -171,6 +171,65 @@ def test_nothing_to_prefill_costs_nothing() -> None:
     assert cost.tokens_per_s() == pytest.approx(1024 / cost.seconds(1024, 0))
 
 
+# --- priors -----------------------------------------------------------------------------------
+
+FLOP_PER_TOKEN, FLOP_PER_PAIR, FLOP_PER_S = 1.40e10, 5.24e5, 4.95e14
+
+
+def test_a_models_shape_and_a_machines_speed_make_a_prior() -> None:
+    prior = PrefillPrior().for_model(FLOP_PER_TOKEN, FLOP_PER_PAIR, FLOP_PER_S)
+    assert not prior.is_guess
+    assert prior.per_token_s == pytest.approx(PER_TOKEN_S, rel=0.1)
+    assert prior.per_pair_s == pytest.approx(PER_PAIR_S, rel=0.1)
+    assert PrefillCost(prior).is_known
+    assert max(errors(PrefillCost(prior), Machine())) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_told"), [((FLOP_PER_TOKEN, FLOP_PER_PAIR), True), ((0.0, 0.0), False)]
+)
+def test_a_shape_alone_says_nothing_until_a_step_says_all(
+    shape: tuple[float, float], is_told: bool
+) -> None:
+    """One short prefill on no context, and long ones on long contexts are known as well."""
+    machine = Machine(noise=0.0)
+    cost = PrefillCost(PrefillPrior().for_model(*shape, 0.0))
+    assert not cost.is_known
+    machine.step(cost, 2048, 0)
+    assert (max(errors(cost, machine)) < 0.25) == is_told
+
+
+@pytest.mark.parametrize(
+    ("said", "shape", "expected"),
+    [
+        # what an operator said of seconds stays, and says what a pair costs
+        ((0.001, 2e-5, 0.0, False), (64.0, 2.0, 1e9), (0.001, 2e-5, 2e-5 / 32, False)),
+        ((0.001, 2e-5, 5e-9, False), (100.0, 1.0, 1e9), (0.001, 2e-5, 5e-9, False)),
+        ((0.001, 1e-4, 5e-9, True), (1e5, 1.0, 1e9), (0.001, 1e-4, 5e-9, False)),
+        # nothing is known of the model
+        ((0.001, 1e-4, 0.0, True), (0.0, 0.0, 1e9), (0.001, 1e-4, 0.0, True)),
+        # nor beyond reason
+        ((0.001, 1e-4, 0.0, True), (1.0, 2.0**62, 0.0), (0.001, 1e-4, 1e-4, True)),
+        ((0.001, 1e-4, 0.0, True), (2.0**62, 0.0, 1.0), (0.001, 1.0, 0.0, False)),
+    ],
+)
+def test_what_is_said_and_what_follows(
+    said: tuple[float, float, float, bool],
+    shape: tuple[float, float, float],
+    expected: tuple[float, float, float, bool],
+) -> None:
+    assert PrefillPrior(*said).for_model(*shape) == PrefillPrior(*expected)
+
+
+def test_tokens_decoded_in_the_same_step_are_not_charged_to_the_prefill() -> None:
+    cost, machine = PrefillCost(PRIOR), Machine()
+    for step in range(200):
+        n, decoded = 64.0 + 40 * (step % 50), 8.0 * (step % 100)
+        seconds = machine.true_seconds(n, 0) + PER_TOKEN_S * decoded
+        cost.observe(1, n, n * n / 2, seconds, decoded)
+    assert max(errors(cost, machine)) < 0.12
+
+
 # --- hops -------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hicache.engine.hazard import NUM_BINS, WIDTHS_S, Model, Snapshot, bin_of, fit, gittins
+from hicache.engine.hazard import NUM_BINS, WIDTHS_S, Fate, Model, Snapshot, bin_of, fit, gittins
 from hicache.engine.history import MAX_KINDS, History
 
 
@@ -15,8 +15,10 @@ def snapshot_of(hazards: list[float], num_each: int = 5000) -> Snapshot:
     for hazard in hazards:
         alive = np.exp(-hazard * np.concatenate(([0.0], ends)))
         rows.append(num_each * (alive[:-1] - alive[1:]))
-    levels = np.arange(len(hazards)).reshape(-1, 1)
-    return Snapshot(levels, np.array(rows), np.zeros((len(hazards), NUM_BINS)))
+    numbers = np.arange(len(hazards))
+    levels = np.stack((0 * numbers, numbers), axis=1)
+    events, censored = np.array(rows), np.zeros((len(hazards), NUM_BINS))
+    return Snapshot(levels, events, censored, Fate(0.0, events, censored))
 
 
 def test_a_constant_hazard_is_its_own_rank_at_every_age() -> None:
@@ -81,3 +83,60 @@ def test_a_ghost_stays_within_its_blocks() -> None:
     assert history.ghost.num_blocks <= 100
     assert sum(len(run) for run in history.ghost.runs()) == history.ghost.num_blocks
     assert history.snapshot().censored.sum() == 200
+
+
+def blocks_of(*numbers: int) -> bytes:
+    return np.array(numbers, np.uint64).tobytes()
+
+
+def test_what_all_begin_with_is_no_turn_before() -> None:
+    """A system prompt was once sent alone; each conversation's own turns count all the same."""
+    history = History()
+    history.used(0, blocks_of(0), 0.0)
+    first = history.used(0, blocks_of(0, 1), 1.0)
+    assert first[-1].context is not None
+    for number in range(2, 9):
+        path = history.used(0, blocks_of(0, number), float(number))
+        assert path[-1].context is not None
+        assert path[-1].context.turn == 1
+    later = history.used(0, blocks_of(0, 5, 50, 51), 20.0)
+    assert later[-1].context is not None
+    assert later[-1].context.turn == 2
+    again = history.used(0, blocks_of(0, 5, 60), 30.0)
+    assert again[-1].context is not None
+    assert again[-1].context.turn == 1, "the answer was asked for again: no further turn"
+
+
+def test_a_trunk_is_one_whoever_ended_there_last() -> None:
+    history = History()
+    for number in range(1, 4):
+        history.used(0, blocks_of(0, number), float(number))
+    (trunk,) = history.used(0, blocks_of(0), 5.0)
+    assert trunk.is_trunk
+    assert history._levels[trunk.kind][0] == 1
+    tails = [run for run in history.ghost.runs() if run is not trunk]
+    assert {history._levels[run.kind][0] for run in tails} == {0}
+
+
+def test_roles_have_hazards_of_their_own() -> None:
+    """Trunks return within a second: that says nothing of tails of that age."""
+    events, censored = np.zeros((2, NUM_BINS)), np.zeros((2, NUM_BINS))
+    events[0, 0] = 5000.0
+    events[1, bin_of(60.0)] = 100.0
+    levels = np.array([[1, 0], [0, 0]])
+    model = fit(Snapshot(levels, events, censored, Fate(0.0, events, censored)))
+    assert model is not None
+    assert model.rank(0, 0.0) > 1.0
+    assert model.rank(1, 0.0) < 0.1
+
+
+def test_beyond_all_ages_seen_the_longest_unused_ranks_lowest() -> None:
+    events, censored = np.zeros((1, NUM_BINS)), np.zeros((1, NUM_BINS))
+    events[0, : bin_of(30.0)] = 100.0
+    censored[0, bin_of(60.0)] = 100.0
+    model = fit(Snapshot(np.zeros((1, 1), int), events, censored, Fate(0.0, events, censored)))
+    assert model is not None
+    ranks = [model.rank(0, age_s) for age_s in (80.0, 200.0, 210.0, 1000.0, 10_000.0, 40_000.0)]
+    assert ranks == sorted(ranks, reverse=True)
+    assert len(set(ranks)) == len(ranks)
+    assert model.returns_at(0, 200.0) == 0.0

@@ -15,7 +15,7 @@ from hicache.engine.plan import Decision, TierRun
 from hicache.engine.planner import Hit, Mode, Planner, PlannerSettings
 from hicache.engine.reloading import Way, reload_over
 from hicache.engine.settings import EngineSettings
-from tests.engine.world import World, tokens_of
+from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, World, tokens_of
 
 EFFECTIVE_FLOPS = 4.95e14
 BLOCK = 16
@@ -343,6 +343,22 @@ def test_what_the_inference_engine_holds_is_skipped(skip: int, reload: int) -> N
     if reload:
         leased = world.engine.residency.leases.leases[matched.lease]
         assert world.engine.residency.blocks.depth[leased.ids].tolist() == list(range(skip, 4))
+
+
+def test_a_models_arithmetic_stands_in_for_a_first_prefill() -> None:
+    """Told with a later hello, too: a namespace that came back from disk had none."""
+    world = World(settings=EngineSettings(flop_per_s=1e12))
+    tokens = tokens_of(1, 2, 3)
+    world.store(tokens)
+    assert world.match(tokens).decision.reason == "unmeasured"
+    told = p.OpenNamespace(DIGEST, BLOCK_TOKENS, BLOCK_BYTES, None, 10**12, 10**10)
+    assert world.do(told) == world.namespace
+    decision = world.match(tokens).decision
+    assert decision.reason == "faster"
+    assert decision.recompute_s == pytest.approx(0.005 + 6 + 0.01 * 6 * 6 / 2)
+    world.do(p.Observe(0, 1, 6.0, 18.0, 1.2))
+    assert world.do(told) == world.namespace
+    assert world.match(tokens).decision.recompute_s < 2.0, "what was measured stays"
 
 
 def on_disk_only(*prompts: bytes) -> World:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine.cost import PrefillPrior
-from hicache.engine.planner import Mode, PlannerSettings
-from hicache.engine.record import KEPT, Record
+from hicache.engine.cost import PrefillCost, PrefillPrior
+from hicache.engine.planner import Hit, Mode, PlannerSettings
+from hicache.engine.record import KEPT, Record, Recorder
 from hicache.engine.settings import EngineSettings
 from tests.engine.world import World, tokens_of
 
@@ -90,6 +90,26 @@ def test_recomputing_is_regretted_when_a_reload_would_have_been_faster() -> None
     assert regret_s is not None
     rest_s = world.engine.prefill[0].seconds(1, 8)
     assert 9.0 - rest_s - 0.01 < regret_s < 9.0 - rest_s
+
+
+@pytest.mark.parametrize(
+    ("per_block_s", "regret_s"),
+    [
+        (0.5, 1.0),  # two more blocks would have cost a second, and saved two
+        (2.0, 2.0),  # recomputing everything would have saved four, and cost two
+        (1.0, 0.0),
+    ],
+)
+def test_a_part_is_judged_by_the_best_other_cut(per_block_s: float, regret_s: float) -> None:
+    """Two runs of two blocks, of which one was reloaded; a token takes a second to prefill."""
+    runs = [p.TierRun("dram", 2), p.TierRun("disk", 2)]
+    cost = PrefillCost(PrefillPrior(0.0, 1.0, 0.0, is_guess=False))
+    recorder = Recorder([cost], lambda hit, blocks: blocks * per_block_s)
+    hit = Hit(5, 1, 0, runs, [2 * per_block_s, 4 * per_block_s], cost.seconds)
+    decision = p.Decision("partial", 2, "faster", 2 * per_block_s, 3.0, 5.0, str)
+    recorder.decided(hit, decision, 1, 0.0)
+    recorder.reloaded(1, 2, 2 * per_block_s)
+    assert recorder.regrets.regret_s == pytest.approx(regret_s)
 
 
 def test_what_did_not_come_in_time_is_left_to_prefill() -> None:

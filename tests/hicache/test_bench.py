@@ -126,12 +126,32 @@ def test_the_planner_is_right_on_simulated_machines() -> None:
     assert figures["explored_share"] < 0.01
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bench_reload() -> None:
+    """On disks that are not worth it and those that are, as wide apart as they can be."""
+    pytest.importorskip("transformers")
+    of = ("--speeds", "0.02,free", "--prefixes", "256", "--rounds", "2")
+    slow, free = bench("reload", "--random-weights", *of, patience_s=500)
+    assert (slow["reloads"], free["reloads"]) == (0, 2)
+    assert slow["reload_ms"] > slow["recompute_ms"] > free["reload_ms"]
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(320)
 def test_bench_restart() -> None:
     (row,) = bench("restart", "--blocks", "20000")
     assert row["blocks"] == 20_000
     assert 0 < row["answers_s"] <= row["all_s"]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(320)
+def test_bench_refit() -> None:
+    (row,) = bench("refit", "--runs", "300", "--refits", "2")
+    assert row["fits"] >= 2
+    assert row["idle_n"] >= row["n"] > 0
+    assert 0 < row["p50_us"] <= row["p99_us"] <= row["longest_us"]
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_units_and_paths_are_read() -> None:
           dram: {size: 25%}
           disk: {size: 10GB, path: ~/cache, batch: 8MiB, min_free: 0}
         deadlines: {fetch: 1m, put: 2.5}
-        planner: {prior_per_token_squared: 1ns}
+        planner: {prior_per_token_squared: 1ns, prior_flop_rate: 1.2 PFLOP/s}
         """
     )
     disk = config.tiers.disk
@@ -71,6 +71,7 @@ def test_units_and_paths_are_read() -> None:
     assert config.tiers.dram.size == Share(0.25)
     assert (config.deadlines.fetch_s, config.deadlines.put_s) == (60.0, 2.5)
     assert config.planner.prior_per_token_squared_s == 1e-9
+    assert engine_settings(config).flop_per_s == 1.2e15
     with pytest.raises(LookupError, match="25%"):
         _ = config.tiers.dram.size_bytes
 

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.config import Share, format_seconds, format_size, parse_seconds, parse_size
-from hicache.config.units import UnitError, format_rate, parse_rate, parse_size_or_share
+from hicache.config.units import (
+    UnitError,
+    format_flop_rate,
+    format_rate,
+    parse_flop_rate,
+    parse_rate,
+    parse_size_or_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +73,21 @@ def test_rates(text: object, bytes_per_day: int) -> None:
 def test_what_is_no_rate(text: object) -> None:
     with pytest.raises(UnitError):
         parse_rate(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "flop_per_s"),
+    [("495TFLOP/s", 4.95e14), ("1.2 pflop / s", 1.2e15), ("80GFLOP/s", 8e10), (3.5e14, 3.5e14)],
+)
+def test_speeds_of_computing(text: object, flop_per_s: float) -> None:
+    assert parse_flop_rate(text) == flop_per_s
+    assert parse_flop_rate(format_flop_rate(flop_per_s)) == flop_per_s
+
+
+@pytest.mark.parametrize("text", ["495TFLOP", "495T", "5e14", "TFLOP/s", "1TFLOP/h", None, True])
+def test_what_is_no_speed_of_computing(text: object) -> None:
+    with pytest.raises(UnitError):
+        parse_flop_rate(text)
 
 
 @given(st.integers(0, 1 << 50))

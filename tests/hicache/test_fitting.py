@@ -30,7 +30,7 @@ def begin(fitter: Fitter) -> None:
 def end(fitter: Fitter, now_s: float = 0.0) -> None:
     """Until the fit is over."""
     assert fitter.fit is not None
-    fitter.fit.thread.join()
+    fitter.fit.process.wait()
     fitter.tick(now_s)
     assert fitter.fit is None
 
@@ -85,7 +85,6 @@ def test_a_fit_that_does_not_end_owes_a_model_and_is_killed(how: str, after_s: f
     begin(fitter)
     fit = fitter.fit
     assert fit is not None
-    assert fit.process.pid is not None
     os.kill(fit.process.pid, signal.SIGSTOP)
     fitter.tick(1.0)
     if how == "busy":
@@ -99,7 +98,7 @@ def test_a_fit_that_does_not_end_owes_a_model_and_is_killed(how: str, after_s: f
         assert fitter.owes_s(5.0) >= 4.0
     fitter.tick(after_s + 1.1)
     assert fitter.fit is None
-    assert not fit.process.is_alive()
+    assert fit.process.returncode == -signal.SIGKILL
     assert "stood still" in fitter.faults.error
     fitter.close()
 

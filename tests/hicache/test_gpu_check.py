@@ -25,7 +25,7 @@ def gpu_check(folder: Path, *more: str) -> tuple[int, list[dict[str, Any]], str]
         [*command, "--logs", str(folder / "logs"), *more],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     data = json.loads(target.read_text())
@@ -41,9 +41,9 @@ def test_a_dry_run_of_the_copies(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(320)
+@pytest.mark.timeout(920)
 def test_a_dry_run_of_everything(tmp_path: Path) -> None:
-    status, rows, said = gpu_check(tmp_path, "--budget", "280")
+    status, rows, said = gpu_check(tmp_path, "--budget", "840")
     assert status == 0, said
     assert {row["check"] for row in rows} == set(CHECKS)
 

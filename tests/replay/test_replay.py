@@ -105,6 +105,25 @@ def test_no_policy_beats_the_bound(policy: str, seed: int) -> None:
     assert tiers.hit_tokens.total() <= replay(trace, {"hbm": 42}, "min").hit_tokens.total()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_lru_stack_hits_what_nested_caches_hit(seed: int) -> None:
+    trace = random_trace(seed)
+    sizes = {"hbm": 6, "dram": 12, "disk": 24}
+    tiers = replay(trace, sizes, "lru-stack", warm=0.5)
+    for size, names in ((6, ["hbm"]), (18, ["hbm", "dram"]), (42, ["hbm", "dram", "disk"])):
+        alone = replay(trace, {"hbm": size}, "lru-stack", warm=0.5).hit_tokens.total()
+        assert sum(tiers.hit_tokens[name] for name in names) == alone
+
+
+def test_an_lru_stack_writes_what_is_pushed_out() -> None:
+    trace = trace_of([1, 2], [3, 4], [1, 2], [5])
+    tally = replay(trace, {"hbm": 2, "dram": 2}, "lru-stack")
+    assert tally.hit_tokens == {"hbm": 0, "dram": 2 * 512}
+    assert tally.written_blocks == {"hbm": 7, "dram": 5}
+    assert tally.moved_blocks == {"hbm-dram": 5, "dram-hbm": 2}
+    assert tally.evictions == {"hbm": 5, "dram": 1}
+
+
 def test_hazard_beats_lru_where_turns_tell() -> None:
     """Half of the prompts are asked once only, and can be told by their length."""
     prompts: list[list[int]] = []

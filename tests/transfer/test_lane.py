@@ -52,6 +52,21 @@ def test_a_batch_is_bounded_in_bytes_but_takes_one_block_of_any_size() -> None:
     assert 12 * MIB <= LIMITS.num_bytes < 18 * MIB
 
 
+def test_a_batch_of_a_slow_link_is_bounded_in_time() -> None:
+    """At 2 MiB/s half a second is a MiB; a block is taken however long it takes; and one batch
+    that was held up is made good by the next."""
+    lane = Lane(100, Limits(in_flight=100))
+    for number, num_bytes in enumerate([MIB // 2] * 5 + [6 * MIB] + [MIB // 2] * 8):
+        lane.push(move(number, num_bytes=num_bytes))
+    lane.timed(16 * MIB, 8.0)
+    assert [take(lane) for _ in range(4)] == [[0, 1], [2, 3], [4], [5]]
+    lane.timed(0, 1.0)
+    lane.timed(MIB, 0.0)
+    assert take(lane) == [6, 7]
+    lane.timed(MIB, 0.001)
+    assert take(lane) == [8, 9, 10, 11, 12, 13]
+
+
 def test_copies_and_deletions_never_share_a_batch() -> None:
     lane = Lane(100)
     for number in range(6):

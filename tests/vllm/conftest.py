@@ -35,5 +35,5 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def house() -> Iterator[Household]:
     """A daemon whose memory holds most prompts, so that leases do not fill it, and its disk all."""
     tiers: dict[str, Any] = {"dram": {"size": "1GiB"}, "disk": {"size": "4GiB"}}
-    with Household(hbm=None, deadlines={"fetch": "2m"}, **tiers) as house:
+    with Household(hbm=None, patience_s=300.0, deadlines={"fetch": "2m"}, **tiers) as house:
         yield house

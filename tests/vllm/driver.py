@@ -1,6 +1,6 @@
 """A real vLLM `LLM` in a process of its own, which does what it is told by lines of JSON.
 
-    told:    {"prompts": [[ids], …], "max_tokens": 8, …}    {"reset": true}
+    told:    {"prompts": [[ids], …], "max_tokens": 8, …}    {"reset": …}    {"metric": name} …
     answers: ANSWER {"outputs": [[ids], …], "cached": [n, …], "seconds": s}
 
 `Driver` is the test's end of it.
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Self
@@ -20,7 +22,7 @@ from typing import IO, Any, Final, Self
 import msgpack
 import zmq
 
-from tests.e2e.household import free_port
+from tests.e2e.household import free_port, wait_for
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 ANSWER: Final = "ANSWER "
@@ -31,6 +33,10 @@ ENVIRONMENT: Final = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # Two cores, perhaps with other work on them: threads that are bound or that spin lose most.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_WAIT_POLICY": "passive",
+    "KMP_BLOCKTIME": "1",
 }
 """Of every vLLM that a test starts."""
 ARGUMENTS: Final[dict[str, Any]] = {
@@ -39,6 +45,7 @@ ARGUMENTS: Final[dict[str, Any]] = {
     "max_model_len": 4608,
     "max_num_batched_tokens": 4608,
     "max_num_seqs": 4,
+    "disable_log_stats": False,
 }
 
 
@@ -55,6 +62,14 @@ def transfer_config(endpoint: str, **extra: Any) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": endpoint, **extra},
     }
+
+
+def end_family(process: subprocess.Popen[Any]) -> None:
+    """Kill what is left of a session of processes. vLLM's engines and workers outlive a parent that
+    was killed."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(60)
 
 
 class Events:
@@ -122,6 +137,7 @@ class Driver:
             cwd=ROOT,
             env={**os.environ, **ENVIRONMENT, **environment},
             text=True,
+            start_new_session=True,
         )
 
     def __enter__(self) -> Self:
@@ -132,8 +148,7 @@ class Driver:
         if kind is None:
             self._tell(quit=True)
             self.process.wait(60)
-        self.process.kill()
-        self.process.wait(60)
+        end_family(self.process)
         self._sink.close()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
@@ -143,16 +158,32 @@ class Driver:
         self.begin(prompts, **more)
         return self.end()
 
+    def search(self, prompts: list[list[int]], beams: int, max_tokens: int) -> list[list[int]]:
+        """The best beams of each prompt, with the prompt before them."""
+        self._tell(prompts=prompts, beams=beams, max_tokens=max_tokens)
+        return self.end().outputs
+
     def begin(self, prompts: list[list[int]], **more: Any) -> None:
         self._tell(prompts=prompts, **more)
 
     def end(self) -> Said:
         return Said(**self._answer())
 
-    def reset(self) -> None:
-        """vLLM's own prefix cache is emptied."""
-        self._tell(reset=True)
-        assert self._answer()["done"], f"vLLM did not reset; see {self.log}"
+    def reset(self, *, connector: bool = False) -> None:
+        """vLLM's own prefix cache is emptied, and what the connector knows of too if asked."""
+        self._tell(reset=connector)
+        assert self._answer()["done"], f"vLLM did not reset:\n{self.said()[-4000:]}"
+
+    def metric(self, name: str) -> float:
+        """One of vLLM's, summed over its labels."""
+        self._tell(metric=name)
+        value: float = self._answer()["value"]
+        return value
+
+    def nap(self, level: int = 1) -> None:
+        """vLLM sleeps and wakes up again."""
+        self._tell(nap=level)
+        self._answer()
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
@@ -164,23 +195,30 @@ class Driver:
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(ANSWER):
-                answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
-                return answer
+        line = self.process.stdout.readline()
+        if line.startswith(ANSWER):
+            answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
+            return answer
         raise AssertionError(f"vLLM ended:\n{self.said()[-4000:]}")
 
 
 # --- the process itself ---------------------------------------------------------------------------
 
 
+def _prompts(told: dict[str, Any]) -> list[dict[str, Any]]:
+    if "embedded" in told:  # so many random vectors of such a length
+        import torch
+
+        seeded = torch.Generator().manual_seed(1)
+        return [{"prompt_embeds": torch.randn(told["embedded"], generator=seeded)}]
+    salt = {"cache_salt": told["salt"]} if "salt" in told else {}
+    return [{"prompt_token_ids": ids, **salt} for ids in told["prompts"]]
+
+
 def _generate(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
-    prompts = [{"prompt_token_ids": ids} for ids in told["prompts"]]
-    for prompt in prompts:
-        if "salt" in told:
-            prompt["cache_salt"] = told["salt"]
     several = told.get("n", 1)
     sampling = SamplingParams(
         max_tokens=told.get("max_tokens", 8),
@@ -189,8 +227,9 @@ def _generate(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
         seed=7 if several > 1 else None,
         ignore_eos=True,
     )
+    lora = LoRARequest(*told["lora"]) if "lora" in told else None
     started_s = time.perf_counter()
-    results = llm.generate(prompts, sampling, use_tqdm=False)
+    results = llm.generate(_prompts(told), sampling, use_tqdm=False, lora_request=lora)
     return {
         "outputs": [list(out.token_ids) for result in results for out in result.outputs],
         "cached": [result.num_cached_tokens for result in results],
@@ -198,16 +237,59 @@ def _generate(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _reset(llm: Any) -> dict[str, Any]:
-    """Blocks on their way to the daemon are vLLM's until it has stepped once more."""
-    for _ in range(100):
-        if llm.reset_prefix_cache():
-            return {"done": True}
-        _generate(llm, {"prompts": [[1, 2, 3]], "max_tokens": 1})
-    return {"done": False}
+def _search(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
+    """The best beams of each prompt, with the prompt; each token of each is a request to vLLM."""
+    from vllm.sampling_params import BeamSearchParams
+
+    how = BeamSearchParams(told["beams"], told.get("max_tokens", 8), ignore_eos=True)
+    found = llm.beam_search(_prompts(told), how)
+    return {
+        "outputs": [list(beam.tokens) for result in found for beam in result.sequences],
+        "cached": [],
+        "seconds": 0.0,
+    }
+
+
+def _reset(llm: Any, connector: bool) -> dict[str, Any]:
+    """Where the scheduler is in this process, blocks on their way to the daemon must not prevent
+    it. In another they do until they have arrived, and that process sees to it."""
+
+    def done() -> bool:
+        is_done: bool = llm.reset_prefix_cache(reset_connector=connector)
+        return is_done
+
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+        return {"done": done()}
+    wait_for(done, "a reset")
+    return {"done": True}
+
+
+def _nap(llm: Any, level: int) -> dict[str, Any]:
+    llm.sleep(level)
+    llm.wake_up()
+    return {}
+
+
+def _answer(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
+    if "reset" in told:
+        return _reset(llm, told["reset"])
+    if "nap" in told:
+        return _nap(llm, told["nap"])
+    if "metric" in told:
+        values = [metric.value for metric in llm.get_metrics() if metric.name == told["metric"]]
+        return {"value": sum(values)}
+    return _search(llm, told) if "beams" in told else _generate(llm, told)
+
+
+def _only_answers() -> IO[str]:
+    """What the test reads; whatever else this process and its children print is for the log."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
 
 
 def main(arguments: dict[str, Any], told: IO[str]) -> None:
+    answers = _only_answers()
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
@@ -218,13 +300,12 @@ def main(arguments: dict[str, Any], told: IO[str]) -> None:
         if name in arguments:
             arguments[name] = kind(**arguments[name])
     llm = LLM(**arguments)
-    print(ANSWER + "{}", flush=True)
+    print(ANSWER + "{}", file=answers, flush=True)
     for line in told:
         what = json.loads(line)
         if "quit" in what:
             break
-        answer = _reset(llm) if "reset" in what else _generate(llm, what)
-        print(ANSWER + json.dumps(answer), flush=True)
+        print(ANSWER + json.dumps(_answer(llm, what)), file=answers, flush=True)
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -1,5 +1,9 @@
 """One real vLLM, started without a daemon, through everything that can become of one. What the
-model says never changes, and nothing takes longer than the deadlines."""
+model says never changes, and nothing takes longer than the deadlines.
+
+The model is a small one of random weights whose blocks are as large as a real one's, since most of
+what it says here has to be computed.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import pytest
 from tests.e2e.household import Household, wait_for
 from tests.hicache.scripted_daemon import ScriptedDaemon
 from tests.vllm.driver import Driver, Said
+from tests.vllm.small_models import write_model
 from tests.vllm.test_reload import prompts, whole_blocks
 
 pytestmark = pytest.mark.timeout(1800)
@@ -45,17 +50,32 @@ class Story:
 
     def absent_at_start(self) -> None:
         assert self.driver.said().count(WARNING) == 1
+        assert self.driver.metric("vllm:hicache_troubles") > 0
 
     def there(self) -> None:
         self.house.start()
         self.ask_until_served()
 
-    def dies_while_blocks_are_loading(self) -> None:
-        """They lie on disk only, whose worker stands still: the load is under way for sure."""
+    def drive_to_disk(self) -> int:
+        """Others fill the memory. The pid of the disk's worker."""
         self.house.settle()
         self.driver.generate(OTHERS)
         self.house.settle()
-        disk = self.house.worker("disk")
+        return self.house.worker("disk")
+
+    def disk_stands_still(self) -> None:
+        """Each load ends by its deadline, and what did not come is computed."""
+        disk = self.drive_to_disk()
+        os.kill(disk, signal.SIGSTOP)
+        try:
+            assert self.ask().cached != ALL
+        finally:
+            os.kill(disk, signal.SIGCONT)
+        self.ask_until_served()
+
+    def dies_while_blocks_are_loading(self) -> None:
+        """The disk's worker stands still: the load is under way for sure."""
+        disk = self.drive_to_disk()
         os.kill(disk, signal.SIGSTOP)
         try:
             self.driver.reset()
@@ -108,8 +128,8 @@ class Story:
             impostor.stop()
 
     def is_full(self) -> None:
-        """Room for three blocks of the eleven."""
-        self.house.configure(hbm=None, dram={"size": "20MiB"}, disk=None)
+        """Room for three blocks of the twelve."""
+        self.house.configure(hbm=None, dram={"size": "14MiB"}, disk=None)
         self.house.start()
         self.ask()
         self.ask()
@@ -119,6 +139,7 @@ class Story:
 CHAPTERS = (
     Story.absent_at_start,
     Story.there,
+    Story.disk_stands_still,
     Story.dies_while_blocks_are_loading,
     Story.back_from_disk,
     Story.stands_still,
@@ -129,11 +150,17 @@ CHAPTERS = (
 
 
 def test_what_can_become_of_a_daemon(checkpoint: Path, tmp_path: Path) -> None:
-    tiers: dict[str, Any] = {"dram": {"size": "72MiB"}, "disk": {"size": "1GiB"}}
-    house = Household(hbm=None, autostart=False, **tiers)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    model = write_model(tmp_path / "model", "llama", **heads)  # 4 MiB a block
+    tiers: dict[str, Any] = {"dram": {"size": "56MiB"}, "disk": {"size": "1GiB"}}
+    house = Household(hbm=None, autostart=False, patience_s=300.0, **tiers)
     log = tmp_path / "vllm.log"
-    deadlines = {"lookup_s": 3.0, "load_s": 10.0, "store_s": 3.0}
-    with house, Driver(checkpoint, house.endpoint, log, extra=deadlines) as driver:
+    options: dict[str, Any] = {
+        "extra": {"lookup_s": 3.0, "load_s": 6.0, "store_s": 3.0},
+        "tokenizer": str(checkpoint),
+        "max_model_len": 4096,
+    }
+    with house, Driver(model, house.endpoint, log, **options) as driver:
         story = Story(driver, house)
         for chapter in CHAPTERS:
             print("now:", chapter.__name__)

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.household import Household, wait_for
+from tests.e2e.household import Household
 from tests.vllm.driver import Driver, Events
 
 pytestmark = pytest.mark.timeout(1800)
 
 BLOCK_TOKENS = 128
-LENGTHS = np.geomspace(200, 4000, 20).astype(int).tolist()
+LENGTHS = (200 + 3800 * np.linspace(0, 1, 20) ** 4).astype(int).tolist()
+"""From 200 to 4,000 tokens, few of them long: in fp32 a CPU computes some 200 tokens a second."""
 
 
 def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
@@ -29,70 +30,78 @@ def whole_blocks(prompt: list[int]) -> int:
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def test_twenty_prompts_in_fp32(house: Household, checkpoint: Path, tmp_path: Path) -> None:
+def test_store_in_one_process_load_in_a_fresh_one(
+    house: Household, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Twenty prompts in fp32. The first vLLM has room for all. The second has forty blocks, for
+    requests of up to 32, and computes 512 tokens a step: prompts are computed in chunks, pages
+    change hands all the time, and requests that grow are preempted and resumed."""
     asked = prompts(LENGTHS)
     with Driver(checkpoint, house.endpoint, tmp_path / "store.log") as first:
-        cold = first.generate(asked)
+        cold = first.generate(asked, max_tokens=40)
+        several_requests(first, asked[10])
     assert cold.cached == [0] * len(asked)
     house.settle()
-    with Driver(checkpoint, house.endpoint, tmp_path / "load.log") as second:
-        warm = second.generate(asked)
+    small: dict[str, Any] = {
+        "num_gpu_blocks_override": 41,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 8,
+    }
+    with Driver(checkpoint, house.endpoint, tmp_path / "load.log", **small) as second:
+        warm = second.generate(asked, max_tokens=40)
+        assert second.metric("vllm:num_preemptions") > 0
     assert warm.cached == [whole_blocks(prompt) for prompt in asked]
     assert warm.outputs == cold.outputs
     assert house.stats()["leases"] == 0
     print(f"cold {cold.seconds:.1f} s, from hicache {warm.seconds:.1f} s")
 
 
+def several_requests(vllm: Driver, prompt: list[int]) -> None:
+    """Requests that share a prompt, and those that must not share it."""
+    whole = whole_blocks(prompt)
+    beams = vllm.search([prompt], beams=3, max_tokens=4)
+    vllm.reset()
+    assert vllm.search([prompt], beams=3, max_tokens=4) == beams
+    vllm.reset()
+    several = vllm.generate([prompt], n=3, max_tokens=5)
+    assert several.cached == [whole]
+    assert len({tuple(said) for said in several.outputs}) > 1
+    salted = vllm.generate([prompt], salt="somebody's", max_tokens=1)
+    vllm.reset()
+    again = vllm.generate([prompt], salt="somebody's", max_tokens=1)
+    other = vllm.generate([prompt], salt="somebody else's", max_tokens=1)
+    assert (salted.cached, again.cached, other.cached) == ([0], [whole], [0])
+    assert salted.outputs == again.outputs == other.outputs
+
+
 def test_bf16_says_what_a_local_hit_says(
     house: Household, checkpoint: Path, tmp_path: Path
 ) -> None:
     """In bf16 vLLM's own hits differ from a cold run now and then, so they are what is compared.
-    In processes of its own: scheduler and worker on one side, the API on the other."""
+    In processes of their own: the API, the scheduler, the worker. And a router hears of it all."""
     asked = prompts([300, 700, 1500, 2600], seed=1)
     options: dict[str, Any] = {"dtype": "bfloat16", "in_process": False}
-    with Driver(checkpoint, house.endpoint, tmp_path / "store.log", **options) as first:
-        first.generate(asked)
-        local = first.generate(asked)
-    house.settle()
-    with Driver(checkpoint, house.endpoint, tmp_path / "load.log", **options) as second:
-        external = second.generate(asked)
-    assert local.cached == external.cached == [whole_blocks(prompt) for prompt in asked]
-    assert external.outputs == local.outputs
-
-
-def test_a_small_cache_that_preempts(house: Household, checkpoint: Path, tmp_path: Path) -> None:
-    """Forty blocks for requests of twelve each that grow: pages change hands all the time. Also
-    several answers to one prompt, salts, and answers of one token."""
-    asked = prompts([1500] * 4, seed=2)
     events = Events()
+    options["kv_events_config"] = events.config
     with (
         closing(events),
-        Driver(
-            checkpoint, house.endpoint, tmp_path / "plain.log", kv_events_config=events.config
-        ) as plain,
+        Driver(checkpoint, house.endpoint, tmp_path / "vllm.log", **options) as vllm,
     ):
-        cold = plain.generate(asked, max_tokens=40)
-        plain.reset()
-        stored = [event for event in events.take() if event["type"] == "BlockStored"]
-        in_gpu, in_cpu = (
-            {bytes(name) for e in stored if e["medium"] == medium for name in e["block_hashes"]}
-            for medium in ("GPU", "CPU")
-        )
-        assert in_cpu
-        assert in_cpu <= in_gpu, "a hash that vLLM does not know"
-        several = plain.generate(asked[:1], n=3, max_tokens=5)
-        assert several.cached == [whole_blocks(asked[0])]
-        salted = plain.generate(asked[1:2], salt="somebody's", max_tokens=1)
-        plain.reset()
-        again = plain.generate(asked[1:2], salt="somebody's", max_tokens=1)
-        other = plain.generate(asked[1:2], salt="somebody else's", max_tokens=1)
-    assert (salted.cached, again.cached, other.cached) == ([0], [whole_blocks(asked[1])], [0])
-    assert salted.outputs == again.outputs == [cold.outputs[1][:1]]
-    wait_for(lambda: house.stats()["leases"] == 0, "no lease")
-    with Driver(
-        checkpoint, house.endpoint, tmp_path / "small.log", num_gpu_blocks_override=40
-    ) as small:
-        first = small.generate(asked * 2, max_tokens=40)
-        second = small.generate(asked, max_tokens=40)
-    assert first.outputs == cold.outputs * 2
-    assert second.outputs == cold.outputs
+        vllm.generate(asked)
+        local = vllm.generate(asked)
+        house.settle()
+        vllm.reset()
+        external = vllm.generate(asked)
+        told = events.take()
+    assert local.cached == external.cached == [whole_blocks(prompt) for prompt in asked]
+    assert external.outputs == local.outputs
+    in_gpu, in_cpu = (hashes(told, medium) for medium in ("GPU", "CPU"))
+    assert len(in_cpu) == sum(len(prompt) // BLOCK_TOKENS for prompt in asked)
+    assert in_cpu == in_gpu, "hashes that vLLM does not know, or that nobody was told of"
+
+
+def hashes(events: list[dict[str, Any]], medium: str) -> set[bytes]:
+    """Of the blocks that were stored there."""
+    stored = [e for e in events if e["type"] == "BlockStored" and e["medium"] == medium]
+    assert all(event["block_size"] == BLOCK_TOKENS for event in stored)
+    return {bytes(name) for event in stored for name in event["block_hashes"]}

@@ -10,14 +10,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
 from tests.e2e.household import Household, free_port, wait_for
-from tests.vllm.driver import ENVIRONMENT, PATIENT, ROOT, transfer_config
+from tests.vllm.driver import ENVIRONMENT, PATIENT, ROOT, Events, end_family, transfer_config
+from tests.vllm.test_reload import BLOCK_TOKENS, hashes
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -32,6 +33,7 @@ class Server:
 
     def __init__(self, model: Path, house: Household, log: Path) -> None:
         self.port = free_port()
+        self.events = Events()
         self.log = log
         self._sink = log.open("ab")
         options = {
@@ -43,13 +45,7 @@ class Server:
             "--max-model-len": "4608",
             "--max-num-seqs": "4",
             "--kv-transfer-config": json.dumps(transfer_config(house.endpoint, **PATIENT)),
-            "--kv-events-config": json.dumps(
-                {
-                    "enable_kv_cache_events": True,
-                    "publisher": "zmq",
-                    "endpoint": f"tcp://127.0.0.1:{free_port()}",
-                }
-            ),
+            "--kv-events-config": json.dumps(self.events.config),
         }
         words = [word for pair in options.items() for word in pair]
         self.process = subprocess.Popen(
@@ -65,6 +61,7 @@ class Server:
             stderr=self._sink,
             cwd=ROOT,
             env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
         )
 
     def __enter__(self) -> Self:
@@ -76,8 +73,11 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
-        self.process.wait(60)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        end_family(self.process)
         self._sink.close()
+        self.events.close()
 
     def chat(self, question: str, **more: Any) -> dict[str, Any]:
         body = json.dumps(self._body(question, **more)).encode()
@@ -132,12 +132,15 @@ def cached_of(answer: dict[str, Any]) -> int:
 def test_chat_after_a_restart_of_everything(
     house: Household, checkpoint: Path, tmp_path: Path
 ) -> None:
+    """The second server has its model by another path; the daemon has nothing left in memory. At
+    the end it is killed, and the server goes on."""
     questions = ["What is the capital of France?", "How many legs has a spider?"]
     with Server(checkpoint, house, tmp_path / "first.log") as server:
         first = [words_of(server.chat(question)) for question in questions]
         prompt_tokens = server.chat(questions[0])["usage"]["prompt_tokens"]
         server.hang_up_early("Tell me a long story about rule one.")
         assert server.metric("vllm:external_prefix_cache_hits_total") == 0
+        names = hashes(server.events.take(), "GPU")
     house.stop()
     house.start()
     elsewhere = tmp_path / "elsewhere"
@@ -147,13 +150,19 @@ def test_chat_after_a_restart_of_everything(
     with Server(elsewhere, house, tmp_path / "second.log") as server:
         answers = [server.chat(question) for question in questions]
         assert [words_of(answer) for answer in answers] == first
-        assert cached_of(answers[0]) >= (prompt_tokens - 1) // 128 * 128 > 0
+        assert cached_of(answers[0]) == (prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS > 0
         assert server.metric("vllm:external_prefix_cache_hits_total") >= cached_of(answers[0])
         assert server.metric("vllm:hicache_loads_total") >= 1
+        on_disk = hashes(server.events.take(), "STORAGE")
+        assert len(on_disk) >= cached_of(answers[0]) // BLOCK_TOKENS
+        assert on_disk <= names, "a router knows these blocks by other names"
         salted = server.chat(questions[0], cache_salt="somebody's")
         assert (words_of(salted), cached_of(salted)) == (first[0], 0)
         several = server.chat(questions[1], n=2, temperature=0.7)
         assert len(words_of(several)) == 2
         server.hang_up_early("Tell me another long story.")
         assert words_of(server.chat(questions[1])) == first[1]
-    assert house.stats()["leases"] == 0
+        wait_for(lambda: house.stats()["leases"] == 0, "no lease")
+        house.kill()
+        assert words_of(server.chat(questions[0], cache_salt="mine")) == first[0]
+        assert server.metric("vllm:hicache_troubles_total") >= 1

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from vllm import __version__ as vllm_version
@@ -52,6 +53,8 @@ log = logging.getLogger("hicache.vllm")
 CLOSE_S: Final = 3.0
 TROUBLE: Final = Trouble()
 """Both sides may live in one process, which should warn once."""
+_WORKERS: Final[WeakValueDictionary[str, WorkerSide]] = WeakValueDictionary()
+"""This process's worker of each engine."""
 _SOURCES: Final = {
     "hbm": CacheHitSource.HOST,
     "dram": CacheHitSource.HOST,
@@ -79,6 +82,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         self._worker: WorkerSide | None = None
         self._spec: NamespaceSpec | None = None
         self._side: SchedulerSide | None = None
+        self._engine = str(transfer.engine_id)
         self._bad_pages: set[int] = set()
         self._troubles = 0
         try:
@@ -145,8 +149,26 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         return AsyncClient(spec, options.endpoint or None, timeout_s=wait_s, name=name)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        if self._side is not None:
-            self._side.pool = gpu_block_pool
+        """vLLM tells a connector that the cache is emptied only afterwards, and fails to empty it
+        (before `sleep` with an exception) while blocks are on their way to the daemon: so the pool
+        asks here first."""
+        if self._side is None:
+            return
+        self._side.pool = gpu_block_pool
+        empty = gpu_block_pool.reset_prefix_cache
+
+        def settle_and_empty() -> bool:
+            self._settle()
+            is_empty: bool = empty()
+            return is_empty
+
+        gpu_block_pool.reset_prefix_cache = settle_and_empty
+
+    def _settle(self) -> None:
+        worker = _WORKERS.get(self._engine)
+        if self._side is not None and worker is not None and worker.is_alone:
+            with TROUBLE.harmless("stores before a reset"):
+                self._side.settle(worker, self._options.store_s + CLOSE_S)
 
     def on_new_request(self, request: Any) -> None:
         if self._side is not None:
@@ -260,6 +282,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         background = Background("hicache-move", TROUBLE)
         rank, load_s = self._spec.tp_rank, self._options.load_s
         self._worker = WorkerSide(self._spec, rank, pages, self._mover, background, load_s)
+        _WORKERS[self._engine] = self._worker
 
     def _mover(self, spec: NamespaceSpec, group: bytes) -> AsyncClient:
         options = self._options

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hicache.connectors.arithmetic import prefill_flop
 from hicache.connectors.model_config import (
     MOVING_ROPE,
     canonical,
@@ -83,14 +84,17 @@ def refuse_by_cache(groups: Sequence[Any]) -> None:
             f"the model has {len(groups)} groups of layers with caches of different kinds (hybrid "
             "or sliding-window attention), and one is held"
         )
-    spec = groups[0].kv_cache_spec
-    kinds = {spec, *getattr(spec, "kv_cache_specs", {}).values()}
-    for kind in kinds:
-        name = type(kind).__name__
-        if getattr(kind, "sliding_window", None) or getattr(kind, "attention_chunk_size", None):
-            raise Unsupported("sliding-window and chunked attention are not held")
-        if name != "FullAttentionSpec":
-            raise Unsupported(f"a cache of the kind {name} is not held: only full attention is")
+    # In a model of both kinds of layers vLLM, under a connector like this one, keeps those with a
+    # window or chunks as it does the others: blocks for all tokens, none of which is given up. The
+    # window is then a matter of the attention alone, and every byte of a block is defined.
+    name = type(groups[0].kv_cache_spec).__name__
+    if name in ("SlidingWindowSpec", "ChunkedLocalAttentionSpec"):
+        raise Unsupported(
+            "the model has sliding-window or chunked attention only, and vLLM gives up what its "
+            "layers do not look at any more"
+        )
+    if name != "FullAttentionSpec":
+        raise Unsupported(f"a cache of the kind {name} is not held: only full attention is")
 
 
 def namespace_spec(facts: EngineFacts, caches: Sequence[torch.Tensor]) -> NamespaceSpec:
@@ -111,6 +115,7 @@ def namespace_spec(facts: EngineFacts, caches: Sequence[torch.Tensor]) -> Namesp
         counted["max_model_len"] = facts.max_model_len
     text = canonical(counted)
     rope = canonical({key: value for key, value in facts.hf_config.items() if "rope" in key})
+    flop_per_token, flop_per_pair = prefill_flop(facts.hf_config, facts.tp_size)
     return NamespaceSpec(
         model_digest=hashlib.blake2b(text.encode(), digest_size=32).hexdigest(),
         weights_digest=facts.weights_digest or _weights_of(facts),
@@ -123,6 +128,8 @@ def namespace_spec(facts: EngineFacts, caches: Sequence[torch.Tensor]) -> Namesp
         rope=rope,
         quantisation=f"{facts.quantisation}:{_quantisation(facts)}",
         name=str(facts.hf_config.get("model_type", "")) or "vllm",
+        flop_per_token=flop_per_token,
+        flop_per_pair=flop_per_pair,
     )
 
 

@@ -52,6 +52,12 @@ class Pool(Protocol):
     def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
 
 
+class Settling(Protocol):
+    """What is asked of `WorkerSide` here."""
+
+    def settle(self, orders: Orders, patience_s: float) -> Report | None: ...
+
+
 PagesOf = Callable[[str], Sequence[int]]
 
 
@@ -280,6 +286,16 @@ class SchedulerSide:
         for tracked in self._requests.values():
             self._drop_question(tracked)
             tracked.is_cached = False  # some of its KV is of the old weights
+
+    def settle(self, worker: Settling, patience_s: float) -> None:
+        """Before vLLM empties its own cache, which it can only if nobody holds a block: what is on
+        its way to the daemon arrives first. The last blocks of requests that have ended would wait
+        for a step that may never come. `worker`: of the one rank, in this process."""
+        if self._held:
+            orders, self._stores = Orders(stores=self._stores), []
+            report = worker.settle(orders, patience_s)
+            if report is not None:
+                self.reported(report)
 
     def close(self, patience_s: float) -> None:
         if self.asking is not None:

@@ -95,6 +95,11 @@ class WorkerSide:
         self._report = Report()
         self._begun: tuple[float, Any] = (0.0, None)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the engine's only rank."""
+        return self._spec.tp_size == 1
+
     # --- around a step --------------------------------------------------------------------------
 
     def begin(self, orders: Orders) -> None:
@@ -102,15 +107,17 @@ class WorkerSide:
         takes long they are there when it is over."""
         mark = self._pages.mark()
         self._begun = time.perf_counter(), mark
+        with self._news:
+            self._num_loading += len(orders.loads)
         for load in orders.loads:
-            self._num_loading += 1
             self._submit(self._load, load, mark)
 
     def after(self, orders: Orders) -> None:
         """The forward pass has been started (on a GPU) or is over."""
         mark = self._pages.mark()
         if orders.stores:
-            self._num_storing += len(orders.stores)
+            with self._news:
+                self._num_storing += len(orders.stores)
             self._submit(self._enqueue, orders.stores, mark)
         if orders.step is not None:
             started_s, begun = self._begun
@@ -134,6 +141,14 @@ class WorkerSide:
         with self._news:
             report, self._report = self._report, Report()
         return report if report.ended else None
+
+    def settle(self, orders: Orders, patience_s: float) -> Report | None:
+        """Store what no step has brought, and wait until nothing is being stored any more, at most
+        so long; what has become of stores."""
+        self.after(orders)
+        with self._news:
+            self._news.wait_for(lambda: not self._num_storing, patience_s)
+        return self.report()
 
     def close(self, patience_s: float) -> None:
         """What is being stored is stored, as far as patience goes."""
