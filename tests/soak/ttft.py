@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 import psutil
+import torch
 
 from hicache.client import Client, DaemonAbsent
 from hicache.connectors.transformers import CachedModel
@@ -123,6 +124,7 @@ def figures(seconds: list[float]) -> dict[str, float]:
 
 def run(num_requests: int, seed: int) -> dict[str, Any]:
     words = load_smollm2("bfloat16")
+    torch.set_num_threads(1)  # the daemon has processors of its own, here as elsewhere
     asked = prompts(words, num_requests, seed)
     bare = CachedModel(words.model, None)
     bare.warm_up(asked[-1], TURN_TOKENS)
