@@ -105,7 +105,7 @@ $(STAMP): pyproject.toml Makefile | $(BIN)/python
 	@touch $@
 	@echo '==> environment: ready in .venv/'
 
-env-vllm: $(VLLM_WHEEL) ## Make the environment with vLLM in .venv-vllm/ (3.5 GB)
+env-vllm: $(VLLM_WHEEL) ## Install vLLM into .venv-vllm/ (3.5 GB); test-vllm adds the rest
 
 $(VLLM_BIN)/python:
 	@echo '==> vLLM environment: creating .venv-vllm/ (first time only; 3.5 GB)'
