@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,7 +76,8 @@ def end_family(process: subprocess.Popen[Any]) -> None:
 
 class Events:
     """What vLLM publishes of its blocks. It connects to an endpoint that names a host, so the
-    subscriber binds."""
+    subscriber binds: then its subscription reaches a publisher that has connected only when the
+    subscriber is used, and what was published before is lost. So a thread looks all the time."""
 
     def __init__(self) -> None:
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
@@ -83,20 +86,31 @@ class Events:
             "publisher": "zmq",
             "endpoint": self.endpoint,
         }
+        self._come: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._is_over = threading.Event()
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.subscribe(b"")
-        self._socket.bind(self.endpoint)
+        self._reader = threading.Thread(target=self._read, name="events", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with self._context.socket(zmq.SUB) as socket:
+            socket.subscribe(b"")
+            socket.bind(self.endpoint)
+            while not self._is_over.is_set():
+                if socket.poll(50):
+                    self._come.put(socket.recv_multipart()[-1])
 
     def take(self) -> list[dict[str, Any]]:
         """All that has come. Each event is a map with its kind as `type`."""
         events: list[dict[str, Any]] = []
-        while self._socket.poll(200):
-            _, _, payload = self._socket.recv_multipart()
-            events += msgpack.unpackb(payload)[1]
+        with suppress(queue.Empty):
+            while True:
+                events += msgpack.unpackb(self._come.get(timeout=0.5))[1]
         return events
 
     def close(self) -> None:
+        self._is_over.set()
+        self._reader.join()
         self._context.destroy(linger=0)
 
 
