@@ -100,8 +100,8 @@ def test_bf16_says_what_a_local_hit_says(
     assert in_cpu == in_gpu, "hashes that vLLM does not know, or that nobody was told of"
 
 
-def hashes(events: list[dict[str, Any]], medium: str) -> set[bytes]:
+def hashes(events: list[dict[str, Any]], medium: str) -> set[int | bytes]:
     """Of the blocks that were stored there."""
     stored = [e for e in events if e["type"] == "BlockStored" and e["medium"] == medium]
     assert all(event["block_size"] == BLOCK_TOKENS for event in stored)
-    return {bytes(name) for event in stored for name in event["block_hashes"]}
+    return {name for event in stored for name in event["block_hashes"]}
