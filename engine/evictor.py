@@ -81,7 +81,7 @@ class Evictor:
         if evacuations.under_way:
             evacuations.watch()
         available = pool.available(slot_bytes)
-        if available >= count or (self._making_room_in | ~house.up) >> tier & 1:
+        if available >= count or self._making_room_in >> tier & 1 or not house.is_up(tier):
             return min(available, count)
         if evacuations.under_way and evacuations.is_for(tier, slot_bytes):
             return available

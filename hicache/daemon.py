@@ -501,6 +501,8 @@ class Daemon:
     def _stats(self, _: Any) -> dict[str, Any]:
         service, condition = self.service, self.condition
         notes, states = condition.tier_notes(), condition.tier_states()
+        namespaces = figures.namespace_rows(service)  # walks the index, once
+        index = figures.index_row(self.engine, namespaces)
         return {
             "uptime_s": time.monotonic() - self.started_s,
             "epoch": self.epoch,
@@ -510,8 +512,8 @@ class Daemon:
             "leases": len(self.engine.residency.leases.leases),
             "tickets": len(self.engine.residency.leases.tickets),
             "waiting": len(service.waiting),
-            "namespaces": figures.namespace_rows(service),
-            "index": figures.index_row(self.engine),
+            "namespaces": namespaces,
+            "index": index,
             "tiers": figures.tier_rows(self.engine, self.parts.media, notes, states),
             "links": figures.link_rows(self.engine),
             "planner": figures.planner_row(service),
@@ -522,7 +524,7 @@ class Daemon:
             "history": figures.history_row(self.engine),
             "dropped_blocks": self.engine.evictor.dropped,
             "workers": self.mover.pids(),
-            "memory": figures.memory_row(service, self.mover),
+            "memory": figures.memory_row(service, self.mover, index["tokens"]),
             "queues": figures.queue_rows(service, self.mover),
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from hicache.engine.plan import Priority
 from hicache.engine.record import Record
 from hicache.service import Service
 from hicache.transfer.mover import Mover
+from hicache.wire import TOKEN_BYTES
 
 NODE_BYTES: Final = 400
 """Of the index, without its symbols: about (`hicache bench index --scale` measures it)."""
@@ -202,14 +203,11 @@ def history_row(engine: CacheEngine) -> dict[str, Any]:
     }
 
 
-def memory_row(service: Service, mover: Mover) -> dict[str, Any]:
+def memory_row(service: Service, mover: Mover, index_tokens: int) -> dict[str, Any]:
     """Where the daemon's memory is: shared (the arenas) and its own. The index is estimated; all
     that is its own is in `private_bytes`, libraries included."""
     house = service.engine.residency
-    symbols = sum(
-        namespace.step * sum(len(node) for node in house.index.subtree(namespace.root))
-        for namespace in house.namespaces
-    )
+    symbols = TOKEN_BYTES * index_tokens
     return {
         "arena_bytes": {tier: arena.memory_bytes for tier, arena in service.arenas.items()},
         "index_bytes": house.blocks.num_bytes() + symbols + NODE_BYTES * house.index.num_nodes,
@@ -254,11 +252,8 @@ def queue_rows(service: Service, mover: Mover) -> list[dict[str, Any]]:
     return [dict(zip(keys, (*row[:3], f"limits.{row[3]}", row[4]), strict=True)) for row in told]
 
 
-def index_row(engine: CacheEngine) -> dict[str, Any]:
-    """The size of the index."""
+def index_row(engine: CacheEngine, namespaces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The size of the index. `namespaces`: their rows."""
     house = engine.residency
-    tokens = 0
-    for namespace in house.namespaces:
-        nodes = house.index.subtree(namespace.root)
-        tokens += namespace.block_tokens * sum(len(node) for node in nodes)
+    tokens = sum(row["blocks"] * row["block_tokens"] for row in namespaces)
     return {"blocks": len(house.blocks), "nodes": house.index.num_nodes, "tokens": tokens}

@@ -101,7 +101,7 @@ class Arena:
         mapped, page by page, before anybody waits for it. ArenaError leaves no file behind; a file
         that is there already is never touched."""
         path = Path(path)
-        data_bytes = -(-data_bytes // PAGE_BYTES) * PAGE_BYTES
+        data_bytes = _whole_pages(data_bytes)
         if not PAGE_BYTES <= data_bytes <= MAX_TIER_BYTES:
             raise ArenaError(f"an arena of {data_bytes} bytes: 4 KiB … 8 TiB are possible")
         data_offset = _data_offset(data_bytes, huge_pages)
@@ -112,11 +112,7 @@ class Arena:
             _allocate(fd, path, data_offset + data_bytes, pretouch)
             arena = cls(path, fd, data_bytes, data_offset, secrets.token_hex(16))
             undo.pop_all()
-        arena.is_owner = True
-        arena.huge_pages = huge_pages and arena._ask_for_huge_pages()
-        if pretouch is not None:
-            arena._touch(pretouch)
-        arena._sign()
+        arena._own(huge_pages, pretouch)
         return arena
 
     @classmethod
@@ -132,7 +128,7 @@ class Arena:
         generations are raised. `inherited` names the (first page, pages, pid) that clients of the
         dead one may still write. ArenaError where it is no such arena, and then it is as it was."""
         path = Path(path)
-        data_bytes = -(-data_bytes // PAGE_BYTES) * PAGE_BYTES
+        data_bytes = _whole_pages(data_bytes)
         data_offset = _data_offset(data_bytes, huge_pages)
         if not is_adoptable(path, data_bytes, huge_pages=huge_pages):
             raise ArenaError(f"{path} is of another size")
@@ -157,12 +153,8 @@ class Arena:
             if any(pid == UNKNOWN_WRITER for _, _, pid in arena.inherited):
                 raise ArenaError(f"{path} may be written by nobody knows whom")
             undo.pop_all()
-        arena.is_owner = True
-        arena.huge_pages = huge_pages and arena._ask_for_huge_pages()
         arena.raise_range(0, data_bytes // PAGE_BYTES)
-        arena._sign()
-        if pretouch is not None:
-            arena._touch(pretouch)
+        arena._own(huge_pages, pretouch)
         return arena
 
     @classmethod
@@ -321,8 +313,12 @@ class Arena:
         """Take the file's name away; who has it mapped keeps it. Fine if it is gone already."""
         self.path.unlink(missing_ok=True)
 
-    def _sign(self) -> None:
-        """It is ours."""
+    def _own(self, huge_pages: bool, pretouch: Progress | None) -> None:
+        """It is ours, and says so when it is ready."""
+        self.is_owner = True
+        self.huge_pages = huge_pages and self._ask_for_huge_pages()
+        if pretouch is not None:
+            self._touch(pretouch)
         epoch, pid = self.epoch.encode(), os.getpid()
         fields = (MAGIC, VERSION, PAGE_BYTES, self.data_bytes, self._data_offset, pid, epoch)
         self._map[: _HEADER.size] = _HEADER.pack(*fields)
@@ -350,7 +346,7 @@ def is_adoptable(
     path: str | os.PathLike[str], data_bytes: int, *, huge_pages: bool = False
 ) -> bool:
     """Whether the file is an arena of this size and layout; whose is not asked."""
-    data_bytes = -(-data_bytes // PAGE_BYTES) * PAGE_BYTES
+    data_bytes = _whole_pages(data_bytes)
     data_offset = _data_offset(data_bytes, huge_pages)
     try:
         with open(path, "rb", opener=_without_following) as file:
@@ -425,8 +421,12 @@ def _without_following(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 def _writers_offset(data_bytes: int) -> int:
-    return PAGE_BYTES + -(-4 * (data_bytes // PAGE_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    return PAGE_BYTES + _whole_pages(4 * (data_bytes // PAGE_BYTES))
 
 
 def _data_offset(data_bytes: int, huge_pages: bool) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from hicache.engine.plan import Move, Outcome
@@ -101,9 +101,11 @@ class CudaLink:
             # to the inference engine.
             event = self._pool.cupy.cuda.Event(block=True, disable_timing=True)
             try:
-                self._copies.enqueue(pieces, self._stream.ptr, to_device=self._to_device)
-            except Exception as error:  # whatever it is, part of the batch may be on its way
-                self.settle(self._stream)
+                with ExitStack() as undo:
+                    undo.callback(self.settle, self._stream)  # part of it may be on its way
+                    self._copies.enqueue(pieces, self._stream.ptr, to_device=self._to_device)
+                    undo.pop_all()
+            except (CopyRefused, self._pool.cupy.cuda.runtime.CUDARuntimeError) as error:
                 return Started(self, batch, dict.fromkeys(range(len(batch)), error), None)
             event.record(self._stream)
         return Started(self, batch, refused, event)

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 
 from hicache.engine.plan import Outcome
@@ -84,21 +85,18 @@ class Direction:
         while (job := self._jobs.get()) is not None:
             if self._cut_off.is_set():
                 continue
-            try:
-                if isinstance(job, Batch):
-                    self._begin(job)
-                else:
-                    job()
-            except Exception as error:  # a thread that ended alone would leave an idle worker
-                self._on_fault(error)
+            self._guarded(partial(self._begin, job) if isinstance(job, Batch) else job)
         self._begun.put(None)
 
     def _end_all(self) -> None:
         while (begun := self._begun.get()) is not None:
-            try:
-                self._end(begun)
-            except Exception as error:  # as above
-                self._on_fault(error)
+            self._guarded(partial(self._end, begun))
+
+    def _guarded(self, job: Job) -> None:
+        try:
+            job()
+        except Exception as error:  # a thread that ended alone would leave an idle worker
+            self._on_fault(error)
 
     def _begin(self, batch: Batch) -> None:
         start_s = time.perf_counter()

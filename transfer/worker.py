@@ -108,7 +108,9 @@ class Worker:
         """Until `stop` or the end of the stream; then nothing is on its way."""
         self._read.start()
         self._write.start()
-        telling = threading.Thread(target=self._tell_stored, name="hicache-scan")
+        telling = threading.Thread(
+            target=self._or_break, args=(self._tell_stored,), name="hicache-scan"
+        )
         if self._medium.remembers:
             telling.start()
         is_stopped = any(self._handle(message) for message in early)
@@ -128,40 +130,44 @@ class Worker:
         if self._scrub is not None:
             self._scrub.join()
 
+    def _or_break(self, work: Callable[[], None]) -> None:
+        """A thread of the worker's own: one that ended quietly would leave the tier half restored,
+        or a scrub that nobody ends."""
+        try:
+            work()
+        except Exception as error:
+            self._break(error)
+
     def _begin_scrub(self, bytes_per_s: float) -> None:
         """One at a time."""
         if self._scrub is None or not self._scrub.is_alive():
             work = partial(self._scrub_all, bytes_per_s)
-            self._scrub = threading.Thread(target=work, name="hicache-scrub")
+            self._scrub = threading.Thread(
+                target=self._or_break, args=(work,), name="hicache-scrub"
+            )
             self._scrub.start()
 
     def _scrub_all(self, bytes_per_s: float) -> None:
         """Check every block, no faster than asked for, and tell the daemon now and then."""
         start_s = told_s = time.monotonic()
         bad: list[Spoilt] = []
-        try:
-            for so_far in self._medium.scrub():
-                bad += so_far.bad
-                now_s = time.monotonic()
-                if so_far.is_done or now_s - told_s >= SCRUB_TOLD_S:
-                    self.send(pack_scrubbed(replace(so_far, bad=bad)))
-                    bad, told_s = [], now_s
-                ahead_s = so_far.num_bytes / bytes_per_s - (now_s - start_s)
-                if self._is_ending.wait(max(0.0, ahead_s)) or self._cut_off.is_set():
-                    return
-        except Exception as error:  # as when a read met it
-            self._break(error)
+        for so_far in self._medium.scrub():
+            bad += so_far.bad
+            now_s = time.monotonic()
+            if so_far.is_done or now_s - told_s >= SCRUB_TOLD_S:
+                self.send(pack_scrubbed(replace(so_far, bad=bad)))
+                bad, told_s = [], now_s
+            ahead_s = so_far.num_bytes / bytes_per_s - (now_s - start_s)
+            if self._is_ending.wait(max(0.0, ahead_s)) or self._cut_off.is_set():
+                return
 
     def _tell_stored(self) -> None:
         """What the medium held, as fast as the daemon takes it in, while requests are served."""
-        try:
-            for rows in self._medium.stored():
-                self._untaken.acquire()
-                if self._is_ending.is_set() or self._cut_off.is_set():
-                    return
-                self.send(pack_rows(rows))
-        except Exception as error:  # one that ended quietly would leave the tier half restored
-            self._break(error)
+        for rows in self._medium.stored():
+            self._untaken.acquire()
+            if self._is_ending.is_set() or self._cut_off.is_set():
+                return
+            self.send(pack_rows(rows))
         self.send(pack("restored", notes=list(self._medium.notes)))
 
     def _handle(self, message: Message) -> bool:

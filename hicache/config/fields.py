@@ -8,7 +8,7 @@ import os
 import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -53,74 +53,39 @@ def _bounded_size(size: int | Share) -> int | Share:
     return size
 
 
-_QUANTITY_SCHEMA = r"^\d+(\.\d+)?\s*"
+def _number_or(number: dict[str, Any], units: str, form: str) -> WithJsonSchema:
+    """What an editor may offer: a bare number, or a quantity whose units match this pattern."""
+    quantity = {"type": "string", "pattern": r"^\d+(\.\d+)?\s*" + units}
+    return WithJsonSchema({"anyOf": [number, quantity], "description": form})
+
+
 TierSize = Annotated[
     int | Share,
     BeforeValidator(parse_size_or_share),
     AfterValidator(_bounded_size),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1},
-                {"type": "string", "pattern": _QUANTITY_SCHEMA + "([KMGT]i?B|B|%)$"},
-            ],
-            "description": SIZE_OR_SHARE_FORM,
-        }
-    ),
+    _number_or({"type": "integer", "minimum": 1}, "([KMGT]i?B|B|%)$", SIZE_OR_SHARE_FORM),
 ]
 Bytes = Annotated[
     int,
     BeforeValidator(parse_size),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer"},
-                {"type": "string", "pattern": _QUANTITY_SCHEMA + "([KMGT]i?B|B)$"},
-            ],
-            "description": SIZE_FORM,
-        }
-    ),
+    _number_or({"type": "integer"}, "([KMGT]i?B|B)$", SIZE_FORM),
 ]
 Rate = Annotated[
     int,
     BeforeValidator(parse_rate),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1},
-                {"type": "string", "pattern": _QUANTITY_SCHEMA + "([KMGT]i?B|B)/(d|day|h|hour)$"},
-            ],
-            "description": RATE_FORM,
-        }
-    ),
+    _number_or({"type": "integer", "minimum": 1}, "([KMGT]i?B|B)/(d|day|h|hour)$", RATE_FORM),
 ]
 FlopRate = Annotated[
     float,
     BeforeValidator(parse_flop_rate),
     Field(gt=0, allow_inf_nan=False),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "exclusiveMinimum": 0},
-                {"type": "string", "pattern": _QUANTITY_SCHEMA + "[GTP]FLOP/s$"},
-            ],
-            "description": FLOP_FORM,
-        }
-    ),
+    _number_or({"type": "number", "exclusiveMinimum": 0}, "[GTP]FLOP/s$", FLOP_FORM),
 ]
 Seconds = Annotated[
     float,
     BeforeValidator(parse_seconds),
     Field(ge=0, allow_inf_nan=False),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "minimum": 0},
-                {"type": "string", "pattern": _QUANTITY_SCHEMA + "(ns|us|ms|s|m|h|d)$"},
-            ],
-            "description": SECONDS_FORM,
-        }
-    ),
+    _number_or({"type": "number", "minimum": 0}, "(ns|us|ms|s|m|h|d)$", SECONDS_FORM),
 ]
 Deadline = Annotated[Seconds, Field(gt=0)]
 
