@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lmdb
-import numpy as np
 import xxhash
 
 from hicache.tiers.base import (
@@ -59,7 +58,7 @@ from hicache.tiers.disk_format import (
     pack_use,
     unpack_header,
 )
-from hicache.tiers.disk_reading import Bytes, Found, copy_all
+from hicache.tiers.disk_reading import Bytes, ahead_bytes_of, copy_all, data_file, find_all
 from hicache.tiers.disk_scan import Scan, Scanned
 from hicache.tiers.disk_shrink import compact, evict_coldest
 from hicache.tiers.disk_verify import Scrub
@@ -104,6 +103,7 @@ class DiskTier:
         self._is_open = True
         keep_freed_memory()
         self._device = DiskDevice(path, durability, lock_wait_s=lock_wait_s, set_aside=set_aside)
+        self._ahead_bytes = ahead_bytes_of(self.path)
         self._pool = (
             ThreadPoolExecutor(readers, thread_name_prefix="hicache-copy") if readers > 1 else None
         )
@@ -213,9 +213,10 @@ class DiskTier:
             typed("read", str(self.path)),
             opened.mapping,
             opened.env.begin(buffers=True) as txn,
+            data_file(opened) as fd,
         ):
-            found = [_find(txn, opened, identity, view) for identity, view in wanted]
-            results = copy_all(found, self._pool)
+            found = find_all(fd, txn, opened, slot_bytes, wanted)
+            results = copy_all(fd, found, self._pool, self._ahead_bytes)
             bad = [
                 (record.identity.key, record.packed)
                 for record, problem in zip(found, results, strict=True)
@@ -388,14 +389,3 @@ def _prefix(opened: Environment, row: bytes) -> tuple[bytes, bytes] | None:
             above = txn.get(header.parent, db=opened.meta)
             header = None if above is None else unpack_header(bytes(above))
     return None
-
-
-def _find(txn: lmdb.Transaction, opened: Environment, identity: Identity, view: Bytes) -> Found:
-    packed = txn.get(identity.key, db=opened.meta)
-    content = txn.get(identity.key, db=opened.blocks)
-    return Found(
-        identity,
-        view,
-        None if packed is None else bytes(packed),
-        None if content is None else np.frombuffer(content, np.uint8),
-    )
