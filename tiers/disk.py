@@ -58,7 +58,7 @@ from hicache.tiers.disk_format import (
     pack_use,
     unpack_header,
 )
-from hicache.tiers.disk_reading import Bytes, ahead_bytes_of, copy_all, data_file, find_all
+from hicache.tiers.disk_reading import Bytes, copy_all, data_file, find_all
 from hicache.tiers.disk_scan import Scan, Scanned
 from hicache.tiers.disk_shrink import compact, evict_coldest
 from hicache.tiers.disk_verify import Scrub
@@ -103,7 +103,6 @@ class DiskTier:
         self._is_open = True
         keep_freed_memory()
         self._device = DiskDevice(path, durability, lock_wait_s=lock_wait_s, set_aside=set_aside)
-        self._ahead_bytes = ahead_bytes_of(self.path)
         self._pool = (
             ThreadPoolExecutor(readers, thread_name_prefix="hicache-copy") if readers > 1 else None
         )
@@ -216,7 +215,7 @@ class DiskTier:
             data_file(opened) as fd,
         ):
             found = find_all(fd, txn, opened, slot_bytes, wanted)
-            results = copy_all(fd, found, self._pool, self._ahead_bytes)
+            results = copy_all(fd, found, self._pool)
             bad = [
                 (record.identity.key, record.packed)
                 for record, problem in zip(found, results, strict=True)

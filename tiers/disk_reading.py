@@ -1,10 +1,10 @@
 """Copies of stored blocks: file → the destination's memory, checked there, several at once.
 
 Called by `DiskTier.read` and by scrubs, within a read transaction that outlives the copies. Values
-of some size are found by `disk_pages.py` and copied by `pread`: the device is asked for all of a
-batch first, in the order in which it lies there, then each value is waited for by one of several
-threads. Where the file has ended or the device fails, that is an error of one block; in the mapping
-it would be a SIGBUS, the end of the worker.
+of some size are found by `disk_pages.py` and copied by `pread`, in the order in which they lie in
+the file: each is waited for by one of several threads, and the next few are asked for meanwhile.
+Where the file has ended or the device fails, that is an error of one block; in the mapping it would
+be a SIGBUS, the end of the worker.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
 
 import lmdb
 import numpy as np
@@ -31,8 +29,10 @@ Bytes = npt.NDArray[np.uint8]
 Value = Bytes | Extent | None
 """As LMDB's mapping shows it, or where it lies in the file; None where it is missing."""
 
-_SMALL_BYTES = 64 << 10  # LMDB may touch it: not worth finding, nor another thread
-_USUAL_AHEAD_BYTES = 128 << 10
+_SMALL_BYTES = 32 << 10  # LMDB may touch it: not worth finding
+_PARALLEL_BYTES = 64 << 10  # below, another thread costs more than it gives
+_AHEAD_BYTES = 2 << 20  # beyond what is waited for; a longer queue was slower on a busy disk
+_CALL_BYTES = 1 << 20  # for the kernel takes only so much of one call
 
 
 class Found:
@@ -122,26 +122,27 @@ def find_values(
 
 
 def copy_all(
-    fd: int, found: Sequence[Found], pool: ThreadPoolExecutor | None, ahead_bytes: int
+    fd: int, found: Sequence[Found], pool: ThreadPoolExecutor | None
 ) -> list[TierError | None]:
     """Every record into its view, by as many threads as the pool has. In order."""
+    if not found:
+        return []
     as_they_lie = sorted(range(len(found)), key=lambda at: _offset(found[at].value))
     records = [found[at] for at in as_they_lie]
-    for record in records:
-        if isinstance(record.value, Extent):
-            read_ahead(fd, record.value, ahead_bytes)
-    copy = partial(Found.copy, fd=fd)
-    is_alone = pool is None or len(found) < 2 or found[0].view.nbytes < _SMALL_BYTES
-    problems = map(copy, records) if pool is None or is_alone else pool.map(copy, records)
+    ahead = max(1, _AHEAD_BYTES // found[0].view.nbytes)
+    for record in records[:ahead]:
+        _fetch(fd, record.value)
+
+    def copy(at: int) -> TierError | None:
+        if at + ahead < len(records):
+            _fetch(fd, records[at + ahead].value)
+        return records[at].copy(fd)
+
+    is_shared = pool is not None and len(found) > 1 and found[0].view.nbytes >= _PARALLEL_BYTES
+    numbers = range(len(records))
+    problems = pool.map(copy, numbers) if pool is not None and is_shared else map(copy, numbers)
     told = dict(zip(as_they_lie, problems, strict=True))
     return [told[at] for at in range(len(found))]
-
-
-def read_ahead(fd: int, place: Extent, ahead_bytes: int) -> None:
-    """Have all of it fetched from the device, without waiting."""
-    end = place.offset + place.num_bytes
-    for at in range(place.offset, end, ahead_bytes):
-        os.posix_fadvise(fd, at, min(ahead_bytes, end - at), os.POSIX_FADV_WILLNEED)
 
 
 def fill(view: Bytes, value: Bytes | Extent, fd: int) -> None:
@@ -167,17 +168,6 @@ def num_bytes(value: Bytes | Extent) -> int:
     return value.num_bytes if isinstance(value, Extent) else len(value)
 
 
-def ahead_bytes_of(path: Path) -> int:
-    """How much the kernel fetches at once, at least, from the device that holds a path."""
-    device = os.stat(path).st_dev
-    name = f"{os.major(device)}:{os.minor(device)}"
-    for folder in (f"/sys/class/bdi/{name}", f"/sys/dev/block/{name}/../bdi"):  # a partition's
-        with contextlib.suppress(OSError, ValueError):
-            kib = int(Path(folder, "read_ahead_kb").read_text())
-            return max(_USUAL_AHEAD_BYTES, kib << 10)
-    return _USUAL_AHEAD_BYTES
-
-
 def _located(
     fd: int, txn: lmdb.Transaction, name: bytes, slot_bytes: int, keys: Sequence[bytes]
 ) -> dict[bytes, bytes | Extent]:
@@ -186,6 +176,14 @@ def _located(
         return {}
     tree = Tree.of(txn, name)
     return {} if tree is None else locate(fd, tree, keys)
+
+
+def _fetch(fd: int, value: Value) -> None:
+    """Have it fetched from the device, without waiting."""
+    if isinstance(value, Extent):
+        end = value.offset + value.num_bytes
+        for at in range(value.offset, end, _CALL_BYTES):
+            os.posix_fadvise(fd, at, min(_CALL_BYTES, end - at), os.POSIX_FADV_WILLNEED)
 
 
 def _offset(value: Value) -> int:
