@@ -48,6 +48,14 @@ def part_of(span: Span, first: int, last: int) -> Span:
     return span[first:last]
 
 
+def cut(span: Span, at: int) -> tuple[Span, Span]:
+    """The first `at` ids of a span, and the others."""
+    if isinstance(span, slice):
+        middle = span.start + at
+        return slice(span.start, middle), slice(middle, span.stop)
+    return span[:at], span[at:]
+
+
 def joined(front: Span, back: Span) -> Span:
     """Two spans in a row, a slice if they meet."""
     if isinstance(front, slice) and isinstance(back, slice) and front.stop == back.start:

@@ -26,7 +26,7 @@ import numpy as np
 
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
 from hicache.engine.ghost import Mark
-from hicache.engine.ids import Span, ids_along, joined, part_of, size_of
+from hicache.engine.ids import Span, cut, ids_along, joined, part_of, size_of
 from hicache.engine.node import SPARE_SHARE, Node, Stem, depth_of
 from hicache.tiers.block import Ids
 
@@ -286,14 +286,16 @@ class Index:
             self.set_residency(piece, tag & 0xFF, tag >> LEAVING_SHIFT)
         return pieces
 
-    def trim(self, node: Node, count: int, step: int) -> None:
-        """Cut the last `count` blocks, not all, off a childless node; they are the caller's to
-        forget."""
-        assert 0 < count < node.num_blocks
+    def trim(self, node: Node, count: int, step: int) -> Span:
+        """Cut the last `count` blocks, not all, off a childless node. Returns them; they are the
+        caller's to forget."""
+        kept = node.num_blocks - count
+        assert 0 < kept < node.num_blocks
         assert not node.children
-        node.num_blocks -= count
-        node.span = part_of(node.span, 0, node.num_blocks)
+        node.num_blocks = kept
+        node.span, gone = cut(node.span, kept)
         node.stem.shorten(count * step)
+        return gone
 
     def remove(self, node: Node, step: int) -> Node:
         """Forget a childless node and its blocks, which have no copy left. Returns its parent."""
@@ -397,6 +399,10 @@ class Index:
             tag = node.tiers | node.leaving << LEAVING_SHIFT
             assert node.staying == node.tiers & ~node.leaving
             assert (self.blocks.tags[ids] == tag).all(), (node.number, tag, self.blocks.tags[ids])
+            if not node.children:
+                for first in (0, len(ids) // 2, len(ids) - 1):
+                    is_pinned = self.blocks.is_pinned(ids[first:])
+                    assert self.blocks.is_tail_pinned(node.span, first) == is_pinned
         return num_blocks
 
     def _validate_stem(self, stem: Stem, step: int) -> None:
