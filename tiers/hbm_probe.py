@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hicache.tiers.hbm import CONTEXT_BYTES
+from hicache.tiers.hbm_context import grown_by, used_bytes
+from hicache.tiers.numa import node_of
 
 TIMEOUT_S: Final = 60.0
 _ROOT = Path(__file__).absolute().parents[2]  # not resolved: hicache/tiers may be a link
@@ -30,7 +32,8 @@ _ROUNDS: Final = 5
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU, by CUDA's number. `free_bytes` without what a CUDA context of our own takes;
-    `numa_node` -1 where the system does not say; bytes per second only where they were measured."""
+    `context_bytes` is what that was found to be, 0 where nobody tells; `numa_node` -1 where the
+    system does not say; bytes per second only where they were measured."""
 
     index: int
     total_bytes: int
@@ -38,6 +41,7 @@ class Gpu:
     name: str = ""
     bus_id: str = ""
     numa_node: int = -1
+    context_bytes: int = 0
     to_device_bytes_per_s: float = 0.0
     from_device_bytes_per_s: float = 0.0
 
@@ -107,11 +111,11 @@ def ask(cupy: Any, measure: bool) -> dict[str, Any]:
 
 
 def _ask_one(runtime: Any, index: int) -> dict[str, Any]:
+    bus = str(runtime.deviceGetPCIBusId(index)).lower()
+    before = used_bytes(bus)
     runtime.setDevice(index)
     properties = runtime.getDeviceProperties(index)
-    free, total = runtime.memGetInfo()
-    bus = str(runtime.deviceGetPCIBusId(index)).lower()
-    file = Path("/sys/bus/pci/devices") / bus / "numa_node"
+    free, total = runtime.memGetInfo()  # by now there is a context
     return {
         "index": index,
         "name": properties["name"].decode(),
@@ -119,7 +123,8 @@ def _ask_one(runtime: Any, index: int) -> dict[str, Any]:
         # This process' own context is gone again when a worker makes one of about that size.
         "free_bytes": min(int(total), int(free) + CONTEXT_BYTES),
         "bus_id": bus,
-        "numa_node": int(file.read_text()) if file.exists() else -1,
+        "numa_node": node_of(bus),
+        "context_bytes": grown_by(before, used_bytes(bus)),
     }
 
 

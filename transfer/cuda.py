@@ -28,6 +28,7 @@ from hicache.engine.plan import Move, Outcome
 from hicache.tiers.arena import Arena
 from hicache.tiers.base import TierDamaged
 from hicache.tiers.hbm import CudaPool
+from hicache.tiers.numa import bytes_by_node, node_of, num_nodes, told
 from hicache.transfer.cuda_copy import BatchCopy, CopyPath, CopyRefused, EachCopy, Piece
 from hicache.transfer.link import Forgetful, Link, Measured, failed
 from hicache.transfer.messages import WorkerConfig
@@ -161,7 +162,7 @@ class CudaMedium(Forgetful):
             self._up = CudaLink(far_name, near_name, *more, to_device=False)
             self._down = CudaLink(near_name, far_name, *more, to_device=True)
         self.detail = f"memory of GPU {config.gpu}"
-        self.notes = [f"{self._pinned.told()}; {why}"]
+        self.notes = [f"{self._pinned.told()}; {why}", *_surroundings(pool, near)]
         self.readers: Sequence[Link] = [self._up]
         self.writers: Sequence[Link] = [self._down]
 
@@ -179,6 +180,14 @@ class CudaMedium(Forgetful):
             link.close()
         self._pinned.close()
         self._pool.close()
+
+
+def _surroundings(pool: CudaPool, near: Arena) -> Iterator[str]:
+    """What else the operator may want to know; pinned memory has been touched, all of it."""
+    if pool.context_bytes:
+        yield f"; CUDA itself takes {pool.context_bytes >> 20} MiB of the GPU beside the pool"
+    if num_nodes() > 1 and (where := told(bytes_by_node(near.path), node_of(pool.bus_id))):
+        yield f"; of the host memory {where}"
 
 
 def choose_path(pool: CudaPool, pinned: PinnedArena) -> tuple[CopyPath, str]:
