@@ -27,6 +27,7 @@ TIMEOUT_S: Final = 60.0
 _ROOT = Path(__file__).absolute().parents[2]  # not resolved: hicache/tiers may be a link
 _COPY_BYTES: Final = 256 << 20
 _ROUNDS: Final = 5
+_NO_DEVICES: Final = "there is no GPU on this machine: no /dev/nvidia*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,10 @@ class Gpus:
 def look(*, measure: bool = False) -> Gpus:
     """Looks now. Never raises: what went wrong is `trouble`."""
     driver = _driver_version()
+    has_devices = any(Path("/dev").glob("nvidia[0-9]*"))
     if find_spec("cupy") is None:
-        if not any(Path("/dev").glob("nvidia[0-9]*")):
-            return Gpus(trouble="there is no GPU on this machine: no /dev/nvidia*", driver=driver)
+        if not has_devices:
+            return Gpus(trouble=_NO_DEVICES, driver=driver)
         said = "cupy is not installed (pip install 'hicache[cuda]')"
         return Gpus(trouble=said, driver=driver)
     command = [sys.executable, "-m", "hicache.tiers.hbm_probe", *(["--measure"] if measure else [])]
@@ -89,6 +91,8 @@ def look(*, measure: bool = False) -> Gpus:
         last = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
         return Gpus(trouble=f"CUDA cannot be asked: {last}", driver=driver)
     found = tuple(Gpu(**row) for row in data.pop("found"))
+    if not found and not driver and not has_devices:  # CuPy's words alone would send one astray
+        data["trouble"] = f"{_NO_DEVICES} ({data['trouble']})"
     return Gpus(found=found, driver=driver, **data)
 
 

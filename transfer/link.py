@@ -95,10 +95,12 @@ class Medium(Protocol):
     `readers` are called from the reading direction's threads; `writers`, `forget`, `note` and
     `describe` from the writing direction's; `stored` and `scrub` each from a thread of its own
     meanwhile, where the medium `remembers` what it held; the rest before those start or after they
-    have ended.
+    have ended. Where the medium has a way for each priority (ways.py), `readers` and `writers` are
+    one link for each of them, in order, with threads of its own.
     """
 
     remembers: bool
+    by_priority: bool
 
     detail: str
     notes: list[str]
@@ -131,6 +133,7 @@ class Forgetful:
     """The half of a Medium that a medium without a memory shares."""
 
     remembers = False
+    by_priority = False
 
     def stored(self) -> Iterator[StoredRows]:
         return iter(())

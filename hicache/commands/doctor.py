@@ -102,7 +102,9 @@ def _host_rows(host: dict[str, int | str | None]) -> Iterator[tuple[str, str]]:
 def _gpu_rows(gpus: Gpus) -> Iterator[tuple[str, str]]:
     yield "driver", gpus.driver or "no NVIDIA driver on this machine"
     if gpus.cupy:
-        versions = f"CUDA {_version(gpus.cuda_runtime)}, the driver's {_version(gpus.cuda_driver)}"
+        versions = f"CUDA {_version(gpus.cuda_runtime)}"
+        if gpus.cuda_driver:
+            versions += f", the driver's {_version(gpus.cuda_driver)}"
         yield "CuPy", f"{gpus.cupy}, {versions}"
     for gpu in gpus.found:
         yield f"cuda:{gpu.index}", _gpu_row(gpu)

@@ -60,6 +60,7 @@ def test_what_cuda_itself_takes_and_where_the_arena_lies(tmp_path: Path) -> None
         data = json.loads(doctor("--json", "--no-measure"))
     finally:
         arena.close()
+        arena.path.unlink()
     assert "CUDA itself takes 518MiB for each process" in said
     assert f"arena          {arena.path}, 1" in said
     (mine,) = [row for row in data["arenas"] if row["path"] == str(arena.path)]
