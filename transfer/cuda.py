@@ -31,6 +31,7 @@ from hicache.tiers.base import TierDamaged
 from hicache.tiers.hbm import CudaPool
 from hicache.tiers.numa import bytes_by_node, node_of, num_nodes, told
 from hicache.transfer.cuda_copy import BatchCopy, CopyPath, CopyRefused, EachCopy, Piece
+from hicache.transfer.engine_pages import EnginePages
 from hicache.transfer.link import Forgetful, Link, Measured, failed
 from hicache.transfer.messages import WorkerConfig
 from hicache.transfer.pinning import CHUNK_BYTES, PinnedArena, Progress
@@ -165,6 +166,7 @@ class CudaMedium(Forgetful):
             more = (self._pinned, pool, self._copies)
             self._ups = [CudaLink(far_name, near_name, *more, to_device=False) for _ in Priority]
             self._downs = [CudaLink(near_name, far_name, *more, to_device=True) for _ in Priority]
+            self.pages = EnginePages(near_name, far_name, *more)
         self.detail = f"memory of GPU {config.gpu}"
         self.notes = [f"{self._pinned.told()}; {why}", *_surroundings(pool, near)]
         self.readers: Sequence[Link] = self._ups
@@ -182,6 +184,8 @@ class CudaMedium(Forgetful):
     def close(self) -> None:
         for link in (*self._ups, *self._downs):
             link.close()
+        if self.pages is not None:
+            self.pages.close()
         self._pinned.close()
         self._pool.close()
 

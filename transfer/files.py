@@ -110,6 +110,7 @@ class DiskMedium:
 
     remembers = True
     by_priority = False
+    pages = None
 
     def __init__(
         self, config: WorkerConfig, near: Arena, progress: Callable[[str, int, int], None]

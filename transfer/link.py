@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hicache.engine.plan import Move, Outcome
 from hicache.tiers.base import TierBroken, TierCorrupt, TierMissing
 from hicache.tiers.block import StoredRows
+
+if TYPE_CHECKING:
+    from hicache.transfer.engine_pages import EnginePages
 
 
 class Link(Protocol):
@@ -96,7 +99,8 @@ class Medium(Protocol):
     `describe` from the writing direction's; `stored` and `scrub` each from a thread of its own
     meanwhile, where the medium `remembers` what it held; the rest before those start or after they
     have ended. Where the medium has a way for each priority (ways.py), `readers` and `writers` are
-    one link for each of them, in order, with threads of its own.
+    one link for each of them, in order, with threads of its own. `pages`: inference engines' own,
+    where this medium can map them (page_work.py).
     """
 
     remembers: bool
@@ -106,6 +110,9 @@ class Medium(Protocol):
     notes: list[str]
     readers: Sequence[Link]
     writers: Sequence[Link]
+
+    @property
+    def pages(self) -> EnginePages | None: ...
 
     def probe(self, num_bytes: int, block_bytes: int) -> list[Measured]:
         """Copy a few blocks each way, for real and outside every slot, and say how long it took."""
@@ -134,6 +141,7 @@ class Forgetful:
 
     remembers = False
     by_priority = False
+    pages: EnginePages | None = None
 
     def stored(self) -> Iterator[StoredRows]:
         return iter(())

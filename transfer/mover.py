@@ -49,6 +49,7 @@ from hicache.transfer.messages import (
 from hicache.transfer.meter import Meter
 from hicache.transfer.news import (
     News,
+    PageNews,
     WorkerDown,
     WorkerMeasured,
     WorkerNews,
@@ -58,13 +59,15 @@ from hicache.transfer.news import (
     WorkerScrubbed,
     WorkerUp,
 )
+from hicache.transfer.page_messages import TOLD, unpack_told
 from hicache.transfer.process import WorkerProcess
 from hicache.transfer.pulse import Pulse
-from hicache.transfer.ways import HEADINGS, Heading, way_of, ways_of
+from hicache.transfer.ways import HEADINGS, PAGE_WAYS, Heading, way_of, ways_of
 
 __all__ = [
     "Mover",
     "News",
+    "PageNews",
     "WorkerDown",
     "WorkerMeasured",
     "WorkerNews",
@@ -106,6 +109,8 @@ class _Device:
             limits = Limits(moves, config.batch_bytes, LIMITS.in_flight)
             self.lanes["write"] = Lane(max_queued, limits)
         self.pulses = [(Pulse(way), lane) for way, lane in self.lanes.items()]
+        if self.by_priority:  # a GPU's worker: nothing of ours is ever in these lanes
+            self.pulses += [(Pulse(way), Lane(0)) for way in PAGE_WAYS]
         self.start_at_s = 0.0
         self.started_s = 0.0
         self.heard_s = 0.0
@@ -296,6 +301,15 @@ class Mover:
         if found.process is not None:
             found.process.send(pack("describe", namespace=namespace, about=dict(about)))
 
+    def send_pages(self, device: str, message: bytes) -> bool:
+        """Something about inference engines' pages (page_messages.py), answered by PageNews. False,
+        and nothing sent, when the worker is not up."""
+        found = self._devices[device]
+        if found.process is None or found.state != "up":
+            return False
+        found.process.send(message)
+        return True
+
     def pace(self, tier: str, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
         """Copy no faster from and to this tier's devices, from now on: infinity for as fast as they
         can, 0 for not at all (pace.py)."""
@@ -404,6 +418,8 @@ class Mover:
                 done, total = int(message["done"]), int(message["total"])
                 opening = WorkerOpening(name, tier, str(message["unit"]), done, total)
                 self._news.append(opening)
+            elif kind in TOLD:
+                self._news.append(PageNews(name, unpack_told(message)))
             elif kind == "broken":
                 device.error = str(message["error"])
                 device.is_damaged = message["damaged"] is True

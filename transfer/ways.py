@@ -19,6 +19,8 @@ from hicache.engine.plan import Priority
 
 Heading = Literal["read", "write"]
 """From the device, or to it."""
+PAGE_WAYS: Final = ("pages", "load", "save")
+"""A GPU's other ways, for inference engines' own pages (page_work.py)."""
 HEADINGS: Final[tuple[Heading, ...]] = ("read", "write")
 
 

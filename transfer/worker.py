@@ -48,7 +48,8 @@ from hicache.transfer.messages import (
     unpack_uses,
 )
 from hicache.transfer.pace import Pace
-from hicache.transfer.ways import HEADINGS, ways_of
+from hicache.transfer.page_work import PAGE_JOBS, PageWork
+from hicache.transfer.ways import HEADINGS, PAGE_WAYS, ways_of
 
 EXIT_BROKEN = 3
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -85,6 +86,9 @@ class Worker:
             if medium.by_priority:
                 links = [links[place // len(HEADINGS)]]
             self._ways[way] = Direction(way, links, *more, paces[heading])
+        self._pages = PageWork(medium.pages, self.send) if medium.pages is not None else None
+        if self._pages is not None:
+            self._ways |= {way: Direction(way, [], *more) for way in PAGE_WAYS}
         self._record = next(self._ways[way] for way in self._ways if way.startswith("write"))
         self._reads = {(link.src, link.dst) for link in medium.readers}
 
@@ -185,6 +189,9 @@ class Worker:
         if kind == "batch":
             batch = unpack_batch(message)
             self._way(batch.way).put(batch)
+        elif kind in PAGE_JOBS and self._pages is not None:
+            way, job = self._pages.job_of(message)
+            self._way(way).put(job)
         elif kind == "forget":
             self._record.put(partial(self._medium.forget, unpack_keys(message)))
         elif kind == "note":

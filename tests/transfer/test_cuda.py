@@ -40,7 +40,7 @@ class AllAtOnce:
     def __init__(self, device: StandIn) -> None:
         self._device = device
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None:
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool | None) -> None:
         self._device.enqueue_all(pieces, stream)
 
 
