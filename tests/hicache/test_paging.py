@@ -172,7 +172,7 @@ def test_another_sessions_pages_are_nobodys(desk: PageDesk) -> None:
     number = desk.registered(mine)
     store(desk, other, PROMPT, 6)
     lease = desk.matched(other)
-    asked = {"registration": number, "lease": lease, "pages": table(2)}
+    asked: dict[str, Any] = {"registration": number, "lease": lease, "pages": table(2)}
     with pytest.raises(WireError) as error:
         desk.send("load", s=other.token, **asked)
     assert error.value.code == "unknown_registration"
@@ -304,10 +304,12 @@ def test_unregister_is_answered_when_the_worker_has_let_go(desk: PageDesk) -> No
     loading = desk.loading(session, number, desk.matched(session), 4)
     asked = desk.later("unregister", s=session.token, registration=number)
     refused(desk, "already", "unregister", s=session.token, registration=number)
-    refused(
-        desk, "mapped or unmapped", "load", s=session.token, registration=number,
-        lease=desk.matched(session), pages=table(1),
-    )  # fmt: skip
+    again: dict[str, Any] = {
+        "registration": number,
+        "lease": desk.matched(session),
+        "pages": table(1),
+    }
+    refused(desk, "mapped or unmapped", "load", s=session.token, **again)
     assert not desk.worker.of("unmap")
     desk.worker.answer(desk.worker.of("load")[0])
     assert desk.reply_to(loading) is not None
