@@ -83,6 +83,11 @@ class PageShare:
         """Whether something may still be on its way."""
         return self._num_unanswered > 0 and not self._is_let_go and not self._is_worker_dead()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it was let go of, or its worker has ended: share the pages again."""
+        return self._is_let_go or self._is_worker_dead()
+
     def close(self) -> None:
         if self._worker >= 0:
             os.close(self._worker)

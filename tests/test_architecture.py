@@ -81,7 +81,7 @@ RULES = (
     ),
     Rule(
         ("hicache.connectors", "hicache.connectors.*"),
-        ("hicache", *LIGHT, *VOCABULARY, "hicache.transfer.pages"),
+        ("hicache", *LIGHT, *VOCABULARY, "hicache.transfer.pages", "hicache.transfer.ipc"),
         HEAVY,
     ),
     Rule(LIGHT, ("hicache", *LIGHT, *VOCABULARY), (*HEAVY, *ENGINES)),

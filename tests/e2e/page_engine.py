@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.bench.gpu.stand_in import BUS_ID, StandIn
-from hicache.client import Client, SharedPages
+from hicache.client import Client, NamespaceSpec, SharedPages
+from hicache.transfer.pages import PageLayout, Plane
 from tests.e2e.household import SPEC, Blocks, Tokens, blocks_of, prompt
 
 PLANES, PAGES_PER_BLOCK, NUM_PAGES = 8, 2, 64
@@ -36,15 +37,21 @@ class PageEngine:
         rows = [(0, p * PLANE_BYTES + GAP_BYTES, PAGE_BYTES, NUM_PAGES) for p in range(PLANES)]
         planes = np.array(rows, np.uint64)
         self.shared = SharedPages(BUS_ID, (handle,), planes, PAGE_BYTES, PAGES_PER_BLOCK)
+        self.device = device
+        bases = (int(self.memory.ptr) + row[1] for row in rows)
+        self.layout = PageLayout(
+            tuple(Plane(base, PAGE_BYTES, NUM_PAGES) for base in bases), PAGE_BYTES, PAGES_PER_BLOCK
+        )
 
     def pages(self, num_blocks: int, seed: int) -> Table:
         """Of so many blocks, anywhere."""
         order = np.random.default_rng(seed).permutation(NUM_PAGES)[: num_blocks * PAGES_PER_BLOCK]
         return order.astype(np.int32).reshape(num_blocks, PAGES_PER_BLOCK)
 
-    def write(self, pages: Table, tokens: Tokens) -> None:
+    def write(self, pages: Table, tokens: Tokens, spec: NamespaceSpec = SPEC) -> None:
         """What the model makes of a prompt's first blocks, into these pages."""
-        blocks = blocks_of(tokens)[: len(pages)].reshape(-1, PLANES, PAGES_PER_BLOCK, PAGE_BYTES)
+        blocks = blocks_of(tokens, spec)[: len(pages)]
+        blocks = blocks.reshape(-1, PLANES, PAGES_PER_BLOCK, PAGE_BYTES)
         self.tensors[:, pages] = blocks.swapaxes(0, 1)
 
     def read(self, pages: Table) -> Blocks:

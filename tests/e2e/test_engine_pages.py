@@ -17,7 +17,9 @@ import psutil
 import pytest
 
 from hicache.client import Client, PageShare
-from tests.e2e.household import SPEC, Household, blocks_of, prompt, read, store, wait_for
+from hicache.connectors.pages import PagedCache
+from hicache.transfer.pages import Launch
+from tests.e2e.household import SPEC, Household, Tokens, blocks_of, prompt, read, store, wait_for
 from tests.e2e.page_engine import PLANES, PageEngine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -147,6 +149,49 @@ def test_layer_by_layer(house: Household) -> None:
         told.append(part.planes)
     assert told == [3, 6, PLANES]
     client.release(match)
+
+
+def test_a_connector_has_the_worker_copy(house: Household, driver: Path, gate: Path) -> None:
+    """Where its pages were in doubt, or its worker is another by now, it shares them anew."""
+    client, engine = house.client(), PageEngine()
+    library = str(driver / "libcuda.so.1")
+    cache = PagedCache(client, engine.layout, engine.device, NoRunner(), library)
+    assert cache.how == "copied by the daemon's GPU worker"
+    tokens, pages = prompt(1, 8), engine.pages(8, 1)
+    engine.write(pages, tokens)
+    assert cache.save(tokens, pages, durable=True).durable
+    match, others = client.match(tokens), engine.pages(8, 2)
+    timeouts = client._connection.timeouts
+    client._connection.timeouts = replace(timeouts, fetch_s=1.0)
+    with held(gate):
+        assert not cache.load(match, others).is_at_rest
+        assert not cache.is_at_rest
+    client._connection.timeouts = timeouts
+    client.release(match)
+    wait_for(lambda: cache.is_at_rest, "the worker to let go")
+    wait_for(client.ping, "the client to ask again after its failure")
+    load_into(client, cache, engine, tokens)
+    pid = house.worker("gpu")
+    psutil.Process(pid).kill()
+    wait_for(lambda: house.worker("gpu") != pid, "another worker")
+    wait_for(lambda: house.ask("health")["healthy"], "the tier")
+    load_into(client, cache, engine, tokens)
+    cache.close()
+    assert under_way(house) == {"registrations": 0, "copies": 0}
+
+
+def load_into(client: Client, cache: PagedCache, engine: PageEngine, tokens: Tokens) -> None:
+    match, pages = client.match(tokens), engine.pages(8, 4)
+    engine.tensors[:] = 0
+    assert cache.load(match, pages).blocks == 8, client.last_error
+    assert cache.how == "copied by the daemon's GPU worker"
+    assert np.array_equal(engine.read(pages), blocks_of(tokens))
+    client.release(match)
+
+
+class NoRunner:
+    def run(self, launch: Launch, grid: int, stream: object) -> None:
+        raise AssertionError("the worker copies")
 
 
 @pytest.mark.parametrize(

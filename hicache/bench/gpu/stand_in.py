@@ -62,6 +62,7 @@ class StandIn:
         self.cuda = SimpleNamespace(
             Memory=self._memory,
             Stream=self._stream,
+            alloc_pinned_memory=lambda num_bytes: (ctypes.c_ubyte * num_bytes)(),
             Event=lambda block=False, disable_timing=False: _Event(self),
             runtime=SimpleNamespace(
                 CUDARuntimeError=StandInError,
@@ -75,6 +76,7 @@ class StandIn:
                 runtimeGetVersion=lambda: 13000,
                 driverGetVersion=lambda: 13000,
                 getDeviceCount=lambda: 1,
+                getDevice=lambda: 0,
                 getDeviceProperties=lambda index: {"name": b"stand-in"},
                 memGetInfo=lambda: (80 << 30, 80 << 30),
                 deviceGetPCIBusId=lambda index: BUS_ID,
