@@ -60,7 +60,9 @@ class SoakClient:
         waited_s = time.monotonic() - started_s
         self.judge("match", started_s, CALL_S)
         self.told["matches"] += 1
-        if not match.is_answered:  # at once: after a failure nobody waits for the daemon for a while
+        if (
+            not match.is_answered
+        ):  # at once: after a failure nobody waits for the daemon for a while
             self.told["unanswered at once" if waited_s < AT_ONCE_S else "unanswered"] += 1
         have = self.fetch(match, tokens) if match.lease else 0
         if self.rng.random() < 0.95:  # some forget to: their leases run out
