@@ -4,8 +4,8 @@ Rank of a node = the time it was last matched or stored; the smallest goes first
 older than its child, so leaf-first and LRU agree (the order of Mattson et al., 1970, on a tree).
 
 Touching a node costs nothing here: an entry whose node was touched since is put at its new place
-when it comes out. Nearly everything is added when it is the youngest, or is what an eviction left of
-the oldest, so a line does for it; a heap takes what comes in out of turn.
+when it comes out. Nearly everything is added when it is the youngest, or is what an eviction left
+of the oldest, so a line does for it; a heap takes what comes in out of turn.
 """
 
 from __future__ import annotations

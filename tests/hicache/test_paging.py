@@ -309,7 +309,7 @@ def test_unregister_is_answered_when_the_worker_has_let_go(desk: PageDesk) -> No
         "lease": desk.matched(session),
         "pages": table(1),
     }
-    refused(desk, "mapped or unmapped", "load", s=session.token, pages=table(1), **again)
+    refused(desk, "mapped or unmapped", "load", s=session.token, **again)
     assert not desk.worker.of("unmap")
     desk.worker.answer(desk.worker.of("load")[0])
     assert desk.reply_to(loading) is not None
