@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lmdb
-import numpy as np
 import xxhash
 
 from hicache.tiers.base import (
@@ -59,7 +58,7 @@ from hicache.tiers.disk_format import (
     pack_use,
     unpack_header,
 )
-from hicache.tiers.disk_reading import Bytes, Found, copy_all
+from hicache.tiers.disk_reading import Bytes, copy_all, data_file, find_all
 from hicache.tiers.disk_scan import Scan, Scanned
 from hicache.tiers.disk_shrink import compact, evict_coldest
 from hicache.tiers.disk_verify import Scrub
@@ -213,9 +212,10 @@ class DiskTier:
             typed("read", str(self.path)),
             opened.mapping,
             opened.env.begin(buffers=True) as txn,
+            data_file(opened) as fd,
         ):
-            found = [_find(txn, opened, identity, view) for identity, view in wanted]
-            results = copy_all(found, self._pool)
+            found = find_all(fd, txn, opened, slot_bytes, wanted)
+            results = copy_all(fd, found, self._pool)
             bad = [
                 (record.identity.key, record.packed)
                 for record, problem in zip(found, results, strict=True)
@@ -388,14 +388,3 @@ def _prefix(opened: Environment, row: bytes) -> tuple[bytes, bytes] | None:
             above = txn.get(header.parent, db=opened.meta)
             header = None if above is None else unpack_header(bytes(above))
     return None
-
-
-def _find(txn: lmdb.Transaction, opened: Environment, identity: Identity, view: Bytes) -> Found:
-    packed = txn.get(identity.key, db=opened.meta)
-    content = txn.get(identity.key, db=opened.blocks)
-    return Found(
-        identity,
-        view,
-        None if packed is None else bytes(packed),
-        None if content is None else np.frombuffer(content, np.uint8),
-    )

@@ -20,8 +20,9 @@ import numpy.typing as npt
 Piece = tuple[int, int, int]
 """(destination address, source address, bytes)."""
 
-_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind. Said, not left to the driver: one that
-# takes an address for host memory because it is no other would write there.
+_KINDS: Final[dict[bool | None, int]] = {True: 1, False: 2, None: 3}
+# cudaMemcpyKind. Said, not left to the driver: one that takes an address for host memory because it
+# is no other would write there.
 _STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _SIGNATURES: Final = (13000, 12080)  # CUDA versions whose cuMemcpyBatchAsync differ; newest first
@@ -33,11 +34,11 @@ class CopyRefused(Exception):
 
 class CopyPath(Protocol):
     """`enqueue` takes pieces of one direction and returns before the bytes have arrived. Whatever
-    it raises, pieces may be on their way."""
+    it raises, pieces may be on their way. `to_device` is None where both ends are the GPU's."""
 
     name: str
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None: ...
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool | None) -> None: ...
 
 
 class EachCopy:
@@ -48,8 +49,8 @@ class EachCopy:
     def __init__(self, runtime: Any) -> None:
         self._copy = runtime.memcpyAsync
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None:
-        kind = _HOST_TO_DEVICE if to_device else _DEVICE_TO_HOST
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool | None) -> None:
+        kind = _KINDS[to_device]
         for destination, source, num_bytes in pieces:
             self._copy(destination, source, num_bytes, kind, stream)
 
@@ -79,7 +80,7 @@ class BatchCopy:
         self._attributes = _Attributes(source_order=_STREAM_ORDER, flags=_OVERLAP)
         self._first = ctypes.c_size_t(0)
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None:
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool | None) -> None:
         if not pieces:
             return
         # Copied by the driver before it returns: the arrays need not outlive the call.

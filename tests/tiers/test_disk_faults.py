@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,17 @@ import numpy as np
 import pytest
 
 from hicache.tiers import disk
-from hicache.tiers.base import TierBroken, TierDamaged, TierError, TierFull, TierMissing
+from hicache.tiers.base import (
+    TierBroken,
+    TierCorrupt,
+    TierDamaged,
+    TierError,
+    TierFull,
+    TierMissing,
+)
 from hicache.tiers.disk import DiskTier
+from hicache.tiers.disk_pages import Extent
+from hicache.tiers.disk_reading import fill
 from tests.tiers.blocks import content, name
 from tests.tiers.faults import Faults, Kind
 
@@ -93,6 +103,46 @@ def test_while_a_block_is_stored_and_another_given_up(
         if not faults.has_failed:
             assert problem is None
             return
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOMEM])
+@pytest.mark.parametrize("kind", ["read", "open"])
+def test_while_blocks_are_read(tmp_path: Path, faults: Faults, kind: Kind, error: int) -> None:
+    """One block at most is a miss for one bad read, and is removed only when the device said that
+    it cannot give its bytes; none is wrong."""
+    numbers = range(6)
+    for nth, path in rounds(tmp_path):
+        with DiskTier(path, 16 * MIB) as tier:
+            put(tier, *numbers)
+            views = [np.zeros(BLOCK, np.uint8) for _ in numbers]
+            problems: list[TierError | None] | None = None
+            problem = None
+            with faults.fail_at(kind, nth, error):
+                try:
+                    wanted = [(name(n), view) for n, view in zip(numbers, views, strict=True)]
+                    problems = tier.read(SLOT, wanted)
+                except TierError as raised:
+                    problem = raised
+            assert not isinstance(problem, TierBroken)
+            missed = [number for number in numbers if problems is None or problems[number]]
+            assert problems is None or len(missed) <= 1
+            for number in set(numbers) - set(missed):
+                assert np.array_equal(views[number], content(number, BLOCK))
+            may_be_gone = missed if kind == "read" and error == errno.EIO else []
+            kept = [number for number in numbers if number not in may_be_gone]
+            assert stored(tier, *kept) == [True] * len(kept)
+        if not faults.has_failed:
+            assert problems == [None] * len(numbers)
+            return
+
+
+def test_a_file_cut_short_is_no_sigbus(tmp_path: Path) -> None:
+    (tmp_path / "cut").write_bytes(bytes(100))
+    fd = os.open(tmp_path / "cut", os.O_RDONLY)
+    for place in (Extent(50, 100), Extent(1 << 60, 100)):
+        with pytest.raises(TierCorrupt, match="the file ends"):
+            fill(np.zeros(100, np.uint8), place, fd)
+    os.close(fd)
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EMFILE])
