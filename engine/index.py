@@ -187,7 +187,7 @@ class Index:
         node.parent = parent.parent
         node.stem.nodes.remove(parent)
         parent.parent.children[node.symbols(step, 0, 1)] = node
-        self._drop([parent])
+        self._drop(parent)
         return parent
 
     def mark(self, nodes: Sequence[Node], marks: Sequence[Mark], step: int) -> bool:
@@ -306,9 +306,11 @@ class Index:
         self.unlink([node], step)
         return parent
 
-    def unlink(self, leaves: Sequence[Node], step: int) -> None:
-        """Take childless nodes, whose blocks are no more, out of the tree."""
-        for node in leaves:
+    def unlink(self, leaves: list[Node], step: int) -> None:
+        """Take childless nodes, whose blocks are no more, out of the tree and out of the list: each
+        is let go of while it is at hand."""
+        while leaves:
+            node = leaves.pop()
             parent, stem = node.parent, node.stem
             assert parent is not None
             assert not node.children
@@ -318,7 +320,7 @@ class Index:
                 del parent.children[node.symbols(step, 0, 1)]
                 stem.nodes.pop()
                 stem.shorten(node.num_blocks * step)
-        self._drop(leaves)
+            self._drop(node)
 
     def node_of(self, block: int) -> Node:
         """The node that holds a block now."""
@@ -363,17 +365,14 @@ class Index:
         self.num_nodes += 1
         return node
 
-    def _drop(self, nodes: Sequence[Node]) -> None:
-        numbered, free_numbers = self.nodes, self._free_numbers
-        for node in nodes:
-            number = node.number
-            numbered[number] = None
-            free_numbers.append(number)
-            node.parent = None
-            node.stem = _NO_STEM  # who still knows the node must not keep its symbols alive
-            node.span, node.num_blocks = _NO_BLOCKS, 0
-            node.tiers = node.leaving = node.staying = 0
-        self.num_nodes -= len(nodes)
+    def _drop(self, node: Node) -> None:
+        self.nodes[node.number] = None
+        self._free_numbers.append(node.number)
+        self.num_nodes -= 1
+        node.parent = None
+        node.stem = _NO_STEM  # who still knows the node must not keep its symbols alive
+        node.span, node.num_blocks = _NO_BLOCKS, 0
+        node.tiers = node.leaving = node.staying = 0
 
     def validate(self, root: Node, step: int) -> int:
         """Check a tree from the ground. Returns its number of blocks."""
