@@ -248,16 +248,16 @@ class Evictor:
                 if wanted < MIN_VICTIMS:
                     wanted = MIN_VICTIMS
                 if wanted < count:
-                    if not has_pins or not blocks.is_tail_pinned(node.span, count - wanted):
-                        spans.append(house.index.trim(node, wanted, namespace.step))
-                        missing -= wanted * slot_bytes
-                    policy.add(node)
-                    break
-            if has_pins and blocks.is_tail_pinned(node.span):
+                    count = wanted
+            if has_pins and blocks.is_tail_pinned(node.span, node.num_blocks - count):
+                policy.add(node)
+                break
+            missing -= count * slot_bytes
+            if count < node.num_blocks:
+                spans.append(house.index.trim(node, count, namespace.step))
                 policy.add(node)
                 break
             spans.append(node.span)
-            missing -= count * slot_bytes
             leaves.append(node)
             parent = node.parent
             assert parent is not None

@@ -117,18 +117,18 @@ class Grove:
         """A prompt, as little-endian u32."""
         return self.rng.integers(0, 1 << 17, num_tokens, dtype=np.uint32).tobytes()
 
-    def ask(self, tokens: bytes) -> p.Matched:
-        """The whole decision on a prompt, and its bookkeeping."""
+    def ask(self, tokens: bytes) -> None:
+        """The whole decision on a prompt, its bookkeeping, and the end of its lease."""
         self.now_s += 1e-3
         event = p.Match(self.namespace, tokens, OWNER, self.now_s, TTL_S)
         matched = self.engine.handle(event).answer
         self.engine.catch_up()
-        return matched
+        self.engine.handle(p.Release(matched.lease, self.now_s))
 
     def store(self, tokens: bytes) -> None:
         """Ask for a prompt, and hand over what is new."""
         handle = self.engine.handle
-        handle(p.Release(self.ask(tokens).lease, self.now_s))
+        self.ask(tokens)
         num_blocks = len(tokens) // self.step
         put = p.Put(self.namespace, tokens, 0, num_blocks, OWNER, self.now_s, TTL_S)
         placed = handle(put).answer
@@ -211,8 +211,8 @@ class Grove:
         return round(tree / self.num_tokens, 2), round(total / self.num_tokens, 2)
 
 
-CANDIDATE_BYTES: Final = sys.getsizeof((0.0, 1, None)) + 2 * sys.getsizeof(0.0) + 8
-"""What a policy keeps of a leaf: an entry with a time and a number."""
+CANDIDATE_BYTES: Final = 2 * 8 + 2 * sys.getsizeof(0.0)
+"""What a policy keeps of a leaf: its place in two lines, and the times there and on the node."""
 
 
 def quiet() -> None:
