@@ -26,7 +26,7 @@ import numpy as np
 
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
 from hicache.engine.ghost import Mark
-from hicache.engine.ids import Span, cut, ids_along, joined, part_of, size_of
+from hicache.engine.ids import Span, cut_at, ids_along, joined, part_of, size_of
 from hicache.engine.node import SPARE_SHARE, Node, Stem, depth_of
 from hicache.tiers.block import Ids
 
@@ -147,14 +147,14 @@ class Index:
         assert 0 < count < len(node)
         parent = node.parent
         assert parent is not None
-        span = part_of(node.span, 0, count)
+        span, rest = cut_at(node.span, count)
         upper = self._new_node(node.namespace, parent, span, count, node.depth)
         upper.tiers, upper.leaving, upper.staying = node.tiers, node.leaving, node.staying
         upper.touched_s, upper.kind, upper.uses = node.touched_s, node.kind, node.uses
         upper.run = node.run
         parent.children[node.symbols(step, 0, 1)] = upper
         node.parent = upper
-        node.span = part_of(node.span, count, node.num_blocks)
+        node.span = rest
         node.num_blocks -= count
         upper.stem = node.stem
         upper.stem.nodes.insert(upper.stem.nodes.index(node), upper)
@@ -293,7 +293,7 @@ class Index:
         assert 0 < kept < node.num_blocks
         assert not node.children
         node.num_blocks = kept
-        node.span, gone = cut(node.span, kept)
+        node.span, gone = cut_at(node.span, kept)
         node.stem.shorten(count * step)
         return gone
 

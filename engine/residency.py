@@ -67,7 +67,7 @@ class Residency:
         self.tiers = tuple(tiers)
         self.pools = tuple(pools)
         self.links = frozenset(links)
-        self._lower = [
+        self._lower = [  # those linked from each tier, the fastest first
             tuple(sorted(dst for src, dst in self.links if src == tier < dst))
             for tier in range(len(tiers))
         ]
