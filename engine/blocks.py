@@ -25,7 +25,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hicache.engine.ids import IdSpace, Span, ids_of, size_of, together
+from hicache.engine.ids import IdSpace, Span, ids_of, size_of
 from hicache.tiers.block import Ids, SlotPool, TierSpec
 
 Item = TypeVar("Item", bound=np.generic)
@@ -152,7 +152,7 @@ class BlockTable:
         self.pools[tier].free(slot_bytes, freed[0] if len(freed) == 1 else np.concatenate(freed))
         states, tags, node, hits = self.state[tier], self.tags, self.node, self.hits
         num_blocks = 0
-        for span in together(spans):
+        for span in spans:
             states[span] = 0
             tags[span] = 0
             node[span] = -1

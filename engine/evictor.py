@@ -25,7 +25,6 @@ Races, told once:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -33,7 +32,7 @@ import numpy as np
 from hicache.engine.blocks import State
 from hicache.engine.evacuation import Evacuations
 from hicache.engine.gate import WriteGate
-from hicache.engine.ids import Span
+from hicache.engine.ids import Span, together
 from hicache.engine.node import Node
 from hicache.engine.plan import Priority
 from hicache.engine.policies.base import ALWAYS
@@ -220,13 +219,13 @@ class Evictor:
         if house.dismissed[tier]:
             return 0
         policy, blocks, only = house.policies[tier], house.blocks, 1 << tier
-        pop, has_pins = policy.pop, blocks.num_pins
+        has_pins = blocks.num_pins
         number = slot_bytes = -1
         leaves: list[Node] = []  # of one namespace, given up whole: they leave the tree together
         spans: list[Span] = []  # of one slot size
         missing = wanted_bytes
         while missing > 0:
-            node = pop(worth)
+            node = policy.pop(worth)
             if node is None:
                 break
             if node.tiers != only or node.leaving or node.children:
@@ -243,7 +242,6 @@ class Evictor:
                 if namespace.slot_bytes != slot_bytes:
                     if spans:
                         self._forget_spans(tier, spans, slot_bytes)
-                        spans = []
                     slot_bytes = namespace.slot_bytes
             count = node.num_blocks
             if count * slot_bytes > missing:
@@ -264,9 +262,8 @@ class Evictor:
             leaves.append(node)
             parent = node.parent
             assert parent is not None
-            holding = parent.holding
-            holding[tier] -= 1
-            if not holding[tier]:  # it may be next
+            left = parent.holding[tier] = parent.holding[tier] - 1
+            if not left:  # it may be next
                 house.unhang(leaves, tier)
                 leaves = []
         if leaves:
@@ -275,8 +272,11 @@ class Evictor:
             self._forget_spans(tier, spans, slot_bytes)
         return wanted_bytes - missing
 
-    def _forget_spans(self, tier: int, spans: Sequence[Span], slot_bytes: int) -> None:
+    def _forget_spans(self, tier: int, spans: list[Span], slot_bytes: int) -> None:
+        if len(spans) > 1:
+            spans[:] = together(spans)
         num_blocks = self.residency.blocks.forget(tier, spans, slot_bytes)
+        spans.clear()
         self.dropped += num_blocks
         self.residency.evicted[tier] += num_blocks
 

@@ -187,7 +187,7 @@ class Index:
         node.parent = parent.parent
         node.stem.nodes.remove(parent)
         parent.parent.children[node.symbols(step, 0, 1)] = node
-        self._drop(parent)
+        self._drop([parent])
         return parent
 
     def mark(self, nodes: Sequence[Node], marks: Sequence[Mark], step: int) -> bool:
@@ -318,7 +318,7 @@ class Index:
                 del parent.children[node.symbols(step, 0, 1)]
                 stem.nodes.pop()
                 stem.shorten(node.num_blocks * step)
-            self._drop(node)
+        self._drop(leaves)
 
     def node_of(self, block: int) -> Node:
         """The node that holds a block now."""
@@ -363,14 +363,17 @@ class Index:
         self.num_nodes += 1
         return node
 
-    def _drop(self, node: Node) -> None:
-        self.nodes[node.number] = None
-        self._free_numbers.append(node.number)
-        node.parent = None
-        node.stem = _NO_STEM  # who still knows the node must not keep its symbols alive
-        node.span, node.num_blocks = _NO_BLOCKS, 0
-        node.tiers = node.leaving = node.staying = 0
-        self.num_nodes -= 1
+    def _drop(self, nodes: Sequence[Node]) -> None:
+        numbered, free_numbers = self.nodes, self._free_numbers
+        for node in nodes:
+            number = node.number
+            numbered[number] = None
+            free_numbers.append(number)
+            node.parent = None
+            node.stem = _NO_STEM  # who still knows the node must not keep its symbols alive
+            node.span, node.num_blocks = _NO_BLOCKS, 0
+            node.tiers = node.leaving = node.staying = 0
+        self.num_nodes -= len(nodes)
 
     def validate(self, root: Node, step: int) -> int:
         """Check a tree from the ground. Returns its number of blocks."""
