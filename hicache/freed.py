@@ -1,11 +1,11 @@
 """What was freed goes back to the machine.
 
 The C library keeps what ZeroMQ's buffers and large messages leave behind, and raises its own limits
-for that with the largest block it has seen freed: a message of 80 MiB once, and each thread's heap
-may keep 64 MiB from then on. Without what is done here the daemon's own memory creeps up for hours
-although nothing in it grows (soaks of 30 minutes: 9.6 % in the last 15 with nothing done, 4.3 % with
-`tick` alone, which reaches the end of one heap only; 6 of 18 MiB of heaps were free then, with the
-limits 2 of 15).
+for that with the largest block it has seen freed: a message of 30 MiB once, and each thread's heap
+may keep 60 MiB from then on. Without what is done here the daemon's own memory creeps up for hours
+although nothing in it grows. Soaks of 30 minutes: by 9.6 % in the last 15 with nothing done, 4.3 %
+with `tick` alone, which reaches the end of one heap only; 6 of 18 MiB of heaps were free then, with
+the limits 2 of 15.
 """
 
 from __future__ import annotations
