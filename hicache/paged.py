@@ -29,15 +29,15 @@ import numpy.typing as npt
 from hicache.answers import (
     Greeting,
     Match,
+    Placement,
     PutResult,
-    read_committed,
     read_count,
-    read_placement,
     read_runs_named,
 )
-from hicache.connection import BYE_S, TROUBLE, Connection, DaemonError
+from hicache.channel import Part
+from hicache.connection import TROUBLE, Connection, DaemonError
 from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
-from hicache.wire import WireError
+from hicache.storing import Storing
 
 PageTable = npt.NDArray[np.int32]
 """Page numbers, [blocks, pages per block]."""
@@ -126,6 +126,7 @@ class Paged:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._storing = Storing(connection)
 
     async def share(self, pages: SharedPages) -> PageShare | None:
         """None where it cannot be: the connection's `last_error` says why in one sentence."""
@@ -195,7 +196,7 @@ class Paged:
                         "pages": rows.astype("<i4").tobytes(),
                         "planes_per_part": planes_per_part,
                     }
-                    copied = self._copied("load", body, share, deadline_s, greeting)
+                    copied = self.copied("load", body, share, deadline_s, greeting)
                     async with aclosing(copied) as parts:
                         async for blocks, planes in parts:
                             yield LoadedPart(first, blocks, planes)
@@ -214,33 +215,8 @@ class Paged:
         whole = len(packed) // (TOKEN_BYTES * self._connection.spec.block_tokens)
         if not 0 <= first <= last <= whole:
             raise ValueError(f"blocks {first} … {last} of a prompt of {whole} whole blocks")
-        started_s = time.monotonic()
-        stored, is_durable, present, busy = 0, False, 0, 0
-        try:
-            self._connection.begin(started_s)
-            deadline_s = started_s + self._connection.timeouts.put_s
-            greeting = await self._connection.greeted(deadline_s)
-            if greeting.session != share.session or first == last:
-                return PutResult(refused=last - first)
-            body = {"tokens": packed, "first": first, "last": last}
-            reply, _ = await self._connection.exchange("put", body, deadline_s, greeting)
-            try:
-                placed = read_placement(reply, first, last, None, greeting.block_bytes)
-            except WireError:
-                await self._give_up(reply.get("ticket"), greeting)
-                raise
-            present, busy = placed.present, placed.busy
-            if placed.ticket:
-                rows = pages[placed.indices.astype(np.intp) - first]
-                stored, is_durable = await self._write(
-                    placed.ticket, placed.indices.tobytes(), rows, share, durable, deadline_s
-                )
-        except TROUBLE as trouble:
-            self._connection.failed(trouble, started_s)
-        else:
-            self._connection.succeeded()
-        refused = last - first - stored - present - busy
-        return PutResult(stored, present, busy, refused, durable and stored > 0 and is_durable)
+        source = _PageSource(self, share, pages, first)
+        return await self._storing.put(packed, first, last, source, durable)
 
     async def unshare(self, share: PageShare) -> bool:
         """Whether nothing is on its way any more, and the worker has let go. False: ask again."""
@@ -279,7 +255,7 @@ class Paged:
         finally:
             self._connection.mailbox.done(request_id)
 
-    async def _copied(
+    async def copied(
         self,
         op: str,
         body: dict[str, object],
@@ -306,46 +282,40 @@ class Paged:
         finally:
             self._connection.mailbox.done(request_id)
 
-    async def _write(
-        self,
-        ticket: int,
-        indices: bytes,
-        rows: PageTable,
-        share: PageShare,
-        durable: bool,
-        deadline_s: float,
-    ) -> tuple[int, bool]:
-        """Have the pages copied into the ticket's slots, and commit them."""
-        greeting = self._connection.greeting
-        assert greeting is not None
-        body = {
-            "registration": share.number,
-            "ticket": ticket,
-            "indices": indices,
-            "pages": rows.astype("<i4").tobytes(),
-        }
-        try:
-            async for _ in self._copied("save", body, share, deadline_s, greeting):
-                pass
-        except TROUBLE:
-            await self._give_up(ticket, greeting)
-            raise
-        wanted = {"ticket": ticket, "indices": indices, "durable": durable}
-        reply, _ = await self._connection.exchange("commit", wanted, deadline_s, greeting)
-        return read_committed(reply)
-
-    async def _give_up(self, ticket: object, greeting: Greeting) -> None:
-        if type(ticket) is int and ticket > 0:
-            with suppress(*TROUBLE):
-                soon_s = time.monotonic() + BYE_S
-                await self._connection.post("abort", {"ticket": ticket}, soon_s, greeting)
-
     def _check(self, share: PageShare, pages: PageTable) -> None:
         if pages.ndim != 2 or pages.shape[1] != share.pages_per_block or pages.dtype != np.int32:
             raise ValueError(
                 f"pages must be int32 [blocks, {share.pages_per_block}], not {pages.dtype} "
                 f"{pages.shape}"
             )
+
+
+class _PageSource:
+    """The blocks of a put that the worker copies from pages, of blocks `first …` of the prompt."""
+
+    def __init__(self, paged: Paged, share: PageShare, pages: PageTable, first: int) -> None:
+        self._paged, self._share, self._pages, self._first = paged, share, pages, first
+
+    async def hand_over(
+        self, connection: Connection, placement: Placement, greeting: Greeting
+    ) -> list[Part]:
+        """Raises TROUBLE; what is on its way then is the daemon's business: the ticket is aborted,
+        and its slots are nobody's before that has ended."""
+        if greeting.session != self._share.session:
+            raise DaemonError("unknown_registration", "the pages were shared in another session")
+        rows = self._pages[placement.indices.astype(np.intp) - self._first]
+        body = {
+            "registration": self._share.number,
+            "ticket": placement.ticket,
+            "indices": placement.indices.tobytes(),
+            "pages": rows.astype("<i4").tobytes(),
+        }
+        deadline_s = time.monotonic() + connection.timeouts.put_s
+        copied = self._paged.copied("save", body, self._share, deadline_s, greeting)
+        async with aclosing(copied) as parts:
+            async for _ in parts:
+                pass
+        return []
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -113,6 +113,7 @@ class Paging:
         self._written_tickets: Counter[int] = Counter()
         self._written_owners: Counter[int] = Counter()
         self._acknowledged: set[int] = set()
+        self._saved_tickets: set[int] = set()
         self._numbers = itertools.count(1)
 
     def serve(self, devices: list[str], workers: Workers) -> None:
@@ -236,6 +237,10 @@ class Paging:
         """Whether the worker writes into this ticket's slots now."""
         return self._written_tickets[ticket] > 0
 
+    def was_saved(self, ticket: int) -> bool:
+        """Whether the worker wrote any of this ticket's slots: a commit brings no bytes then."""
+        return ticket in self._saved_tickets
+
     def is_writing(self, owner: int) -> bool:
         """Whether the worker writes into this group's slots now."""
         return self._written_owners[owner] > 0
@@ -321,6 +326,8 @@ class Paging:
             counts[key] -= 1
             if not counts[key]:
                 del counts[key]
+        self._saved_tickets &= self._engine.residency.leases.tickets.keys()
+        self._saved_tickets.add(copy.ticket)
         if not self.is_saving(copy.ticket) and copy.ticket in self._acknowledged:
             self._acknowledged.discard(copy.ticket)
             self._given_up(copy.ticket, now_s)

@@ -471,7 +471,7 @@ class Service:
         house = self.engine.residency
         arena = self.arenas[house.tiers[ticket.tier].name]
         arena.unmark(house.blocks.slot[ticket.tier][ticket.ids])
-        if session.transport == "frames":
+        if session.transport == "frames" and not self.paging.was_saved(ticket.id):
             self._take_parts(asked, session, indices)
         committed = self.do(p.Commit(body["ticket"], indices, asked.now_s, body["durable"]))
         self.puts["stored"] += committed

@@ -58,7 +58,7 @@ from hicache.tiers.disk_format import (
     pack_use,
     unpack_header,
 )
-from hicache.tiers.disk_reading import Bytes, copy_all, data_file, find_all
+from hicache.tiers.disk_reading import Bytes, copy_all, find_all
 from hicache.tiers.disk_scan import Scan, Scanned
 from hicache.tiers.disk_shrink import compact, evict_coldest
 from hicache.tiers.disk_verify import Scrub
@@ -212,10 +212,9 @@ class DiskTier:
             typed("read", str(self.path)),
             opened.mapping,
             opened.env.begin(buffers=True) as txn,
-            data_file(opened) as fd,
         ):
-            found = find_all(fd, txn, opened, slot_bytes, wanted)
-            results = copy_all(fd, found, self._pool)
+            found = find_all(txn, opened, slot_bytes, wanted)
+            results = copy_all(opened.data.fileno(), found, self._pool)
             bad = [
                 (record.identity.key, record.packed)
                 for record, problem in zip(found, results, strict=True)
@@ -293,7 +292,7 @@ class DiskTier:
             self._device.set_aside(slot_bytes, str(error))
             return
         if is_empty:  # its file never shrinks: this is how the room comes back
-            opened.env.close()
+            opened.close()
             del self._environments[slot_bytes]
             shutil.rmtree(self._device.directory(slot_bytes))
 
@@ -320,7 +319,7 @@ class DiskTier:
         if self._pool is not None:
             self._pool.shutdown()
         for opened in self._environments.values():
-            opened.env.close()
+            opened.close()
         self._environments.clear()
         self._device.close()
         self._is_open = False

@@ -65,7 +65,10 @@ class Tree(NamedTuple):
 
 def is_known(fd: int) -> bool:
     """Whether the file is laid out as is described above."""
-    page = os.pread(fd, PAGE_BYTES, 0)
+    try:
+        page = os.pread(fd, PAGE_BYTES, 0)
+    except OSError:
+        return False
     if len(page) < PAGE_BYTES:
         return False
     magic, version, *_, page_bytes = _META.unpack_from(page, PAGE.size)

@@ -9,10 +9,9 @@ be a SIGBUS, the end of the worker.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import lmdb
@@ -20,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hicache.tiers.base import Identity, TierBroken, TierCorrupt, TierError, TierMissing
-from hicache.tiers.disk_environment import DATA_FILE, Environment
+from hicache.tiers.base import Identity, TierCorrupt, TierError, TierMissing
+from hicache.tiers.disk_environment import Environment
 from hicache.tiers.disk_format import unpack_header
 from hicache.tiers.disk_pages import Extent, Tree, is_known, locate
 
@@ -32,6 +31,7 @@ Value = Bytes | Extent | None
 _SMALL_BYTES = 32 << 10  # LMDB may touch it: not worth finding
 _PARALLEL_BYTES = 64 << 10  # below, another thread costs more than it gives
 _AHEAD_BYTES = 2 << 20  # beyond what is waited for; a longer queue was slower on a busy disk
+_TRIES = 2
 _CALL_BYTES = 1 << 20  # for the kernel takes only so much of one call
 
 
@@ -70,21 +70,7 @@ class Found:
         return None
 
 
-@contextlib.contextmanager
-def data_file(opened: Environment) -> Iterator[int]:
-    """A descriptor of the file that LMDB has mapped. What is read through it is read as asked."""
-    fd = os.open(os.path.join(opened.env.path(), DATA_FILE), os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if os.fstat(fd).st_ino != opened.inode:
-            raise TierBroken("its file was replaced while it was open")
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def find_all(
-    fd: int,
     txn: lmdb.Transaction,
     opened: Environment,
     slot_bytes: int,
@@ -93,8 +79,8 @@ def find_all(
     """The records of one class, in order; none that is large has been touched."""
     wanted = list(wanted)
     keys = [identity.key for identity, _ in wanted]
-    rows = _located(fd, txn, b"meta", slot_bytes, keys)
-    values = find_values(fd, txn, opened, slot_bytes, keys)
+    rows = _located(txn, opened, b"meta", slot_bytes, keys)
+    values = find_values(txn, opened, slot_bytes, keys)
     found = []
     for (identity, view), value in zip(wanted, values, strict=True):
         row = rows.get(identity.key)
@@ -106,10 +92,10 @@ def find_all(
 
 
 def find_values(
-    fd: int, txn: lmdb.Transaction, opened: Environment, slot_bytes: int, keys: Sequence[bytes]
+    txn: lmdb.Transaction, opened: Environment, slot_bytes: int, keys: Sequence[bytes]
 ) -> list[Value]:
     """The values of one class, in order. `txn` hands out buffers."""
-    places = _located(fd, txn, b"blocks", slot_bytes, keys)
+    places = _located(txn, opened, b"blocks", slot_bytes, keys)
     values: list[Value] = []
     for key in keys:
         place = places.get(key)
@@ -150,11 +136,14 @@ def fill(view: Bytes, value: Bytes | Extent, fd: int) -> None:
     if not isinstance(value, Extent):
         np.copyto(view, value)
         return
-    done = 0
+    done = num_failed = 0
     while done < view.nbytes:
         try:
             num_read = os.preadv(fd, [view.data[done:]], value.offset + done)
         except OSError as error:
+            num_failed += 1
+            if num_failed < _TRIES:  # a bad sector fails again, a path that was lost may be back
+                continue
             if error.errno == errno.EIO:
                 raise TierCorrupt("the bytes cannot be read from the device") from error
             raise TierError(f"read: {error.strerror}") from error
@@ -169,9 +158,10 @@ def num_bytes(value: Bytes | Extent) -> int:
 
 
 def _located(
-    fd: int, txn: lmdb.Transaction, name: bytes, slot_bytes: int, keys: Sequence[bytes]
+    txn: lmdb.Transaction, opened: Environment, name: bytes, slot_bytes: int, keys: Sequence[bytes]
 ) -> dict[bytes, bytes | Extent]:
     """What LMDB need not be asked for, which would touch it."""
+    fd = opened.data.fileno()
     if slot_bytes < _SMALL_BYTES or not is_known(fd):
         return {}
     tree = Tree.of(txn, name)

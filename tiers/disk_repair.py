@@ -70,7 +70,7 @@ def rebuild(directory: Path, target: Path, slot_bytes: int, map_bytes: int) -> R
                 break
         num_blocks = opened.num_blocks()
     finally:
-        opened.env.close()
+        opened.close()
     return Rebuilt(len(headers), num_blocks)
 
 

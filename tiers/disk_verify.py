@@ -24,7 +24,7 @@ import xxhash
 from hicache.tiers.base import TierCorrupt, TierError
 from hicache.tiers.disk_environment import DATA_FILE, Environment, open_environment, typed
 from hicache.tiers.disk_format import is_sound, unpack_header
-from hicache.tiers.disk_reading import Value, data_file, fill, find_values, num_bytes
+from hicache.tiers.disk_reading import Value, fill, find_values, num_bytes
 
 STEP_BYTES = 8 << 20
 
@@ -62,7 +62,6 @@ class Scrub:
             opened.mapping,
             opened.env.begin(buffers=True) as txn,
             txn.cursor(db=opened.meta) as cursor,
-            data_file(opened) as fd,
         ):
             rows: list[tuple[bytes, bytes]] = []
             is_there = cursor.set_range(self._after + b"\0") if self._after else cursor.first()
@@ -76,9 +75,9 @@ class Scrub:
                 seen_bytes += slot_bytes
                 self._after = key
                 is_there = cursor.next()
-            values = find_values(fd, txn, opened, slot_bytes, [key for key, _ in rows])
+            values = find_values(txn, opened, slot_bytes, [key for key, _ in rows])
             for (key, packed), value in zip(rows, values, strict=True):
-                problem = _problem(key, slot_bytes, packed, value, fd)
+                problem = _problem(key, slot_bytes, packed, value, opened.data.fileno())
                 if problem:
                     verdict.bad.append((slot_bytes, key, problem))
                     self.bad_rows.append((slot_bytes, key, packed))

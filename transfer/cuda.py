@@ -30,13 +30,21 @@ from hicache.tiers.arena import Arena
 from hicache.tiers.base import TierDamaged
 from hicache.tiers.hbm import CudaPool
 from hicache.tiers.numa import bytes_by_node, node_of, num_nodes, told
-from hicache.transfer.cuda_copy import BatchCopy, CopyPath, CopyRefused, EachCopy, Piece
+from hicache.transfer.cuda_copy import (
+    BatchCopy,
+    CopyPath,
+    CopyRefused,
+    EachCopy,
+    Piece,
+    fastest_by_size,
+)
 from hicache.transfer.engine_pages import EnginePages
 from hicache.transfer.link import Forgetful, Link, Measured, failed
 from hicache.transfer.messages import WorkerConfig
 from hicache.transfer.pinning import CHUNK_BYTES, PinnedArena, Progress
 
-_TRIAL_BLOCKS, _TRIAL_BLOCK_BYTES = 32, 256 << 10
+_TRIAL_BLOCKS: Final = 32
+_TRIAL_SIZES: Final = (16 << 10, 64 << 10, 256 << 10, 2 << 20)
 _TRIAL_ROUNDS: Final = 5
 
 
@@ -199,23 +207,27 @@ def _surroundings(pool: CudaPool, near: Arena) -> Iterator[str]:
 
 
 def choose_path(pool: CudaPool, pinned: PinnedArena) -> tuple[CopyPath, str]:
-    """The faster one here, and a sentence with the figures. Writes the pool's first bytes."""
+    """The faster one here, by size, and a sentence with the figures. Writes the pool's first
+    bytes."""
     each = EachCopy(pool.cupy.cuda.runtime)
     if not pinned.is_whole:
         return each, f"copied by {each.name}"
+    times: dict[int, dict[CopyPath, float]] = {}
+    said = []
     try:
         batch = BatchCopy()
-        num_blocks = max(1, min(_TRIAL_BLOCKS, pool.capacity_bytes // _TRIAL_BLOCK_BYTES))
-        with _trial(pool, num_blocks, _TRIAL_BLOCK_BYTES) as trial:
-            times = {path: sum(trial.seconds(path)) for path in (each, batch)}
+        for size in [n for n in _TRIAL_SIZES if n <= pool.capacity_bytes]:
+            num_blocks = min(_TRIAL_BLOCKS, pool.capacity_bytes // size)
+            with _trial(pool, num_blocks, size) as trial:
+                times[size] = {path: sum(trial.seconds(path)) for path in (each, batch)}
+            moved = 2 * num_blocks * size
+            rates = "/".join(f"{moved / s / 1e9:.1f}" for s in times[size].values())
+            said.append(f"{size >> 10} KiB {rates}")
     except CopyRefused as error:
         return each, f"copied by {each.name} ({error})"
-    best = min(times, key=lambda path: times[path])
-    rates = [
-        f"{path.name} {2 * num_blocks * _TRIAL_BLOCK_BYTES / seconds / 1e9:.1f} GB/s"
-        for path, seconds in times.items()
-    ]
-    return best, f"copied by {best.name} ({', '.join(rates)})"
+    best = fastest_by_size(times) if times else each
+    figures = f"{each.name}/{batch.name} in GB/s: {', '.join(said)}"
+    return best, f"copied by {best.name} ({figures})"
 
 
 class _Trial:

@@ -3,6 +3,7 @@ sockets. GPU memory is host memory, and IPC handles name memory files."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -192,6 +193,23 @@ def load_into(client: Client, cache: PagedCache, engine: PageEngine, tokens: Tok
 class NoRunner:
     def run(self, launch: Launch, grid: int, stream: object) -> None:
         raise AssertionError("the worker copies")
+
+
+@pytest.mark.thorough
+def test_the_check_for_a_gpu_machine(
+    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hicache gpu-check` has this to run on hardware: here, all of it on the stand-in."""
+    paths = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    report = tmp_path / "rows"
+    command = [sys.executable, "-m", "hicache.bench.gpu", "engine", "--small"]
+    command += ["--report", str(report), "--folder", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows = [json.loads(line) for line in report.read_text().splitlines()]
+    assert {row["status"] for row in rows} == {"ok"}, (rows, ran.stdout, ran.stderr)
+    assert len(rows) == 6
 
 
 @pytest.mark.parametrize(

@@ -304,12 +304,8 @@ def test_unregister_is_answered_when_the_worker_has_let_go(desk: PageDesk) -> No
     loading = desk.loading(session, number, desk.matched(session), 4)
     asked = desk.later("unregister", s=session.token, registration=number)
     refused(desk, "already", "unregister", s=session.token, registration=number)
-    again: dict[str, Any] = {
-        "registration": number,
-        "lease": desk.matched(session),
-        "pages": table(1),
-    }
-    refused(desk, "mapped or unmapped", "load", s=session.token, **again)
+    again: dict[str, Any] = {"registration": number, "lease": desk.matched(session)}
+    refused(desk, "mapped or unmapped", "load", s=session.token, pages=table(1), **again)
     assert not desk.worker.of("unmap")
     desk.worker.answer(desk.worker.of("load")[0])
     assert desk.reply_to(loading) is not None

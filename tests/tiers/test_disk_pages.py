@@ -26,9 +26,8 @@ def value(number: int, generation: int) -> bytes:
     return chance.randbytes(chance.choice([SMALL, LARGE]))
 
 
-def open_at(folder: Path) -> tuple[Environment, int]:
-    opened = open_environment(folder, 64 * MIB, is_synced=False)
-    return opened, os.open(folder / DATA_FILE, os.O_RDONLY)
+def open_at(folder: Path) -> Environment:
+    return open_environment(folder, 64 * MIB, is_synced=False)
 
 
 def walked(fd: int, txn: lmdb.Transaction, numbers: range) -> dict[bytes, bytes]:
@@ -51,7 +50,8 @@ def told(txn: lmdb.Transaction, opened: Environment, numbers: range) -> dict[byt
 def test_what_lmdb_says_also_of_the_past(tmp_path: Path, num_keys: int) -> None:
     """A transaction from before goes on seeing what it saw, whatever is written meanwhile."""
     numbers = range(num_keys)
-    opened, fd = open_at(tmp_path)
+    opened = open_at(tmp_path)
+    fd = opened.data.fileno()
     assert is_known(fd)
     past = opened.env.begin(buffers=True)
     then = told(past, opened, numbers)
@@ -69,17 +69,15 @@ def test_what_lmdb_says_also_of_the_past(tmp_path: Path, num_keys: int) -> None:
         assert walked(fd, past, numbers) == then
         assert not walked(fd, past, range(num_keys, num_keys + 50))
     past.abort()
-    os.close(fd)
-    opened.env.close()
+    opened.close()
 
 
 def test_nothing_in_an_empty_tree(tmp_path: Path) -> None:
-    opened, fd = open_at(tmp_path)
+    opened = open_at(tmp_path)
     with opened.env.begin(buffers=True) as txn:
         assert Tree.of(txn, b"blocks") is None
         assert Tree.of(txn, b"of another") is None
-    os.close(fd)
-    opened.env.close()
+    opened.close()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -87,7 +85,7 @@ def test_damaged_pages_are_left_to_lmdb(tmp_path: Path, seed: int) -> None:
     """Whatever the file holds, a key is found at some place or left out; nothing raises."""
     chance = random.Random(seed)
     numbers = range(300)
-    opened, fd = open_at(tmp_path)
+    opened = open_at(tmp_path)
     with opened.env.begin(write=True) as txn:
         for number in numbers:
             txn.put(key(number), value(number, 0), db=opened.blocks)
@@ -96,8 +94,7 @@ def test_damaged_pages_are_left_to_lmdb(tmp_path: Path, seed: int) -> None:
         assert tree is not None
     copy = tmp_path / "copy"
     raw = bytearray((tmp_path / DATA_FILE).read_bytes())
-    os.close(fd)
-    opened.env.close()
+    opened.close()
     for page in range(2, len(raw) // 4096):
         if int.from_bytes(raw[page * 4096 + 10 : page * 4096 + 12], "little") & 3:  # of a tree
             for _ in range(chance.randrange(1, 40)):
@@ -112,9 +109,8 @@ def test_damaged_pages_are_left_to_lmdb(tmp_path: Path, seed: int) -> None:
 
 
 def test_another_layout_is_not_read(tmp_path: Path) -> None:
-    opened, fd = open_at(tmp_path)
-    opened.env.close()
-    os.close(fd)
+    opened = open_at(tmp_path)
+    opened.close()
     raw = bytearray((tmp_path / DATA_FILE).read_bytes())
     raw[20] = 2  # its data version
     for content in (raw, raw[:100], b""):
