@@ -26,6 +26,8 @@ VLLM_STAMP := $(VLLM_VENV)/.up-to-date
 # Errors only; compiling bytecode on first import instead saves half a minute of installation.
 INSTALL := -m pip install -qq --no-compile --disable-pip-version-check $(PIP_ARGS)
 PIP := $(BIN)/python $(INSTALL)
+# Containers often set this: then every process would compile again what it imports. Empty is unset.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help env env-vllm demo check test check-all test-vllm ttft-vllm soak soak-ttft soak-stopped gpu-check clean

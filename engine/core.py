@@ -34,7 +34,7 @@ from hicache.engine.planner import Planner
 from hicache.engine.policies.base import EvictionPolicy
 from hicache.engine.policies.lru import Lru
 from hicache.engine.promotion import promote
-from hicache.engine.residency import Namespace, Residency
+from hicache.engine.residency import NO_TIER, Namespace, Residency
 from hicache.engine.restore import Restoration
 from hicache.engine.settings import EngineSettings
 from hicache.engine.shedding import set_aside, shed
@@ -188,14 +188,16 @@ class CacheEngine:
 
     def _new_namespace(self, event: p.OpenNamespace, number: int, root: Node) -> Namespace:
         slot_bytes = slot_bytes_for(event.block_bytes)
+        step = 4 * event.block_tokens
         return Namespace(
-            number, event.digest, event.block_tokens, event.block_bytes, slot_bytes, root
+            number, event.digest, event.block_tokens, event.block_bytes, slot_bytes, root, step
         )
 
     def _fetch(self, event: p.Fetch) -> p.Fetched:
         lease = self._lease(event.lease)
         lease.started_s = event.now_s
         lease.deadline_s = event.deadline_s
+        lease.by_worker = event.by_worker
         ready, expected_s = self.fetching.fetch(lease, self.settings.planner)
         self._make_progress()
         unplaced = len(lease.ids) - lease.unplaced if lease.id in self.fetching.unplaced else 0
@@ -364,7 +366,7 @@ class CacheEngine:
     def _runs_at(self, lease: Lease, positions: Positions) -> list[p.ReadyRun]:
         """Ready runs at these positions of a lease, split where positions are not consecutive."""
         runs: list[p.ReadyRun] = []
-        mapped = self.fetching.mapped_tier(lease.ids[positions])
+        mapped = self.fetching.readable_tier(lease, lease.ids[positions])
         gaps = np.flatnonzero(np.diff(positions) != 1) + 1
         bounds = [0, *gaps.tolist(), len(positions)]
         for first, last in itertools.pairwise(bounds):
@@ -530,6 +532,17 @@ class CacheEngine:
         ids = lease.ids[run.first : run.first + len(run.slots)]
         is_readable = bool((house.blocks.tags[ids] >> tier & 1).all())
         return is_readable and np.array_equal(house.blocks.slot[tier][ids], run.slots)
+
+    def readable_now(self, lease_id: int, first: int, last: int) -> list[p.ReadyRun]:
+        """Where the blocks at positions `first … last-1` of a lease can be read by whoever fetches
+        it, up to the first that cannot. Raises UnknownLease."""
+        lease = self._lease(lease_id)
+        ids = lease.ids[first:last]
+        tiers = self.fetching.readable_tier(lease, ids)
+        gaps = np.flatnonzero(tiers == NO_TIER)
+        end = int(gaps[0]) if len(gaps) else len(ids)
+        runs = self.fetching.ready_runs(ids[:end], tiers[:end])
+        return [p.ReadyRun(run.first + first, run.tier, run.slots) for run in runs]
 
     def knows(self, digest: bytes) -> bool:
         """Whether this namespace has a number."""

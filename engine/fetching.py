@@ -1,7 +1,8 @@
 """Making leased blocks readable by a client, and telling who waits for what.
 
-Blocks with a copy in a mapped tier are readable at once. The others are copied, demand first, into
-the mapped tier that their tier has a link to. A block that is on its way already (somebody else's
+Blocks with a copy in a mapped tier are readable at once, those in GPU memory too where its worker
+is to read them (`by_worker`). The others are copied, demand first, into the mapped tier that their
+tier has a link to. A block that is on its way already (somebody else's
 fetch, a promotion) is only waited for: one move serves every lease. Where room is lacking the rest
 of the lease is placed later, as room is made; what cannot be placed at all ends the prefix there.
 
@@ -54,7 +55,7 @@ class Fetching:
         The runs are numbered by blocks of the prompt (the lease's first block is `first_block`).
         """
         lease.fetching = True
-        mapped = self.mapped_tier(lease.ids)
+        mapped = self.readable_tier(lease, lease.ids)
         ready = self.ready_runs(lease.ids, mapped)
         missing = np.flatnonzero(mapped == NO_TIER)
         if len(missing) == 0:
@@ -91,7 +92,7 @@ class Fetching:
         """Room was made: place what lacked it."""
         house = self.residency
         for lease in leases:
-            mapped = self.mapped_tier(lease.ids)
+            mapped = self.readable_tier(lease, lease.ids)
             missing = np.flatnonzero(mapped == NO_TIER)
             missing = missing[missing >= lease.unplaced]
             self._place(lease, missing)
@@ -247,12 +248,16 @@ class Fetching:
         lease.awaited.add(block)
         self.waiters.setdefault(block, set()).add(lease.id)
 
-    def mapped_tier(self, ids: Ids) -> Ids:
-        """Per block the fastest mapped tier it can be read from, NO_TIER where there is none."""
+    def readable_tier(self, lease: Lease, ids: Ids) -> Ids:
+        """Per block the fastest tier from which whoever fetches this lease can read it, NO_TIER
+        where there is none: a client the mapped tiers, the GPU worker all that is memory."""
         house = self.residency
-        usable = house.up & sum(1 << n for n, tier in enumerate(house.tiers) if tier.mapped)
-        mapped: Ids = self._fastest(usable)[house.blocks.tags[ids] & 0xFF]
-        return mapped
+        usable = 0
+        for number, tier in enumerate(house.tiers):
+            if tier.mapped or (lease.by_worker and not tier.durable):
+                usable |= 1 << number
+        readable: Ids = self._fastest(house.up & usable)[house.blocks.tags[ids] & 0xFF]
+        return readable
 
     def _fastest(self, usable: int) -> Ids:
         """The fastest of these tiers in each set of bits, NO_TIER where there is none."""

@@ -23,7 +23,8 @@ class Lease:
 
     `awaited`: blocks on their way; `unplaced`: blocks that still lack room, from this position of
     `ids` on; `failed_at`: the readable prefix ends here at the latest. `started_s` and `deadline_s`
-    are set by the first fetch, `took_s` when its end is known.
+    are set by the first fetch, `took_s` when its end is known. `by_worker`: the GPU's worker is to
+    read the blocks, and not a client.
     """
 
     id: int
@@ -38,6 +39,7 @@ class Lease:
     unplaced: int = 0
     failed_at: int = 0
     fetching: bool = False
+    by_worker: bool = False
     started_s: float = 0.0
     deadline_s: float = 0.0
     took_s: float = 0.0
@@ -99,9 +101,11 @@ class LeaseBook:
 
     def shorten(self, lease: Lease, num_blocks: int) -> None:
         """Unpin all but the first blocks of a lease."""
-        self.blocks.unpin(lease.ids[num_blocks:])
+        for span in lease.spans:
+            self.blocks.unpin(span)
         lease.ids = lease.ids[:num_blocks]
         lease.spans = [lease.ids]
+        self.blocks.pin(lease.ids)
         lease.failed_at = min(lease.failed_at, num_blocks)
 
     def expired(self, now_s: float) -> tuple[list[int], list[int]]:

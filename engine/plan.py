@@ -186,11 +186,12 @@ class Fetched(msgspec.Struct, frozen=True):
 
 
 class Fetch(Event[Fetched], frozen=True):
-    """Make the leased blocks readable by a client, from the front."""
+    """Make the leased blocks readable by a client, or by the GPU's worker, from the front."""
 
     lease: int
     now_s: float
     deadline_s: float
+    by_worker: bool = False
 
 
 class CutShort(Event[None], frozen=True):

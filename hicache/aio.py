@@ -33,6 +33,7 @@ from hicache.curve import CurveKeys
 from hicache.dialogue import Dialogue, Ended
 from hicache.endpoint import default_endpoint
 from hicache.keys import NamespaceSpec, Tokens
+from hicache.paged import LoadedPages, LoadedPart, Paged, PageShare, PageTable, SharedPages
 from hicache.storing import Fill
 from hicache.wire import WireError, decode_reply
 
@@ -209,6 +210,7 @@ class AsyncClient:
         timeouts = Timeouts(timeout_s, fetch_timeout_s, put_timeout_s)
         self._connection = Connection(spec, self.endpoint, port, timeouts, transport, name, group)
         self._dialogue = Dialogue(self._connection)
+        self._paged = Paged(self._connection)
 
     @property
     def connected(self) -> bool:
@@ -262,6 +264,32 @@ class AsyncClient:
     ) -> PutResult:
         """`fill` is called in a thread."""
         return await self._dialogue.put(tokens, blocks, first, last, durable)
+
+    async def share_pages(self, pages: SharedPages) -> PageShare | None:
+        return await self._paged.share(pages)
+
+    async def load_pages(self, match: Match, share: PageShare, pages: PageTable) -> LoadedPages:
+        """A cancelled load leaves its pages in doubt (`share.is_in_doubt`)."""
+        return await self._paged.load(match, share, pages)
+
+    def load_pages_by_part(
+        self, match: Match, share: PageShare, pages: PageTable, *, planes_per_part: int
+    ) -> AsyncGenerator[LoadedPart, None]:
+        return self._paged.parts(match, share, pages, planes_per_part)
+
+    async def save_pages(
+        self,
+        tokens: Tokens,
+        share: PageShare,
+        pages: PageTable,
+        *,
+        first: int = 0,
+        durable: bool = False,
+    ) -> PutResult:
+        return await self._paged.save(tokens, share, pages, first, durable)
+
+    async def unshare_pages(self, share: PageShare) -> bool:
+        return await self._paged.unshare(share)
 
     async def observe(
         self,

@@ -343,6 +343,16 @@ def read_runs(
     return runs
 
 
+def read_runs_named(reply: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The runs that a fetch's reply says are readable by the GPU worker, as (first, blocks)."""
+    runs = []
+    for run in _get(reply, "ready", list):
+        if type(run) is not list or len(run) != 5:
+            raise WireError("malformed", "ready: a run is [first, tier, slots, gens, n]")
+        runs.append((_count({"first": run[0]}, "first"), _count({"n": run[4]}, "n")))
+    return runs
+
+
 def read_placement(
     reply: Mapping[str, Any],
     first: int,

@@ -36,6 +36,7 @@ from hicache.curve import CurveKeys
 from hicache.dialogue import Dialogue, Ended
 from hicache.endpoint import default_endpoint
 from hicache.keys import LayerGroup, NamespaceSpec, Tokens
+from hicache.paged import LoadedPages, LoadedPart, Paged, PageShare, PageTable, SharedPages
 from hicache.storing import Fill
 from hicache.wire import pack
 
@@ -49,10 +50,14 @@ __all__ = [
     "Fetched",
     "FetchedRun",
     "LayerGroup",
+    "LoadedPages",
+    "LoadedPart",
     "Match",
     "NamespaceSpec",
+    "PageShare",
     "Ping",
     "PutResult",
+    "SharedPages",
     "admin_call",
 ]
 
@@ -86,6 +91,7 @@ class Client:
         timeouts = Timeouts(timeout_s, fetch_timeout_s, put_timeout_s)
         self._connection = Connection(spec, self.endpoint, port, timeouts, transport, name, group)
         self._dialogue = Dialogue(self._connection)
+        self._paged = Paged(self._connection)
 
     @property
     def connected(self) -> bool:
@@ -175,6 +181,49 @@ class Client:
         `fill` raises comes out of here, and nothing of that ticket is stored.
         """
         return run_now(self._dialogue.put(tokens, blocks, first, last, durable))
+
+    def share_pages(self, pages: SharedPages) -> PageShare | None:
+        """Let the daemon's GPU worker copy from and to the inference engine's own KV tensors
+        (hicache/paged.py). None where that cannot be, and `last_error` says why in one sentence:
+        then `fetch` and `put`, and copy through the mapped arena."""
+        return run_now(self._paged.share(pages))
+
+    def load_pages(self, match: Match, share: PageShare, pages: PageTable) -> LoadedPages:
+        """The blocks worth reloading into `pages`: int32 [blocks, pages per block]. Other pages of
+        the table hold nothing of value; not `is_at_rest`: they may not be used yet."""
+        return run_now(self._paged.load(match, share, pages))
+
+    def load_pages_by_part(
+        self, match: Match, share: PageShare, pages: PageTable, *, planes_per_part: int
+    ) -> Iterator[LoadedPart]:
+        """The same, told after every `planes_per_part` planes: attention of a layer may start while
+        the next ones load. Planes are the layers in order, or K and V of each."""
+        parts = self._paged.parts(match, share, pages, planes_per_part)
+        try:
+            while True:
+                try:
+                    part = run_now(parts.__anext__())
+                except StopAsyncIteration:
+                    return
+                yield part
+        finally:
+            run_now(parts.aclose())
+
+    def save_pages(
+        self,
+        tokens: Tokens,
+        share: PageShare,
+        pages: PageTable,
+        *,
+        first: int = 0,
+        durable: bool = False,
+    ) -> PutResult:
+        """Store blocks `first …` of this prompt from `pages`: int32 [blocks, pages per block]."""
+        return run_now(self._paged.save(tokens, share, pages, first, durable))
+
+    def unshare_pages(self, share: PageShare) -> bool:
+        """Have the worker let go of the pages. True when nothing is on its way any more."""
+        return run_now(self._paged.unshare(share))
 
     def observe(
         self,

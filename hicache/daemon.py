@@ -51,6 +51,7 @@ from hicache.session import Sessions
 from hicache.transfer.mover import (
     Mover,
     News,
+    PageNews,
     WorkerDown,
     WorkerMeasured,
     WorkerNews,
@@ -125,6 +126,8 @@ class Daemon:
             self._dispatch,
             self._describe,
         )
+        gpus = [worker.device for worker in parts.workers if worker.kind == "cuda"]
+        self.service.paging.serve(gpus, self.mover)
         self._recorder = recorder
         smallest_bytes = min(spec.capacity_bytes for spec in parts.tiers)
         self._sample = Sample(smallest_bytes) if config.what_if else None
@@ -433,6 +436,8 @@ class Daemon:
         match item:
             case WorkerMeasured():
                 self._do(p.LinkMeasured(item.src, item.dst, item.num_bytes, item.seconds))
+            case PageNews():
+                self.service.paging.take(item, now_s)
             case WorkerOpening():
                 of = item.done, item.total, item.unit
                 self.condition.notes[item.tier] = self.restoring.told(item.tier, "opening", *of)
@@ -454,6 +459,7 @@ class Daemon:
                 for change in self.scrubbing.take(item, now_s):
                     self.service.news(change, now_s)
             case WorkerDown():
+                self.service.paging.worker_gone(item.device, now_s)
                 self.scrubbing.end(item.device, f"the tier went down: {item.error}")
                 self.condition.notes[item.tier] = item.error
                 log.warning(
@@ -525,6 +531,7 @@ class Daemon:
             "dropped_blocks": self.engine.evictor.dropped,
             "workers": self.mover.pids(),
             "memory": figures.memory_row(service, self.mover, index["tokens"]),
+            "pages": self.service.paging.counts(),
             "queues": figures.queue_rows(service, self.mover),
         }
 

@@ -55,7 +55,9 @@ class Delivery:
         """Send what can be sent now. Returns whether the fetch has its final reply."""
         while True:
             parts: list[Part] = []
-            if session.transport == "arena":
+            if fetch.by_worker:
+                ready = self._counted(fetch)
+            elif session.transport == "arena":
                 ready = self._named(fetch)
             else:
                 ready, parts = self._copied(fetch, session)
@@ -71,6 +73,14 @@ class Delivery:
         fetch.unsent.clear()
         fetch.is_complete = True
         self.go_on(fetch, session)
+
+    def _counted(self, fetch: WaitingFetch) -> list[list[Any]]:
+        ready: list[list[Any]] = []
+        while fetch.unsent:
+            run = fetch.unsent.popleft()
+            fetch.mark(run)
+            ready.append([run.first, run.tier, b"", b"", len(run.slots)])
+        return ready
 
     def _named(self, fetch: WaitingFetch) -> list[list[Any]]:
         ready: list[list[Any]] = []

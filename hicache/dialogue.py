@@ -38,7 +38,7 @@ from hicache.answers import (
 )
 from hicache.connection import TROUBLE, Connection
 from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
-from hicache.storing import Fill, Source, Storing, Tally
+from hicache.storing import Fill, Source, Storing
 from hicache.tiers.arena import Arena
 from hicache.wire import MatchRequest, WireError
 
@@ -192,23 +192,7 @@ class Dialogue:
             self._check_blocks(blocks, "blocks")
             if len(blocks) != last - first:
                 raise ValueError(f"{len(blocks)} blocks given for {first} … {last}")
-        tally = Tally()
-        started_s = time.monotonic()
-        try:
-            self._connection.begin(started_s)
-            if first < last:
-                await self._storing.put_chunks(
-                    packed, first, last, source, durable, started_s, tally
-                )
-        except TROUBLE as trouble:
-            self._connection.failed(trouble, started_s)
-        else:
-            self._connection.succeeded()
-        # A block that was pushed out and stored again is one block.
-        stored = min(tally.stored, last - first - tally.present - tally.busy)
-        is_durable = durable and stored > 0 and tally.is_durable
-        refused = last - first - stored - tally.present - tally.busy
-        return PutResult(stored, tally.present, tally.busy, refused, is_durable)
+        return await self._storing.put(packed, first, last, source, durable)
 
     async def observe(
         self, num_requests: int, sum_n: float, sum_nc: float, decode_tokens: int, seconds: float

@@ -27,6 +27,7 @@ from hicache.engine.cost import plausible_hop
 from hicache.engine.pinned import leased_share
 from hicache.faults import Faults
 from hicache.keys import NamespaceSpec
+from hicache.paging import Paging
 from hicache.session import RememberedMatch, Session, Sessions
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import slot_bytes_for
@@ -34,6 +35,7 @@ from hicache.waiting import Peer, Waiting, WaitingCommit, WaitingFetch, WaitingP
 from hicache.wire import PROTOCOL, DecisionReply, MatchReply, MatchRequest, Request, WireError
 
 Answer = TypeVar("Answer")
+CAPABILITIES: Final = ("match", "fetch", "put", "durable", "observe", "hint", "frames", "clear")
 TRANSPORTS: Final = ("auto", "arena", "frames")
 MAX_UNTOLD: Final = 64
 ENDED: Final[Mapping[str, p.Ended]] = {
@@ -101,6 +103,7 @@ class Service:
         self.errors: Counter[str] = Counter()
         self.puts: Counter[str] = Counter({"stored": 0, "present": 0, "busy": 0, "refused": 0})
         self._send = send
+        self.paging = Paging(engine, self._reply_with, self._given_up, self._owner_at_rest)
         self._dispatch = dispatch
         self._describe = describe
         self._handlers: dict[str, Callable[[Asked, Session], None]] = {
@@ -112,6 +115,10 @@ class Service:
             "abort": self._abort,
             "observe": self._observe,
             "hint": self._hint,
+            "register": self._register,
+            "load": self._load,
+            "save": self._save,
+            "unregister": self._unregister,
             "heartbeat": self._heartbeat,
             "bye": self._bye,
             "clear": self._clear,
@@ -199,7 +206,7 @@ class Service:
             heartbeat_s=self.limits.session_ttl_s / 3,
             max_message_bytes=self.limits.max_message_bytes,
             max_prompt_tokens=self.limits.max_prompt_tokens,
-            capabilities=["match", "fetch", "put", "durable", "observe", "hint", "frames", "clear"],
+            capabilities=[*CAPABILITIES, *(["pages"] if self.paging.is_possible else [])],
         )
 
     def _open_namespace(self, digest: bytes, spec: NamespaceSpec) -> int:
@@ -273,7 +280,8 @@ class Service:
     def buried(self, owners: Sequence[int], now_s: float) -> None:
         """A process is dead that these groups' slots were set aside for."""
         for owner in owners:
-            self.do(p.WriterGone(owner, now_s))
+            if not self.paging.is_writing(owner):
+                self.do(p.WriterGone(owner, now_s))
 
     def end(self, session: Session, now_s: float, *, may_write: bool = False) -> None:
         """The session said goodbye, or its process is dead: nobody writes its slots any more,
@@ -282,9 +290,18 @@ class Service:
             if fetch.session == session.token:
                 del self.waiting.fetches[lease]
         self.waiting.puts = [put for put in self.waiting.puts if put.session != session.token]
+        self.paging.end(session)
         group = self.sessions.close(session, may_write=may_write)
-        if group is not None and not self.sessions.has_writer_left(group.number):
-            self.do(p.WriterGone(group.number, now_s))
+        if group is not None:
+            self._owner_at_rest(group.number, now_s)
+
+    def _owner_at_rest(self, owner: int, now_s: float) -> None:
+        """A group has ended, or the GPU worker has written the last byte for it: if both, and no
+        process of it may write, its slots are free."""
+        is_over = all(group.number != owner for group in self.sessions.groups.values())
+        is_written = self.paging.is_writing(owner) or self.sessions.has_writer_left(owner)
+        if is_over and not is_written:
+            self.do(p.WriterGone(owner, now_s))
 
     # --- asking for a prefix --------------------------------------------------------------------
 
@@ -368,11 +385,13 @@ class Service:
         if lease in self.waiting.fetches:
             raise WireError("refused", "this lease is being fetched already")
         deadline_s = self._deadline(asked, self.deadlines.fetch_s)
-        fetched = self.do(p.Fetch(lease, asked.now_s, deadline_s))
+        by_worker = asked.request.body["pages"]
+        fetched = self.do(p.Fetch(lease, asked.now_s, deadline_s, by_worker))
         leased = self.engine.residency.leases.leases[lease]
         fetch = WaitingFetch(
             asked.peer, session.token, lease, fetched.deadline_s, bytearray(len(leased.ids))
         )
+        fetch.by_worker = by_worker
         is_last = not fetched.waiting and not fetched.unplaced
         if not self.delivery.tell(fetch, session, fetched.ready, is_last):
             self.waiting.fetches[lease] = fetch
@@ -446,11 +465,13 @@ class Service:
         ticket = self.engine.residency.leases.tickets.get(body["ticket"])
         if ticket is None or ticket.owner != session.group.number:
             raise p.UnknownTicket(body["ticket"])
+        if self.paging.is_saving(ticket.id):
+            raise WireError("refused", "a save into this ticket's slots is still under way")
         indices = np.frombuffer(body["indices"], "<u4").astype(np.int32)
         house = self.engine.residency
         arena = self.arenas[house.tiers[ticket.tier].name]
         arena.unmark(house.blocks.slot[ticket.tier][ticket.ids])
-        if session.transport == "frames":
+        if session.transport == "frames" and not self.paging.was_saved(ticket.id):
             self._take_parts(asked, session, indices)
         committed = self.do(p.Commit(body["ticket"], indices, asked.now_s, body["durable"]))
         self.puts["stored"] += committed
@@ -486,13 +507,33 @@ class Service:
         held = book.tickets.get(number) or book.quarantine.get(number)
         if held is None or held.owner != session.group.number:
             raise p.UnknownTicket(number)
-        # The client says it: it writes those slots no more.
-        aborted = self.do(p.Abort(number, asked.now_s, writer_gone=True))
+        # The client says it: it writes those slots no more. The GPU worker may.
+        aborted, is_saving = 0, self.paging.is_saving(number)
+        if is_saving:
+            self.paging.give_up_later(number)
+        if not is_saving or number in book.tickets:
+            aborted = self.do(p.Abort(number, asked.now_s, writer_gone=not is_saving))
         self._confirm(asked, aborted=aborted)
+
+    def _given_up(self, ticket: int, now_s: float) -> None:
+        """The GPU worker has written the last byte for an aborted ticket."""
+        self.do(p.Abort(ticket, now_s, writer_gone=True))
 
     def _clear(self, asked: Asked, session: Session) -> None:
         cleared = self.do(p.Clear(session.namespace, asked.now_s))
         self._reply(asked.peer, cleared=cleared)
+
+    def _register(self, asked: Asked, session: Session) -> None:
+        self.paging.register(asked.peer, session, asked.request.body)
+
+    def _load(self, asked: Asked, session: Session) -> None:
+        self.paging.load(asked.peer, session, asked.request.body)
+
+    def _save(self, asked: Asked, session: Session) -> None:
+        self.paging.save(asked.peer, session, asked.request.body)
+
+    def _unregister(self, asked: Asked, session: Session) -> None:
+        self.paging.unregister(asked.peer, session, asked.request.body["registration"])
 
     def _observe(self, asked: Asked, session: Session) -> None:
         body = asked.request.body
@@ -606,6 +647,10 @@ class Service:
 
     def _reply(self, peer: Peer, parts: Sequence[Part] = (), **fields: Any) -> None:
         self._send(peer, {"id": peer.request_id, "ok": True, **fields}, parts)
+
+    def _reply_with(self, peer: Peer, fields: Mapping[str, Any]) -> None:
+        self.errors.update([fields["error"]] if "error" in fields else [])
+        self._send(peer, {"id": peer.request_id, "ok": True, **fields}, ())
 
     def _confirm(self, asked: Asked, **fields: Any) -> None:
         """Reply that it is done, to whoever wants to hear that."""

@@ -14,12 +14,19 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.answers import Bytes2D, Greeting, Placement, read_committed, read_placement
+from hicache.answers import (
+    Bytes2D,
+    Greeting,
+    Placement,
+    PutResult,
+    read_committed,
+    read_placement,
+)
 from hicache.channel import Part
 from hicache.connection import BYE_S, TROUBLE, Connection
 from hicache.keys import TOKEN_BYTES
@@ -47,6 +54,16 @@ class Tally:
     is_durable: bool = True
 
 
+class Supply(Protocol):
+    """Where a put's blocks come from."""
+
+    async def hand_over(
+        self, connection: Connection, placement: Placement, greeting: Greeting
+    ) -> list[Part]:
+        """Write the blocks of a placement, or return them as parts of the commit. Raises TROUBLE,
+        and what a caller's function raises."""
+
+
 class Source:
     """The blocks of a put: an array of them, or a function that writes one."""
 
@@ -54,6 +71,15 @@ class Source:
         self._blocks = blocks
         self._first = first
         self._block_bytes = block_bytes
+
+    async def hand_over(
+        self, connection: Connection, placement: Placement, greeting: Greeting
+    ) -> list[Part]:
+        if greeting.transport == "arena":
+            arena = connection.arenas[placement.tier]
+            await connection.copy(partial(self.copy_in, arena, placement))
+            return []
+        return await connection.copy(partial(self.parts, placement))
 
     def copy_in(self, arena: Arena, placement: Placement) -> None:
         indices, slots = placement.indices, placement.slots
@@ -86,7 +112,7 @@ class Offer:
     packed: bytes
     first: int
     last: int
-    source: Source
+    source: Supply
     durable: bool
     deadline_s: float
 
@@ -97,12 +123,32 @@ class Storing:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def put_chunks(
+    async def put(
+        self, packed: bytes, first: int, last: int, source: Supply, durable: bool
+    ) -> PutResult:
+        """Never raises TROUBLE: what was not stored is `refused`."""
+        tally = Tally()
+        started_s = time.monotonic()
+        try:
+            self._connection.begin(started_s)
+            if first < last:
+                await self._put_chunks(packed, first, last, source, durable, started_s, tally)
+        except TROUBLE as trouble:
+            self._connection.failed(trouble, started_s)
+        else:
+            self._connection.succeeded()
+        # A block that was pushed out and stored again is one block.
+        stored = min(tally.stored, last - first - tally.present - tally.busy)
+        is_durable = durable and stored > 0 and tally.is_durable
+        refused = last - first - stored - tally.present - tally.busy
+        return PutResult(stored, tally.present, tally.busy, refused, is_durable)
+
+    async def _put_chunks(
         self,
         packed: bytes,
         first: int,
         last: int,
-        source: Source,
+        source: Supply,
         durable: bool,
         started_s: float,
         tally: Tally,
@@ -171,14 +217,9 @@ class Storing:
         self, placement: Placement, offer: Offer, greeting: Greeting, tally: Tally
     ) -> int:
         """Write the blocks and commit them; the number that became visible."""
-        parts: list[Part] = []
         async with AsyncExitStack() as undo:  # the caller's `fill` may raise, or it is cancelled
             undo.push_async_callback(self._give_up_ticket, placement.ticket, greeting)
-            if greeting.transport == "arena":
-                arena = self._connection.arenas[placement.tier]
-                await self._connection.copy(partial(offer.source.copy_in, arena, placement))
-            else:
-                parts = await self._connection.copy(partial(offer.source.parts, placement))
+            parts = await offer.source.hand_over(self._connection, placement, greeting)
             undo.pop_all()
         body = {
             "ticket": placement.ticket,

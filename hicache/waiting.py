@@ -26,7 +26,8 @@ class Peer(msgspec.Struct):
 @dataclass(slots=True)
 class WaitingFetch:
     """`arrived` marks the lease's blocks that the client has been told of; `unsent` could be told
-    of, were it not for what the client has still to read; `is_complete`: no more will come."""
+    of, were it not for what the client has still to read; `is_complete`: no more will come;
+    `by_worker`: it is told which blocks the GPU worker can read, and gets none of them."""
 
     peer: Peer
     session: bytes
@@ -35,6 +36,7 @@ class WaitingFetch:
     arrived: bytearray
     unsent: deque[ReadyRun] = field(default_factory=deque)
     is_complete: bool = False
+    by_worker: bool = False
 
     def mark(self, run: ReadyRun) -> None:
         """The client is told of these."""

@@ -28,7 +28,7 @@ class Rule:
 
 VOCABULARY = ("hicache.tiers.block", "hicache.tiers.arena")
 # What an inference engine's process loads. The client is several files: its conversation
-# (dialogue), its link (channel, connection) and its two bulk paths (answers, storing).
+# (dialogue), its link (channel, connection) and its bulk paths (answers, storing, paged).
 LIGHT = (
     "hicache.aio",
     "hicache.answers",
@@ -41,6 +41,7 @@ LIGHT = (
     "hicache.dialogue",
     "hicache.endpoint",
     "hicache.keys",
+    "hicache.paged",
     "hicache.storing",
     "hicache.wire",
 )
@@ -80,7 +81,7 @@ RULES = (
     ),
     Rule(
         ("hicache.connectors", "hicache.connectors.*"),
-        ("hicache", *LIGHT, *VOCABULARY, "hicache.transfer.pages"),
+        ("hicache", *LIGHT, *VOCABULARY, "hicache.transfer.pages", "hicache.transfer.ipc"),
         HEAVY,
     ),
     Rule(LIGHT, ("hicache", *LIGHT, *VOCABULARY), (*HEAVY, *ENGINES)),

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 from hicache.tiers.base import TierUnavailable
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.dram import DramTier
+from hicache.tiers.hbm_context import grown_by, used_bytes
 
 CONTEXT_BYTES: Final = 600 << 20
 """What CUDA takes of a GPU for a process of its own (518 MiB on an H200), beside the pool."""
@@ -56,7 +57,8 @@ class CudaPool:
     """The pool in GPU memory, allocated in one piece by the GPU worker. Lost with its process.
 
     `cupy` is the module, or what stands in for it where the stream protocol is tried without a GPU.
-    Raises TierUnavailable with the driver's own words.
+    `context_bytes` is what CUDA took for itself beside the pool, 0 where nobody tells. Raises
+    TierUnavailable with the driver's own words.
     """
 
     medium = "GPU memory"
@@ -69,8 +71,11 @@ class CudaPool:
                 cupy = module
             self.index = index
             self.cupy: Any = cupy
+            self.bus_id = str(cupy.cuda.runtime.deviceGetPCIBusId(index)).lower()
+            before = used_bytes(self.bus_id)
             self.use()
             self.memory: Any = cupy.cuda.Memory(capacity_bytes)
+            self.context_bytes = grown_by(before, used_bytes(self.bus_id), capacity_bytes)
         except (ImportError, RuntimeError, MemoryError, OSError, ValueError) as error:
             # CuPy's own errors are RuntimeErrors, and its lack of memory a MemoryError.
             raise TierUnavailable(f"GPU {index}: {error}") from error

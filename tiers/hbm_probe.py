@@ -20,17 +20,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from hicache.tiers.hbm import CONTEXT_BYTES
+from hicache.tiers.hbm_context import grown_by, used_bytes
+from hicache.tiers.numa import node_of
 
 TIMEOUT_S: Final = 60.0
 _ROOT = Path(__file__).absolute().parents[2]  # not resolved: hicache/tiers may be a link
 _COPY_BYTES: Final = 256 << 20
 _ROUNDS: Final = 5
+_NO_DEVICES: Final = "there is no GPU on this machine: no /dev/nvidia*"
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU, by CUDA's number. `free_bytes` without what a CUDA context of our own takes;
-    `numa_node` -1 where the system does not say; bytes per second only where they were measured."""
+    `context_bytes` is what that was found to be, 0 where nobody tells; `numa_node` -1 where the
+    system does not say; bytes per second only where they were measured."""
 
     index: int
     total_bytes: int
@@ -38,6 +42,7 @@ class Gpu:
     name: str = ""
     bus_id: str = ""
     numa_node: int = -1
+    context_bytes: int = 0
     to_device_bytes_per_s: float = 0.0
     from_device_bytes_per_s: float = 0.0
 
@@ -61,9 +66,10 @@ class Gpus:
 def look(*, measure: bool = False) -> Gpus:
     """Looks now. Never raises: what went wrong is `trouble`."""
     driver = _driver_version()
+    has_devices = any(Path("/dev").glob("nvidia[0-9]*"))
     if find_spec("cupy") is None:
-        if not any(Path("/dev").glob("nvidia[0-9]*")):
-            return Gpus(trouble="there is no GPU on this machine: no /dev/nvidia*", driver=driver)
+        if not has_devices:
+            return Gpus(trouble=_NO_DEVICES, driver=driver)
         said = "cupy is not installed (pip install 'hicache[cuda]')"
         return Gpus(trouble=said, driver=driver)
     command = [sys.executable, "-m", "hicache.tiers.hbm_probe", *(["--measure"] if measure else [])]
@@ -85,6 +91,8 @@ def look(*, measure: bool = False) -> Gpus:
         last = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
         return Gpus(trouble=f"CUDA cannot be asked: {last}", driver=driver)
     found = tuple(Gpu(**row) for row in data.pop("found"))
+    if not found and not driver and not has_devices:  # CuPy's words alone would send one astray
+        data["trouble"] = f"{_NO_DEVICES} ({data['trouble']})"
     return Gpus(found=found, driver=driver, **data)
 
 
@@ -107,11 +115,11 @@ def ask(cupy: Any, measure: bool) -> dict[str, Any]:
 
 
 def _ask_one(runtime: Any, index: int) -> dict[str, Any]:
+    bus = str(runtime.deviceGetPCIBusId(index)).lower()
+    before = used_bytes(bus)
     runtime.setDevice(index)
     properties = runtime.getDeviceProperties(index)
-    free, total = runtime.memGetInfo()
-    bus = str(runtime.deviceGetPCIBusId(index)).lower()
-    file = Path("/sys/bus/pci/devices") / bus / "numa_node"
+    free, total = runtime.memGetInfo()  # by now there is a context
     return {
         "index": index,
         "name": properties["name"].decode(),
@@ -119,7 +127,8 @@ def _ask_one(runtime: Any, index: int) -> dict[str, Any]:
         # This process' own context is gone again when a worker makes one of about that size.
         "free_bytes": min(int(total), int(free) + CONTEXT_BYTES),
         "bus_id": bus,
-        "numa_node": int(file.read_text()) if file.exists() else -1,
+        "numa_node": node_of(bus),
+        "context_bytes": grown_by(before, used_bytes(bus)),
     }
 
 

@@ -1,7 +1,8 @@
 """Between the arena and GPU memory: the `hbm` tier's links where there is a GPU.
 
-Two threads per direction (direction.py): one starts batches on a non-blocking stream of the link's
-own, the other waits for them in order. When a slot may be reused:
+Two threads per direction and priority (ways.py, direction.py): one starts batches on a non-blocking
+stream of the link's own, the other waits for them in order. Streams keep no order among themselves.
+When a slot may be reused:
 
     start   every piece of the batch is enqueued, and behind the last one an event recorded
     wait    the event has completed: only now is any of the batch's outcomes told, good or bad,
@@ -24,16 +25,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
-from hicache.engine.plan import Move, Outcome
+from hicache.engine.plan import Move, Outcome, Priority
 from hicache.tiers.arena import Arena
 from hicache.tiers.base import TierDamaged
 from hicache.tiers.hbm import CudaPool
-from hicache.transfer.cuda_copy import BatchCopy, CopyPath, CopyRefused, EachCopy, Piece
+from hicache.tiers.numa import bytes_by_node, node_of, num_nodes, told
+from hicache.transfer.cuda_copy import (
+    BatchCopy,
+    CopyPath,
+    CopyRefused,
+    EachCopy,
+    Piece,
+    fastest_by_size,
+)
+from hicache.transfer.engine_pages import EnginePages
 from hicache.transfer.link import Forgetful, Link, Measured, failed
 from hicache.transfer.messages import WorkerConfig
 from hicache.transfer.pinning import CHUNK_BYTES, PinnedArena, Progress
 
-_TRIAL_BLOCKS, _TRIAL_BLOCK_BYTES = 32, 256 << 10
+_TRIAL_BLOCKS: Final = 32
+_TRIAL_SIZES: Final = (16 << 10, 64 << 10, 256 << 10, 2 << 20)
 _TRIAL_ROUNDS: Final = 5
 
 
@@ -142,7 +153,10 @@ def _or_damaged(pool: CudaPool) -> Iterator[None]:
 
 
 class CudaMedium(Forgetful):
-    """The pool in GPU memory; everything in it is gone when its worker ends."""
+    """The pool in GPU memory; everything in it is gone when its worker ends. A stream for each
+    direction and priority: what a request waits for is not behind demotions."""
+
+    by_priority = True
 
     def __init__(
         self,
@@ -158,12 +172,13 @@ class CudaMedium(Forgetful):
             self._pinned = PinnedArena(pool.cupy.cuda.runtime, near, progress, chunk_bytes)
             self._copies, why = choose_path(pool, self._pinned)
             more = (self._pinned, pool, self._copies)
-            self._up = CudaLink(far_name, near_name, *more, to_device=False)
-            self._down = CudaLink(near_name, far_name, *more, to_device=True)
+            self._ups = [CudaLink(far_name, near_name, *more, to_device=False) for _ in Priority]
+            self._downs = [CudaLink(near_name, far_name, *more, to_device=True) for _ in Priority]
+            self.pages = EnginePages(near_name, far_name, *more)
         self.detail = f"memory of GPU {config.gpu}"
-        self.notes = [f"{self._pinned.told()}; {why}"]
-        self.readers: Sequence[Link] = [self._up]
-        self.writers: Sequence[Link] = [self._down]
+        self.notes = [f"{self._pinned.told()}; {why}", *_surroundings(pool, near)]
+        self.readers: Sequence[Link] = self._ups
+        self.writers: Sequence[Link] = self._downs
 
     def probe(self, num_bytes: int, block_bytes: int) -> list[Measured]:
         """The pool is new and nobody's yet, so its first bytes may be written here."""
@@ -175,30 +190,44 @@ class CudaMedium(Forgetful):
         return [Measured(near, far, copied, down), Measured(far, near, copied, up)]
 
     def close(self) -> None:
-        for link in (self._up, self._down):
+        for link in (*self._ups, *self._downs):
             link.close()
+        if self.pages is not None:
+            self.pages.close()
         self._pinned.close()
         self._pool.close()
 
 
+def _surroundings(pool: CudaPool, near: Arena) -> Iterator[str]:
+    """What else the operator may want to know; pinned memory has been touched, all of it."""
+    if pool.context_bytes:
+        yield f"; CUDA itself takes {pool.context_bytes >> 20} MiB of the GPU beside the pool"
+    if num_nodes() > 1 and (where := told(bytes_by_node(near.path), node_of(pool.bus_id))):
+        yield f"; of the host memory {where}"
+
+
 def choose_path(pool: CudaPool, pinned: PinnedArena) -> tuple[CopyPath, str]:
-    """The faster one here, and a sentence with the figures. Writes the pool's first bytes."""
+    """The faster one here, by size, and a sentence with the figures. Writes the pool's first
+    bytes."""
     each = EachCopy(pool.cupy.cuda.runtime)
     if not pinned.is_whole:
         return each, f"copied by {each.name}"
+    times: dict[int, dict[CopyPath, float]] = {}
+    said = []
     try:
         batch = BatchCopy()
-        num_blocks = max(1, min(_TRIAL_BLOCKS, pool.capacity_bytes // _TRIAL_BLOCK_BYTES))
-        with _trial(pool, num_blocks, _TRIAL_BLOCK_BYTES) as trial:
-            times = {path: sum(trial.seconds(path)) for path in (each, batch)}
+        for size in [n for n in _TRIAL_SIZES if n <= pool.capacity_bytes]:
+            num_blocks = min(_TRIAL_BLOCKS, pool.capacity_bytes // size)
+            with _trial(pool, num_blocks, size) as trial:
+                times[size] = {path: sum(trial.seconds(path)) for path in (each, batch)}
+            moved = 2 * num_blocks * size
+            rates = "/".join(f"{moved / s / 1e9:.1f}" for s in times[size].values())
+            said.append(f"{size >> 10} KiB {rates}")
     except CopyRefused as error:
         return each, f"copied by {each.name} ({error})"
-    best = min(times, key=lambda path: times[path])
-    rates = [
-        f"{path.name} {2 * num_blocks * _TRIAL_BLOCK_BYTES / seconds / 1e9:.1f} GB/s"
-        for path, seconds in times.items()
-    ]
-    return best, f"copied by {best.name} ({', '.join(rates)})"
+    best = fastest_by_size(times) if times else each
+    figures = f"{each.name}/{batch.name} in GB/s: {', '.join(said)}"
+    return best, f"copied by {best.name} ({figures})"
 
 
 class _Trial:

@@ -5,13 +5,14 @@
 
 Both only enqueue: when the bytes have arrived is for an event to say (transfer/cuda.py). Neither
 runs a kernel, so they take nothing from an inference engine's kernels in another process. Which one
-is the default is measured when a worker starts.
+serves pieces of which size is measured when a worker starts.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -20,11 +21,16 @@ import numpy.typing as npt
 Piece = tuple[int, int, int]
 """(destination address, source address, bytes)."""
 
-_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind. Said, not left to the driver: one that
-# takes an address for host memory because it is no other would write there.
+_KINDS: Final[dict[bool | None, int]] = {True: 1, False: 2, None: 3}
+# cudaMemcpyKind. Said, not left to the driver: one that takes an address for host memory because it
+# is no other would write there.
 _STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _SIGNATURES: Final = (13000, 12080)  # CUDA versions whose cuMemcpyBatchAsync differ; newest first
+
+
+CLEARLY: Final = 0.95
+"""A path has to take less than this share of the other's time to take over from it."""
 
 
 class CopyRefused(Exception):
@@ -33,11 +39,11 @@ class CopyRefused(Exception):
 
 class CopyPath(Protocol):
     """`enqueue` takes pieces of one direction and returns before the bytes have arrived. Whatever
-    it raises, pieces may be on their way."""
+    it raises, pieces may be on their way. `to_device` is None where both ends are the GPU's."""
 
     name: str
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None: ...
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool | None) -> None: ...
 
 
 class EachCopy:
@@ -48,10 +54,38 @@ class EachCopy:
     def __init__(self, runtime: Any) -> None:
         self._copy = runtime.memcpyAsync
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None:
-        kind = _HOST_TO_DEVICE if to_device else _DEVICE_TO_HOST
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool | None) -> None:
+        kind = _KINDS[to_device]
         for destination, source, num_bytes in pieces:
             self._copy(destination, source, num_bytes, kind, stream)
+
+
+class BySize:
+    """Each batch by the path that was faster for pieces of its mean size. `steps` are (bytes, path),
+    rising: a path serves pieces of less than the next step's bytes."""
+
+    def __init__(self, steps: Sequence[tuple[int, CopyPath]]) -> None:
+        self._starts = [num_bytes for num_bytes, _ in steps]
+        self._paths = [path for _, path in steps]
+        names = [f"{path.name} from {num_bytes >> 10} KiB" for num_bytes, path in steps[1:]]
+        self.name = ", ".join([self._paths[0].name, *names])
+
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool | None) -> None:
+        if pieces:
+            mean_bytes = sum(piece[2] for piece in pieces) // len(pieces)
+            which = max(0, bisect_right(self._starts, mean_bytes) - 1)
+            self._paths[which].enqueue(pieces, stream, to_device=to_device)
+
+
+def fastest_by_size(times: Mapping[int, Mapping[CopyPath, float]]) -> CopyPath:
+    """From the seconds that each path took for the same pieces, by their bytes: one path, or
+    `BySize` where it depends, and by more than chance."""
+    steps: list[tuple[int, CopyPath]] = []
+    for num_bytes, took in sorted(times.items()):
+        best = min(took, key=lambda path: took[path])
+        if not steps or took[best] < CLEARLY * took[steps[-1][1]]:
+            steps.append((num_bytes, best))
+    return steps[0][1] if len(steps) == 1 else BySize(steps)
 
 
 class _Attributes(ctypes.Structure):
@@ -79,7 +113,7 @@ class BatchCopy:
         self._attributes = _Attributes(source_order=_STREAM_ORDER, flags=_OVERLAP)
         self._first = ctypes.c_size_t(0)
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None:
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool | None) -> None:
         if not pieces:
             return
         # Copied by the driver before it returns: the arrays need not outlive the call.

@@ -109,6 +109,8 @@ class DiskMedium:
     """The disk tier as its worker opens it."""
 
     remembers = True
+    by_priority = False
+    pages = None
 
     def __init__(
         self, config: WorkerConfig, near: Arena, progress: Callable[[str, int, int], None]

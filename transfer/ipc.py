@@ -32,7 +32,7 @@ class SharedRange:
 def share(cupy: Any, address: int, num_bytes: int, library: str = "libcuda.so.1") -> SharedRange:
     """A range of the current GPU's memory, for another process. Raises NotShareable: memory that is
     not of cudaMalloc (expandable segments, managed memory), or a driver without IPC."""
-    base, size = _allocation(address, library)
+    base, size = allocation(address, library)
     if address + num_bytes > base + size:
         raise NotShareable(f"{num_bytes} bytes reach beyond their allocation of {size}")
     runtime = cupy.cuda.runtime
@@ -69,8 +69,9 @@ class Mappings:
             self._runtime.ipcCloseMemHandle(base)
 
 
-def _allocation(address: int, library: str) -> tuple[int, int]:
-    """(base, bytes) of the allocation around an address."""
+def allocation(address: int, library: str = "libcuda.so.1") -> tuple[int, int]:
+    """(base, bytes) of the allocation around an address, as the driver knows it, whoever made it.
+    Raises NotShareable."""
     try:
         driver = ctypes.CDLL(library)
     except OSError as error:

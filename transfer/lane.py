@@ -1,4 +1,4 @@
-"""What waits for, and travels in, one direction of one device. Owned by the mover; pure.
+"""What waits for, and travels in, one way of one device (ways.py). Owned by the mover; pure.
 
 queued by priority:  demand … | prefetch … | demotion …
              take ↓  one batch of one priority, all copies or all deletions
@@ -34,7 +34,7 @@ GPU_LIMITS: Final = Limits(moves=128, in_flight=4)
 """A GPU copies 16 MiB in 0.3 ms, as long as it takes to hear of a batch and to send another: with
 few in flight it is idle at times (of an H200's PCIe peak, with 2 MiB blocks: one 0.61, three 0.88,
 four 0.90). A small block costs its driver some 3 µs whatever its size. So a demand waits for 64 MiB
-or 512 blocks at most, some 1.5 ms."""
+or 512 blocks of other demands at most, some 1.5 ms; what is less urgent has ways of its own."""
 
 
 BATCH_S: Final = 0.5
@@ -43,7 +43,7 @@ one small, which then shows how fast the link is."""
 
 
 class Lane:
-    """One direction's queues. `backlog` counts bytes by priority, queued and in flight."""
+    """One way's queues. `backlog` counts bytes by priority, queued and in flight."""
 
     def __init__(self, max_queued: int, limits: Limits = LIMITS) -> None:
         self.in_flight: dict[int, tuple[Batch, float]] = {}  # batch → (batch, when it was sent)

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hicache.engine.plan import Move, Outcome
 from hicache.tiers.base import TierBroken, TierCorrupt, TierMissing
 from hicache.tiers.block import StoredRows
+
+if TYPE_CHECKING:
+    from hicache.transfer.engine_pages import EnginePages
 
 
 class Link(Protocol):
@@ -95,15 +98,21 @@ class Medium(Protocol):
     `readers` are called from the reading direction's threads; `writers`, `forget`, `note` and
     `describe` from the writing direction's; `stored` and `scrub` each from a thread of its own
     meanwhile, where the medium `remembers` what it held; the rest before those start or after they
-    have ended.
+    have ended. Where the medium has a way for each priority (ways.py), `readers` and `writers` are
+    one link for each of them, in order, with threads of its own. `pages`: inference engines' own,
+    where this medium can map them (page_work.py).
     """
 
     remembers: bool
+    by_priority: bool
 
     detail: str
     notes: list[str]
     readers: Sequence[Link]
     writers: Sequence[Link]
+
+    @property
+    def pages(self) -> EnginePages | None: ...
 
     def probe(self, num_bytes: int, block_bytes: int) -> list[Measured]:
         """Copy a few blocks each way, for real and outside every slot, and say how long it took."""
@@ -131,6 +140,8 @@ class Forgetful:
     """The half of a Medium that a medium without a memory shares."""
 
     remembers = False
+    by_priority = False
+    pages: EnginePages | None = None
 
     def stored(self) -> Iterator[StoredRows]:
         return iter(())

@@ -94,10 +94,11 @@ class WorkerConfig:
 
 @dataclass(slots=True)
 class Batch:
-    """Moves of one direction of one device, all copies or all deletions."""
+    """Moves of one way of one device (ways.py), all copies or all deletions."""
 
     number: int
     moves: list[Move]
+    way: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +155,15 @@ def pack_batch(batch: Batch) -> bytes:
         for move in batch.moves
         for identity in (move.identity,)
     ]
-    return pack("batch", n=batch.number, moves=moves)
+    return pack("batch", n=batch.number, way=batch.way, moves=moves)
 
 
 def unpack_batch(message: Message) -> Batch:
-    return Batch(_int(message.get("n")), [_move(fields) for fields in _list(message, "moves")])
+    way = message.get("way")
+    if type(way) is not str:
+        raise MalformedMessage("batch: the way is missing")
+    moves = [_move(fields) for fields in _list(message, "moves")]
+    return Batch(_int(message.get("n")), moves, way)
 
 
 def pack_done(done: Done) -> bytes:

@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hicache.engine.plan import Move, Outcome, Use
+from hicache.engine.plan import Move, Outcome, Priority, Use
 from hicache.tiers.arena import Arena
 from hicache.transfer.lane import GPU_LIMITS, LIMITS, Lane, Limits
 from hicache.transfer.messages import (
@@ -49,6 +49,7 @@ from hicache.transfer.messages import (
 from hicache.transfer.meter import Meter
 from hicache.transfer.news import (
     News,
+    PageNews,
     WorkerDown,
     WorkerMeasured,
     WorkerNews,
@@ -58,12 +59,15 @@ from hicache.transfer.news import (
     WorkerScrubbed,
     WorkerUp,
 )
+from hicache.transfer.page_messages import TOLD, unpack_told
 from hicache.transfer.process import WorkerProcess
 from hicache.transfer.pulse import Pulse
+from hicache.transfer.ways import HEADINGS, PAGE_WAYS, Heading, way_of, ways_of
 
 __all__ = [
     "Mover",
     "News",
+    "PageNews",
     "WorkerDown",
     "WorkerMeasured",
     "WorkerNews",
@@ -97,11 +101,16 @@ class _Device:
         self.is_restoring = False
         self.process: WorkerProcess | None = None
         limits = GPU_LIMITS if config.kind == "cuda" else LIMITS
-        self.read, self.write = Lane(max_queued, limits), Lane(max_queued, limits)
+        self.by_priority = config.kind == "cuda"
+        self.headings = ways_of(self.by_priority)
+        self.lanes = {way: Lane(max_queued, limits) for way in self.headings}
         if config.kind == "disk":  # a batch is a commit, whose syncs cost the same however large
             moves = LIMITS.moves if config.durability == "sync" else MAX_COMMITTED
-            self.write = Lane(max_queued, Limits(moves, config.batch_bytes, LIMITS.in_flight))
-        self.pulses = (Pulse("read"), self.read), (Pulse("write"), self.write)
+            limits = Limits(moves, config.batch_bytes, LIMITS.in_flight)
+            self.lanes["write"] = Lane(max_queued, limits)
+        self.pulses = [(Pulse(way), lane) for way, lane in self.lanes.items()]
+        if self.by_priority:  # a GPU's worker: nothing of ours is ever in these lanes
+            self.pulses += [(Pulse(way), Lane(0)) for way in PAGE_WAYS]
         self.start_at_s = 0.0
         self.started_s = 0.0
         self.heard_s = 0.0
@@ -111,6 +120,9 @@ class _Device:
         self.num_damages = 0
         self.error = ""
         self.is_damaged = False
+
+    def lane(self, heading: Heading, priority: Priority) -> Lane:
+        return self.lanes[way_of(heading, priority, self.by_priority)]
 
     def owes_s(self, now_s: float) -> float:
         """For how long it has owed an answer; 0 if it owes none."""
@@ -140,7 +152,7 @@ class Mover:
         self._stuck_s, self._start_s = stuck_s, start_s
         self._poller = select.epoll()
         self._devices = {config.device: _Device(config, max_queued) for config in configs}
-        self._lane_of: dict[LinkName, tuple[_Device, Lane]] = {}
+        self._device_of: dict[LinkName, tuple[_Device, Heading]] = {}
         self._device_of_fd: dict[int, _Device] = {}
         self._news: list[News] = []
         self._num_batches = 0
@@ -148,9 +160,9 @@ class Mover:
         self.num_refused = 0
         for device in self._devices.values():
             near, far = device.config.near, device.config.far
-            self._lane_of[far, near] = device, device.read
-            self._lane_of[near, far] = device, device.write
-            self._lane_of[far, None] = device, device.write
+            self._device_of[far, near] = device, "read"
+            self._device_of[near, far] = device, "write"
+            self._device_of[far, None] = device, "write"
 
     # --- the loop's calls ----------------------------------------------------------------------
 
@@ -169,8 +181,10 @@ class Mover:
         refused = []
         touched = {}
         for move in moves:
-            device, lane = self._lane_of.get((move.src, move.dst), (None, None))
-            if device is None or lane is None or device.state != "up" or not lane.push(move):
+            known = self._device_of.get((move.src, move.dst))
+            device, heading = known or (None, HEADINGS[0])
+            is_up = device is not None and device.state == "up"
+            if device is None or not is_up or not device.lane(heading, move.priority).push(move):
                 refused.append(move)
             else:
                 touched[id(device)] = device
@@ -181,7 +195,7 @@ class Mover:
 
     def cancel(self, ids: Sequence[int]) -> list[Outcome]:
         """Failed outcomes ('cancelled') of those still queued; the others' outcomes will come."""
-        lanes = [lane for d in self._devices.values() for lane in (d.read, d.write)]
+        lanes = [lane for d in self._devices.values() for lane in d.lanes.values()]
         return [outcome for lane in lanes for outcome in lane.cancel(ids)]
 
     def on_readable(self, now_s: float) -> list[News]:
@@ -217,10 +231,10 @@ class Mover:
         return self._take_news()
 
     def backlog(self) -> dict[LinkName, dict[int, int]]:
-        """Bytes queued and in flight over each link, by priority. Live: read, do not change."""
+        """Bytes queued and in flight over each link, by priority."""
         return {
-            name: lane.backlog  # type: ignore[misc]  # Priority is an int
-            for name, (_, lane) in self._lane_of.items()
+            name: {int(p): device.lane(heading, p).backlog[p] for p in Priority}
+            for name, (device, heading) in self._device_of.items()
             if name[1] is not None
         }
 
@@ -237,9 +251,9 @@ class Mover:
         return {name: device.num_starts for name, device in self._devices.items()}
 
     def num_queued(self) -> dict[str, int]:
-        """Moves that wait for each device, in the fuller of its two directions."""
+        """Moves that wait for each device, in the fullest of its ways."""
         return {
-            name: max(device.read.num_queued, device.write.num_queued)
+            name: max(lane.num_queued for lane in device.lanes.values())
             for name, device in self._devices.items()
         }
 
@@ -287,6 +301,15 @@ class Mover:
         if found.process is not None:
             found.process.send(pack("describe", namespace=namespace, about=dict(about)))
 
+    def send_pages(self, device: str, message: bytes) -> bool:
+        """Something about inference engines' pages (page_messages.py), answered by PageNews. False,
+        and nothing sent, when the worker is not up."""
+        found = self._devices[device]
+        if found.process is None or found.state != "up":
+            return False
+        found.process.send(message)
+        return True
+
     def pace(self, tier: str, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
         """Copy no faster from and to this tier's devices, from now on: infinity for as fast as they
         can, 0 for not at all (pace.py)."""
@@ -306,7 +329,7 @@ class Mover:
         call that waits; the mover is of no use afterwards."""
         news: list[News] = []
         for device in self._devices.values():
-            news += device.read.cancel_all() + device.write.cancel_all()
+            news += [outcome for lane in device.lanes.values() for outcome in lane.cancel_all()]
             if device.process is not None:
                 device.process.send(pack("stop"))
         give_up_s, is_patient = time.monotonic() + timeout_s, True
@@ -395,6 +418,8 @@ class Mover:
                 done, total = int(message["done"]), int(message["total"])
                 opening = WorkerOpening(name, tier, str(message["unit"]), done, total)
                 self._news.append(opening)
+            elif kind in TOLD:
+                self._news.append(PageNews(name, unpack_told(message)))
             elif kind == "broken":
                 device.error = str(message["error"])
                 device.is_damaged = message["damaged"] is True
@@ -434,8 +459,9 @@ class Mover:
         config = device.config
         lost = config.kind == "cuda" or device.num_damages >= 2
         self._news.append(WorkerDown(config.device, config.far, lost, error, retry_s))
-        self._news += device.read.fail_all(error, is_crash and config.kind == "disk")
-        self._news += device.write.fail_all(error)
+        for way, lane in device.lanes.items():
+            is_suspect = is_crash and config.kind == "disk" and way == "read"
+            self._news += lane.fail_all(error, is_suspect)
 
     def _kill_if_stuck(self, device: _Device, now_s: float) -> None:
         assert device.process is not None
@@ -452,7 +478,7 @@ class Mover:
 
     def _dispatch(self, device: _Device, now_s: float) -> None:
         """Send batches until each lane has enough in flight."""
-        for lane in (device.read, device.write):
+        for way, lane in device.lanes.items():
             while True:
                 moves, late = lane.take(now_s)
                 self._news += late
@@ -462,7 +488,7 @@ class Mover:
                         continue
                 if not moves:
                     break
-                self._send(device, lane, moves, now_s)
+                self._send(device, way, moves, now_s)
 
     def _identified(self, lane: Lane, moves: list[Move]) -> list[Move]:
         self._identify(moves)
@@ -470,14 +496,14 @@ class Mover:
         self._news += [lane.drop(move, "nobody knows this block any more") for move in nameless]
         return [move for move in moves if move.identity is not None]
 
-    def _send(self, device: _Device, lane: Lane, moves: list[Move], now_s: float) -> None:
+    def _send(self, device: _Device, way: str, moves: list[Move], now_s: float) -> None:
         assert device.process is not None
         arena = self._arenas.get(moves[0].dst or "")
         if arena is not None:
             arena.raise_generations(np.array([move.dst_slot for move in moves], np.int32))
         self._num_batches += 1
-        batch = Batch(self._num_batches, moves)
-        lane.sent(batch, now_s)
+        batch = Batch(self._num_batches, moves, way)
+        device.lanes[way].sent(batch, now_s)
         device.process.send(pack_batch(batch))
 
     def _finish(self, device: _Device, message: Message) -> None:
@@ -503,7 +529,9 @@ class Mover:
     ) -> None:
         self.meters.setdefault(link, Meter()).add(num_bytes, seconds)
         if link[0] == device.config.far:  # a commit is as large as it can be, whatever it takes
-            device.read.timed(num_bytes, seconds)
+            for way, heading in device.headings.items():
+                if heading == "read":
+                    device.lanes[way].timed(num_bytes, seconds)
         name = device.config.device
         self._news.append(WorkerMeasured(name, link[0], link[1], num_bytes, seconds, probe))
 

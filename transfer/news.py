@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hicache.engine.plan import Outcome
 from hicache.tiers.block import StoredRows
 from hicache.transfer.link import Spoilt
+from hicache.transfer.page_messages import PageTold
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,17 @@ class WorkerDown:
     retry_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class PageNews:
+    """The answer to something about inference engines' pages."""
+
+    device: str
+    told: PageTold
+
+
 WorkerNews = (
     WorkerUp
+    | PageNews
     | WorkerOpening
     | WorkerMeasured
     | WorkerRows

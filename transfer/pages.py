@@ -64,6 +64,37 @@ class PageLayout:
     def block_bytes(self) -> int:
         return len(self.planes) * self.pages_per_block * self.page_bytes
 
+    def check(self, num_blocks: int, pages: PageNumbers, *, to_blocks: bool) -> None:
+        """ValueError on a table [blocks, pages per block] of another shape, on a page that is not
+        there, and on one that would be written twice."""
+        if pages.shape != (num_blocks, self.pages_per_block):
+            raise ValueError(f"{pages.shape} pages for {num_blocks} blocks of this layout")
+        num_pages = min(plane.num_pages for plane in self.planes)
+        if pages.size and (pages.min() < 0 or pages.max() >= num_pages):
+            raise ValueError(f"a page is none of the {num_pages} there are")
+        if pages.size and not to_blocks and np.bincount(pages.reshape(-1)).max() > 1:
+            raise ValueError("a page would be written twice")
+
+    def pieces(
+        self, blocks: Addresses, pages: PageNumbers, planes: range, *, to_blocks: bool
+    ) -> npt.NDArray[np.uint64]:
+        """The kernel's copies of some planes as rows of (destination, source, bytes), for the copy
+        engines: by plane, block and page, with neighbours in one piece."""
+        size = self.page_bytes
+        bases = np.array([self.planes[n].base for n in planes], np.uint64)[:, None, None]
+        strides = np.array([self.planes[n].stride_bytes for n in planes], np.uint64)[:, None, None]
+        here = (bases + strides * pages.astype(np.uint64)).reshape(-1)
+        order = np.arange(planes.start, planes.stop, dtype=np.uint64)[:, None, None]
+        within = order * self.pages_per_block + np.arange(self.pages_per_block, dtype=np.uint64)
+        there = (blocks[None, :, None] + within * np.uint64(size)).reshape(-1)
+        step = np.uint64(size)
+        is_first = np.ones(len(here), bool)  # of a piece
+        is_first[1:] = (here[1:] != here[:-1] + step) | (there[1:] != there[:-1] + step)
+        starts = np.flatnonzero(is_first)
+        sizes = np.diff(starts, append=len(here)) * size
+        to, source = (there, here) if to_blocks else (here, there)
+        return np.stack([to[starts], source[starts], sizes.astype(np.uint64)], axis=1)
+
 
 def whole_pages(
     tensors: Iterable[int], num_pages: int, page_bytes: int, pages_per_block: int
@@ -127,7 +158,6 @@ class PageCopier:
         self._runner = runner
         self._bases = np.array([plane.base for plane in layout.planes], np.uint64)
         self._strides = np.array([plane.stride_bytes for plane in layout.planes], np.uint64)
-        self._num_pages = min(plane.num_pages for plane in layout.planes)
         self._bits = int(np.bitwise_or.reduce(self._bases | self._strides)) | layout.page_bytes
 
     def start(
@@ -142,14 +172,9 @@ class PageCopier:
         """Block n, at address blocks[n], from or to pages[n, :] of every plane, on `grid` thread
         blocks. ValueError, with nothing enqueued, on a page that is not there."""
         layout = self.layout
-        if pages.shape != (len(blocks), layout.pages_per_block):
-            raise ValueError(f"{pages.shape} pages for {len(blocks)} blocks of this layout")
+        layout.check(len(blocks), pages, to_blocks=to_blocks)
         if len(blocks) == 0:
             return
-        if pages.min() < 0 or pages.max() >= self._num_pages:
-            raise ValueError(f"a page is none of the {self._num_pages} there are")
-        if not to_blocks and np.bincount(pages.reshape(-1)).max() > 1:
-            raise ValueError("a page would be written twice")
         bits = self._bits | int(np.bitwise_or.reduce(blocks))
         unit = next(unit for unit in UNITS if bits % unit == 0)
         tiles = -(-layout.page_bytes // (unit * _TILE_UNITS)) * pages.size * len(layout.planes)

@@ -17,6 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES
 
@@ -69,6 +72,15 @@ class PinnedArena:
             parts.append((offset, length))
             offset += length
         return parts
+
+    def is_in_one_chunk(
+        self, addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.bool_]:
+        """Whether each run of at least one byte needs no cut."""
+        start, chunk = np.uint64(self._start), np.uint64(self._chunk_bytes)
+        first, last = addresses - start, addresses - start + sizes - np.uint64(1)
+        is_one: npt.NDArray[np.bool_] = first // chunk == last // chunk
+        return is_one
 
     def told(self) -> str:
         """For the operator."""

@@ -1,6 +1,6 @@
-"""Whether one direction of a worker goes on, judged by what it does and not by its being there.
+"""Whether one way of a worker goes on, judged by what it does and not by its being there.
 
-    asked ──▶ the direction's own queue, between its batches ──▶ answered
+    asked ──▶ the way's own queue, between its batches ──▶ answered
     a batch sent ─────────────────────────────────────────────▶ its outcomes
 
 It owes an answer from when it was asked, or sent a batch, until something comes of it; a device
@@ -15,7 +15,7 @@ EVERY_S: Final = 1.0
 
 
 class Pulse:
-    """One direction's. `name` is the worker's word for it: read or write."""
+    """One way's. `name` is its name (ways.py)."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -2,10 +2,11 @@
 
     python -m hicache.transfer.worker <fd>        started by transfer/mover.py, never by hand
 
-The main thread reads the daemon's messages. Each direction has threads of its own (direction.py):
-from the device, and to it, each in the order of its batches, so a demand read never waits behind a
-write. One more tells what a durable device held, at start, while the others work. All of them send;
-a lock keeps their messages whole, and nothing but a send happens under it.
+The main thread reads the daemon's messages. Each way (ways.py) has threads of its own
+(direction.py): from the device and to it, on a GPU for each priority, each in the order of its
+batches, so a demand read waits behind no write, nor, on a GPU, behind demotions. One more tells
+what a durable device held, at start, while the others work. All of them send; a lock keeps their
+messages whole, and nothing but a send happens under it.
 
 How it ends, and what the daemon sees:
 1. `stop`: batches already here are finished, the device is left in order, exit 0.
@@ -47,6 +48,8 @@ from hicache.transfer.messages import (
     unpack_uses,
 )
 from hicache.transfer.pace import Pace
+from hicache.transfer.page_work import PAGE_JOBS, PageWork
+from hicache.transfer.ways import HEADINGS, PAGE_WAYS, ways_of
 
 EXIT_BROKEN = 3
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -57,7 +60,7 @@ MAX_UNTAKEN = 2
 
 
 class Worker:
-    """The conversation with the daemon, and the two directions that do the work."""
+    """The conversation with the daemon, and the ways that do the work."""
 
     def __init__(
         self,
@@ -75,8 +78,18 @@ class Worker:
         self._untaken = threading.Semaphore(MAX_UNTAKEN)
         more = (self.send, self._fail, self._cut_off)
         self._read_pace, self._write_pace = Pace(read_bytes_per_s), Pace(write_bytes_per_s)
-        self._read = Direction("read", medium.readers, *more, self._read_pace)
-        self._write = Direction("write", medium.writers, *more, self._write_pace)
+        self._ways: dict[str, Direction] = {}
+        links_of = {"read": medium.readers, "write": medium.writers}
+        paces = {"read": self._read_pace, "write": self._write_pace}
+        for place, (way, heading) in enumerate(ways_of(medium.by_priority).items()):
+            links = links_of[heading]
+            if medium.by_priority:
+                links = [links[place // len(HEADINGS)]]
+            self._ways[way] = Direction(way, links, *more, paces[heading])
+        self._pages = PageWork(medium.pages, self.send) if medium.pages is not None else None
+        if self._pages is not None:
+            self._ways |= {way: Direction(way, [], *more) for way in PAGE_WAYS}
+        self._record = next(self._ways[way] for way in self._ways if way.startswith("write"))
         self._reads = {(link.src, link.dst) for link in medium.readers}
 
     def send(self, message: bytes) -> None:
@@ -106,8 +119,8 @@ class Worker:
 
     def serve(self, stream: Stream, early: Sequence[Message]) -> None:
         """Until `stop` or the end of the stream; then nothing is on its way."""
-        self._read.start()
-        self._write.start()
+        for direction in self._ways.values():
+            direction.start()
         telling = threading.Thread(
             target=self._or_break, args=(self._tell_stored,), name="hicache-scan"
         )
@@ -121,8 +134,8 @@ class Worker:
                 break
             is_stopped = any(self._handle(message) for message in stream.feed(data))
         self._set_paces(inf, inf)  # nothing is held for ever
-        self._read.finish()
-        self._write.finish()
+        for direction in self._ways.values():
+            direction.finish()
         self._is_ending.set()
         self._untaken.release()
         if self._medium.remembers:
@@ -175,17 +188,17 @@ class Worker:
         kind = message["t"]
         if kind == "batch":
             batch = unpack_batch(message)
-            is_read = bool(batch.moves) and (batch.moves[0].src, batch.moves[0].dst) in self._reads
-            (self._read if is_read else self._write).put(batch)
+            self._way(batch.way).put(batch)
+        elif kind in PAGE_JOBS and self._pages is not None:
+            way, job = self._pages.job_of(message)
+            self._way(way).put(job)
         elif kind == "forget":
-            self._write.put(partial(self._medium.forget, unpack_keys(message)))
+            self._record.put(partial(self._medium.forget, unpack_keys(message)))
         elif kind == "note":
-            self._write.put(partial(self._medium.note, unpack_uses(message)))
+            self._record.put(partial(self._medium.note, unpack_uses(message)))
         elif kind == "pulse":
-            direction = {"read": self._read, "write": self._write}.get(str(message.get("of")))
-            if direction is None:
-                raise MalformedMessage("pulse: of read, or of write")
-            direction.put(partial(self.send, pack("beat", of=message["of"])))
+            beat = pack("beat", of=message.get("of"))
+            self._way(str(message.get("of"))).put(partial(self.send, beat))
         elif kind == "scrub":
             self._begin_scrub(float(message["bytes_per_s"]))
         elif kind == "taken":
@@ -194,7 +207,7 @@ class Worker:
             namespace, about = message.get("namespace"), message.get("about")
             if type(namespace) is not bytes or not isinstance(about, dict):
                 raise MalformedMessage("describe: a namespace and a map")
-            self._write.put(partial(self._medium.describe, namespace, about))
+            self._record.put(partial(self._medium.describe, namespace, about))
         elif kind == "pace":
             read, write = message.get("read"), message.get("write")
             if type(read) is not float or type(write) is not float:
@@ -203,6 +216,11 @@ class Worker:
         elif kind != "stop":
             raise MalformedMessage(f"unknown message {kind!r}")
         return bool(kind == "stop")
+
+    def _way(self, name: str) -> Direction:
+        if name not in self._ways:
+            raise MalformedMessage(f"{name[:40]!r} is no way of this device")
+        return self._ways[name]
 
     def _set_paces(self, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
         self._read_pace.set(read_bytes_per_s)

@@ -1,4 +1,4 @@
-"""`hicache doctor`: what hicache finds on this machine, before anything is served."""
+"""`hicache doctor`: what hicache finds on this machine, before anything is served or beside it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 import os
 import platform
 import resource
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 import psutil
 
+from hicache.assembly import ARENA_PREFIX
 from hicache.config.units import format_size
+from hicache.tiers import numa
 from hicache.tiers.hbm_probe import Gpu, Gpus, look
 
 _SHARED_MEMORY = "/dev/shm"
@@ -23,23 +25,44 @@ _SHARED_MEMORY = "/dev/shm"
 @click.option("--json", "as_json", is_flag=True, help="As data.")
 @click.option("--no-measure", is_flag=True, help="Copy nothing to a GPU and back.")
 def doctor(as_json: bool, no_measure: bool) -> None:
-    """Say what hicache finds here: memory, limits, NUMA, driver, CuPy, GPUs and the speed of their
-    links; or why it sees no GPU, and what it does then."""
+    """Say what hicache finds here: memory, limits, NUMA, driver, CuPy, GPUs, what CUDA itself takes
+    of them and the speed of their links; or why it sees no GPU, and what it does then. Of daemons
+    that serve, on which NUMA nodes their memory lies."""
     gpus = look(measure=not no_measure)
-    host = _host()
+    host, arenas = _host(), _arenas(Path(_SHARED_MEMORY))
     if as_json:
-        click.echo(json.dumps({"host": host, "gpu": asdict(gpus)}, indent=2))
+        data = {"host": host, "arenas": [asdict(a) for a in arenas], "gpu": asdict(gpus)}
+        click.echo(json.dumps(data, indent=2))
         return
-    rows = [*_host_rows(host), *_gpu_rows(gpus)]
+    rows = [*_host_rows(host), *_gpu_rows(gpus), *_arena_rows(arenas, gpus)]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         click.echo(f"{name:<{width}}  {text}")
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaHere:
+    """An arena in shared memory, and where the sampled part of it lies."""
+
+    path: str
+    num_bytes: int
+    sampled_by_node: dict[int, int]
+
+
+def _arenas(folder: Path) -> list[ArenaHere]:
+    """Those that this user may read."""
+    found = []
+    for path in sorted(folder.glob(f"{ARENA_PREFIX}dram-*")):
+        try:
+            found.append(ArenaHere(str(path), path.stat().st_size, numa.sampled_by_node(path)))
+        except (OSError, ValueError):  # another user's, or gone by now
+            continue
+    return found
+
+
 def _host() -> dict[str, int | str | None]:
     memory, room = psutil.virtual_memory(), os.statvfs(_SHARED_MEMORY)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
     huge = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     return {
         "kernel": platform.release(),
@@ -49,7 +72,7 @@ def _host() -> dict[str, int | str | None]:
         "shared_memory_bytes": room.f_blocks * room.f_frsize,
         "shared_memory_free_bytes": room.f_bavail * room.f_frsize,
         "locked_memory_limit_bytes": None if soft < 0 else soft,
-        "numa_nodes": len(nodes) or 1,
+        "numa_nodes": numa.num_nodes(),
         "huge_pages_in_shared_memory": huge.read_text().strip() if huge.exists() else "",
     }
 
@@ -68,7 +91,10 @@ def _host_rows(host: dict[str, int | str | None]) -> Iterator[tuple[str, str]]:
         _SHARED_MEMORY,
         f"{size('shared_memory_bytes')}, {size('shared_memory_free_bytes')} free: room for dram",
     )
-    yield "locked memory", f"{size('locked_memory_limit_bytes')}"
+    yield (
+        "locked memory",
+        f"{size('locked_memory_limit_bytes')} (ulimit -l); what CUDA pinned, `hicache stats` says",
+    )
     if host["huge_pages_in_shared_memory"]:
         yield "huge pages", f"in shared memory: {host['huge_pages_in_shared_memory']}"
 
@@ -76,7 +102,9 @@ def _host_rows(host: dict[str, int | str | None]) -> Iterator[tuple[str, str]]:
 def _gpu_rows(gpus: Gpus) -> Iterator[tuple[str, str]]:
     yield "driver", gpus.driver or "no NVIDIA driver on this machine"
     if gpus.cupy:
-        versions = f"CUDA {_version(gpus.cuda_runtime)}, the driver's {_version(gpus.cuda_driver)}"
+        versions = f"CUDA {_version(gpus.cuda_runtime)}"
+        if gpus.cuda_driver:
+            versions += f", the driver's {_version(gpus.cuda_driver)}"
         yield "CuPy", f"{gpus.cupy}, {versions}"
     for gpu in gpus.found:
         yield f"cuda:{gpu.index}", _gpu_row(gpu)
@@ -89,10 +117,23 @@ def _gpu_row(gpu: Gpu) -> str:
     node = f"NUMA node {gpu.numa_node}" if gpu.numa_node >= 0 else "NUMA node not told"
     said = f"{gpu.name}, {format_size(gpu.free_bytes)} of {format_size(gpu.total_bytes)} free, "
     said += f"{gpu.bus_id}, {node}"
+    if gpu.context_bytes:
+        said += f"; CUDA itself takes {format_size(gpu.context_bytes >> 20 << 20)} for each process"
     if gpu.to_device_bytes_per_s:
         to, back = gpu.to_device_bytes_per_s / 1e9, gpu.from_device_bytes_per_s / 1e9
         said += f"; pinned memory to it {to:.1f} GB/s, from it {back:.1f} GB/s"
     return said
+
+
+def _arena_rows(arenas: Sequence[ArenaHere], gpus: Gpus) -> Iterator[tuple[str, str]]:
+    """For each GPU whose node is known how much of the arena lies there; else the nodes."""
+    nodes = sorted({gpu.numa_node for gpu in gpus.found if gpu.numa_node >= 0}) or [-1]
+    for arena in arenas:
+        where = [told for node in nodes if (told := numa.told(arena.sampled_by_node, node))]
+        said = "; ".join(where) or "the kernel does not tell on which NUMA node"
+        yield "arena", f"{arena.path}, {format_size(arena.num_bytes)}: {said}"
+    if not arenas:
+        yield "arena", f"no daemon of yours holds one in {_SHARED_MEMORY} now"
 
 
 def _version(number: int) -> str:

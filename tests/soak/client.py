@@ -28,6 +28,7 @@ FETCH_S: Final = 2.0
 PUT_S: Final = 3.0
 GRACE_S: Final = 2.0
 """What a loaded machine may add to a deadline before it is called missed."""
+AT_ONCE_S: Final = 0.05
 TELL_S: Final = 1.0
 PREFILL_S: Final = 0.01
 WRONG_BYTES: Final = 3
@@ -56,9 +57,13 @@ class SoakClient:
         tokens = load.prompt(number, self.rng.randint(1, load.MAX_TURNS))
         started_s = time.monotonic()
         match = self.client.match(tokens, request=self.rng.choice(["", str(number)]))
+        waited_s = time.monotonic() - started_s
         self.judge("match", started_s, CALL_S)
         self.told["matches"] += 1
-        self.told["unanswered"] += not match.is_answered
+        if (
+            not match.is_answered
+        ):  # at once: after a failure nobody waits for the daemon for a while
+            self.told["unanswered at once" if waited_s < AT_ONCE_S else "unanswered"] += 1
         have = self.fetch(match, tokens) if match.lease else 0
         if self.rng.random() < 0.95:  # some forget to: their leases run out
             self.client.release(match, hop_bytes=1e6, hop_s=1e-3, total_s=0.01)

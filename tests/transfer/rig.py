@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -32,7 +33,12 @@ class Rig:
     every tier; its bytes and identity follow from n."""
 
     def __init__(
-        self, path: Path, *, devices: Sequence[str] = (DISK, GPU), capacity_bytes: int = 32 * MIB
+        self,
+        path: Path,
+        *,
+        devices: Sequence[str] = (DISK, GPU),
+        capacity_bytes: int = 32 * MIB,
+        kind: Literal["memory", "cuda"] = "memory",
     ) -> None:
         self.dram = DramTier(path, "dram-", 16 * MIB)
         self.hbm = HostPool(path, "hbm-", 16 * MIB)
@@ -52,9 +58,10 @@ class Rig:
             GPU: WorkerConfig(
                 device=GPU,
                 title="hicache-gpu-0",
-                kind="memory",
+                kind=kind,
                 far="hbm",
                 far_path=str(self.hbm.path),
+                capacity_bytes=16 * MIB,
                 **near,  # type: ignore[arg-type]
             ),
         }

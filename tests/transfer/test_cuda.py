@@ -40,7 +40,7 @@ class AllAtOnce:
     def __init__(self, device: StandIn) -> None:
         self._device = device
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool) -> None:
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool | None) -> None:
         self._device.enqueue_all(pieces, stream)
 
 
@@ -61,9 +61,10 @@ class World:
         self.pool = CudaPool(0, TIER_BYTES, device)
         pinned = PinnedArena(device.cuda.runtime, arena, chunk_bytes=CHUNK_BYTES)
         copies = AllAtOnce(device) if at_once else EachCopy(device.cuda.runtime)
+        more = (pinned, self.pool, copies)
         self.links = {
-            "dram": CudaLink("dram", "hbm", pinned, self.pool, copies, to_device=True),
-            "hbm": CudaLink("hbm", "dram", pinned, self.pool, copies, to_device=False),
+            "dram": [CudaLink("dram", "hbm", *more, to_device=True) for _ in range(2)],
+            "hbm": [CudaLink("hbm", "dram", *more, to_device=False) for _ in range(2)],
         }
         gpu = np.frombuffer(self.pool.memory.buffer, np.uint8)
         self.real = {"dram": arena.data, "hbm": gpu}
@@ -76,8 +77,8 @@ class World:
         self.num_moves = 0
 
     def start(self, src: str, wanted: Sequence[tuple[int, int, int]]) -> None:
-        """A batch of (which free slot to read, which to write, bytes); a slot of a move that is
-        under way is never chosen: that is the daemon's rule."""
+        """A batch of (which free slot to read, which to write, bytes), on one of two streams; a
+        slot of a move that is under way is never chosen: that is the daemon's rule."""
         dst = "hbm" if src == "dram" else "dram"
         batch = []
         for source, destination, num_bytes in wanted:
@@ -87,7 +88,8 @@ class World:
             b = self.free[dst].pop(destination % len(self.free[dst]))
             self.num_moves += 1
             batch.append(move(self.num_moves, src, a, b, num_bytes))
-        self.started.append((self.links[src].start(batch), batch))
+        link = self.links[src][len(wanted) % 2]
+        self.started.append((link.start(batch), batch))
 
     def wait(self, number: int) -> None:
         """What was told is believed: the slots are anybody's, and get other bytes at once."""
@@ -169,8 +171,9 @@ def test_a_slot_is_at_rest_when_its_outcome_is_told(
     refuse: set[int],
     break_at: int | None,
 ) -> None:
-    """Both directions, several batches in flight, waited for in any order; refusals in the middle
-    of a batch, and a context that breaks: then TierDamaged, and nothing is claimed."""
+    """Both directions, two streams each, several batches in flight, waited for in any order;
+    refusals in the middle of a batch, and a context that breaks: then TierDamaged, and nothing is
+    claimed."""
 
     def choose(waiting: int) -> int:
         return 0 if pace is None else pace.randint(0, waiting)  # type: ignore[attr-defined]
@@ -195,19 +198,21 @@ def test_a_slot_that_is_not_there_fails_alone_and_in_its_place(arena: Arena) -> 
     batch = [move(n, "dram", n, n, 100) for n in range(4)]
     batch[1].dst_slot = NUM_SLOTS * SLOT_PAGES
     batch[2].src_slot = -1
-    outcomes = world.links["dram"].copy(batch)
+    outcomes = world.links["dram"][0].copy(batch)
     assert [(o.move, o.ok) for o in outcomes] == [(0, True), (1, False), (2, False), (3, True)]
     assert "leaves the pool" in outcomes[1].error
     assert "leaves the arena" in outcomes[2].error
-    assert world.links["dram"].copy(batch[1:3])[0] == Outcome(1, ok=False, error=outcomes[1].error)
+    assert world.links["dram"][0].copy(batch[1:3])[0] == Outcome(
+        1, ok=False, error=outcomes[1].error
+    )
 
 
 def test_a_refusal_is_not_the_end_of_the_link(arena: Arena) -> None:
     world = World(arena, StandIn(refuse=[1]), False)
-    outcomes = world.links["dram"].copy([move(n, "dram", n, n, 100) for n in range(3)])
+    outcomes = world.links["dram"][0].copy([move(n, "dram", n, n, 100) for n in range(3)])
     assert not any(outcome.ok for outcome in outcomes)
     assert "cudaErrorInvalidValue" in outcomes[0].error
-    assert world.links["dram"].copy([move(3, "dram", 3, 3, 100)])[0].ok
+    assert world.links["dram"][0].copy([move(3, "dram", 3, 3, 100)])[0].ok
 
 
 class Stingy(StandIn):

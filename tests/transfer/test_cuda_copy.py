@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hicache.transfer.cuda_copy import BatchCopy, CopyRefused
+from hicache.bench.gpu.stand_in import StandIn
+from hicache.tiers.arena import Arena
+from hicache.tiers.hbm import CudaPool
+from hicache.transfer import cuda
+from hicache.transfer.cuda_copy import (
+    BatchCopy,
+    CopyPath,
+    CopyRefused,
+    EachCopy,
+    Piece,
+    fastest_by_size,
+)
+from hicache.transfer.pinning import PinnedArena
 
 # The types and the order are those of cuda.h, CUDA 12.8 and 13.0.
 DRIVER = r"""
@@ -23,7 +36,9 @@ static int copy(uintptr_t *dsts, uintptr_t *srcs, size_t *sizes, size_t count, A
                 size_t *first, size_t num, void *stream) {
     if (num != 1 || *first != 0 || a->order != 1 || a->flags != 1 || a->src.type || a->dst.type)
         return 1;
+#ifndef ANY_STREAM
     if (stream != (void *)0x1234567890) return 2;
+#endif
     for (size_t i = 0; i < count; i++) {
         if (sizes[i] == 13) return 700;
         memcpy((void *)dsts[i], (void *)srcs[i], sizes[i]);
@@ -55,13 +70,13 @@ int cuGetErrorName(int status, const char **name) {
 STREAM = 0x1234567890
 
 
-def driver(folder: Path, version: int) -> str:
+def driver(folder: Path, version: int, *more: str) -> str:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler here")
     source, library = folder / "driver.c", folder / "libcuda.so"
     source.write_text(DRIVER)
-    command = [compiler, "-shared", "-fPIC", f"-DVERSION={version}", str(source), "-o"]
+    command = [compiler, "-shared", "-fPIC", f"-DVERSION={version}", *more, str(source), "-o"]
     subprocess.run([*command, str(library)], check=True)
     return str(library)
 
@@ -93,3 +108,55 @@ def test_a_driver_without_the_call(tmp_path: Path) -> None:
 def test_no_driver_at_all(tmp_path: Path) -> None:
     with pytest.raises(CopyRefused, match="cannot open"):
         BatchCopy(str(tmp_path / "none.so"))
+
+
+class Noted:
+    """Says which batches it got."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.got: list[int] = []
+
+    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool | None) -> None:
+        self.got.append(pieces[0][2])
+
+
+def test_the_faster_path_by_size() -> None:
+    each, batch = Noted("each"), Noted("batch")
+    always: dict[int, dict[CopyPath, float]] = {
+        1024: {each: 1.0, batch: 2.0},
+        4096: {each: 1.0, batch: 0.96},  # by chance
+    }
+    assert fastest_by_size(always) is each
+    times: dict[int, dict[CopyPath, float]] = {
+        65536: {each: 2.0, batch: 1.0},
+        16384: {each: 2.0, batch: 1.0},
+        262144: {each: 1.0, batch: 2.0},
+        2097152: {each: 2.0, batch: 1.0},
+    }
+    path = fastest_by_size(times)
+    assert path.name == "batch, each from 256 KiB, batch from 2048 KiB"
+    for size in (1, 16384, 262143, 262144, 2097151, 2097152, 1 << 30):
+        path.enqueue([(0, 0, size)], 0, to_device=None)
+    path.enqueue([], 0, to_device=True)
+    assert each.got == [262144, 2097151]
+    assert batch.got == [1, 16384, 262143, 2097152, 1 << 30]
+    path.enqueue([(0, 0, 600000), (0, 0, 1)], 0, to_device=True)  # by their mean
+    assert each.got[-1] == 600000
+
+
+def test_which_path_serves_which_size_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a driver whose call copies at once, and a device that does so when it is waited for."""
+    library = driver(tmp_path, 13000, "-DANY_STREAM")
+    monkeypatch.setattr(cuda, "BatchCopy", lambda: BatchCopy(library))
+    device = StandIn()
+    arena = Arena.create(tmp_path / "arena", 1 << 20)
+    pool = CudaPool(0, 3 << 20, device)
+    path, why = cuda.choose_path(pool, PinnedArena(device.cuda.runtime, arena))
+    assert why.startswith(f"copied by {path.name} (cudaMemcpyAsync/cuMemcpyBatchAsync in GB/s: ")
+    assert all(f"{size} KiB " in why for size in (16, 64, 256, 2048))
+    small = CudaPool(0, 4096, device)  # nothing to measure with
+    assert isinstance(cuda.choose_path(small, PinnedArena(device.cuda.runtime, arena))[0], EachCopy)
+    arena.close()

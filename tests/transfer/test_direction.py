@@ -24,16 +24,18 @@ from hicache.bench.gpu.stand_in import StandIn
 from hicache.engine.plan import Move, Priority
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES
-from hicache.transfer.cuda import CudaMedium
+from hicache.transfer.cuda import CudaLink, CudaMedium
 from hicache.transfer.messages import (
     Batch,
     Done,
+    MalformedMessage,
     Stream,
     WorkerConfig,
     pack,
     pack_batch,
     unpack_done,
 )
+from hicache.transfer.ways import way_of, ways_of
 from hicache.transfer.worker import Worker
 
 NUM_SLOTS = 12
@@ -62,7 +64,7 @@ class Daemon:
         }
         self.free = {tier: list(range(NUM_SLOTS)) for tier in self.real}
         self.sent: dict[str, deque[tuple[Batch, list[npt.NDArray[np.uint8]]]]] = {
-            tier: deque() for tier in self.real
+            way: deque() for way in ways_of(by_priority=True)
         }
         self._num = 0
 
@@ -79,7 +81,12 @@ class Daemon:
         self._theirs.close()
 
     def send(
-        self, src: str, num_moves: int, rng: np.random.Generator, is_bad: bool = False
+        self,
+        src: str,
+        num_moves: int,
+        rng: np.random.Generator,
+        is_bad: bool = False,
+        priority: Priority = Priority.DEMAND,
     ) -> None:
         """A batch of moves between free slots, with fresh bytes to read. A bad one says that its
         blocks are longer than both sides."""
@@ -90,18 +97,19 @@ class Daemon:
         for _ in range(min(num_moves, len(self.free[src]), len(self.free[dst]))):
             a, b = self.free[src].pop(0), self.free[dst].pop()
             self._num += 1
-            moves.append(Move(self._num, 0, src, a, dst, b, num_bytes, num_bytes, Priority.DEMAND))
+            moves.append(Move(self._num, 0, src, a, dst, b, num_bytes, num_bytes, priority))
             expected.append(rng.integers(0, 256, PAGE_BYTES, np.uint8))
             self.real[src][a * PAGE_BYTES :][:PAGE_BYTES] = expected[-1]
         if not moves:
             return
         self._num += 1
-        batch = Batch(self._num, moves)
-        self.sent[src].append((batch, expected))
+        way = way_of("read" if src == "hbm" else "write", priority, by_priority=True)
+        batch = Batch(self._num, moves, way)
+        self.sent[way].append((batch, expected))
         self.sock.sendall(pack_batch(batch))
 
     def hear(self) -> None:
-        """One answer: it is of the oldest batch of its direction, and what it says is true. Its
+        """One answer: it is of the oldest batch of its way, and what it says is true. Its
         slots are somebody else's at once."""
         while not self._heard:
             for message in self._stream.feed(self.sock.recv(1 << 16)):
@@ -131,10 +139,12 @@ def arena() -> Iterator[Arena]:
 
 
 class Held(StandIn):
-    """Nothing is waited for successfully before `gate` opens; `enqueued` counts copies."""
+    """Nothing is waited for successfully before `gate` opens, of the `held` streams where they are
+    named; `enqueued` counts copies."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.held: set[int] = set()
         self.gate, self.enqueued = threading.Event(), threading.Semaphore(0)
         make, enqueue = self.cuda.Event, self.cuda.runtime.memcpyAsync
 
@@ -143,7 +153,8 @@ class Held(StandIn):
             synchronize: Callable[[], None] = event.synchronize
 
             def wait() -> None:
-                assert self.gate.wait(WAIT_S)
+                if not self.held or event._stream.ptr in self.held:
+                    assert self.gate.wait(WAIT_S)
                 synchronize()
 
             event.synchronize = wait
@@ -173,6 +184,31 @@ def test_the_next_batch_is_begun_before_the_last_has_arrived(arena: Arena) -> No
             daemon.hear()
 
 
+def test_what_a_request_waits_for_is_not_behind_demotions(arena: Arena) -> None:
+    """Nor behind what is begun and cannot be called back: each priority has a stream of its own."""
+    device, rng = Held(), np.random.default_rng(0)
+    with Daemon(arena, device) as daemon:
+        demotions = daemon.medium.readers[Priority.DEMOTION]
+        assert isinstance(demotions, CudaLink)
+        device.held.add(demotions._stream.ptr)
+        for _ in range(3):
+            daemon.send("hbm", 1, rng, priority=Priority.DEMOTION)
+        daemon.send("hbm", 1, rng, priority=Priority.DEMAND)
+        daemon.send("dram", 1, rng, priority=Priority.PREFETCH)
+        daemon.hear()
+        daemon.hear()
+        assert {way for way, sent in daemon.sent.items() if sent} == {"read-demotion"}
+        device.gate.set()
+        for _ in range(3):
+            daemon.hear()
+
+
+def test_a_way_that_is_none_ends_the_conversation(arena: Arena) -> None:
+    device = StandIn()
+    with Daemon(arena, device) as daemon, pytest.raises(MalformedMessage, match="no way of this"):
+        Worker(daemon.sock, daemon.medium)._handle({"t": "batch", "n": 1, "moves": [], "way": "up"})
+
+
 def test_stop_waits_for_what_has_begun(arena: Arena) -> None:
     """Race 4: the arena is unmapped after `serve` has returned, and not under a copy."""
     device, rng = Held(), np.random.default_rng(0)
@@ -195,7 +231,7 @@ def test_stop_waits_for_what_has_begun(arena: Arena) -> None:
 def test_a_move_that_no_link_carries_fails_in_its_turn(arena: Arena) -> None:
     with Daemon(arena, StandIn()) as daemon:
         stray = Move(1, 0, "dram", 0, "disk", 0, 100, PAGE_BYTES, Priority.DEMAND)
-        daemon.sock.sendall(pack_batch(Batch(7, [stray])))
+        daemon.sock.sendall(pack_batch(Batch(7, [stray], "write-demand")))
         (message,) = Stream().feed(daemon.sock.recv(1 << 16))
         (outcome,) = unpack_done(message).outcomes
         assert not outcome.ok
@@ -203,7 +239,8 @@ def test_a_move_that_no_link_carries_fails_in_its_turn(arena: Arena) -> None:
 
 
 _step = st.one_of(
-    st.tuples(st.sampled_from(["dram", "hbm"]), st.integers(1, 5)), st.just(("hear", 0))
+    st.tuples(st.sampled_from(["dram", "hbm"]), st.integers(1, 5), st.sampled_from(Priority)),
+    st.just(("hear", 0, Priority.DEMAND)),
 )
 
 
@@ -214,17 +251,17 @@ _step = st.one_of(
 )
 @settings(max_examples=120)
 def test_outcomes_come_in_order_and_are_true(
-    arena: Arena, steps: Sequence[tuple[str, int]], seed: int, refuse: set[int]
+    arena: Arena, steps: Sequence[tuple[str, int, Priority]], seed: int, refuse: set[int]
 ) -> None:
-    """Any number of batches both ways, heard of whenever the daemon gets round to it; copies come
-    late, and some calls are refused in the middle of a batch."""
+    """Any number of batches of every priority, both ways, heard of whenever the daemon gets round
+    to it; copies come late, and some calls are refused in the middle of a batch."""
     pace = Random(seed)  # not hypothesis' own: threads draw from it
     device = StandIn(lambda waiting: pace.randint(0, waiting), sorted(refuse))
     rng = np.random.default_rng(0)
     with Daemon(arena, device) as daemon:
-        for what, num_moves in steps:
+        for what, num_moves, priority in steps:
             if what != "hear":
-                daemon.send(what, num_moves, rng)
+                daemon.send(what, num_moves, rng, priority=priority)
             elif any(daemon.sent.values()):
                 daemon.hear()
         while any(daemon.sent.values()):

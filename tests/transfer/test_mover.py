@@ -84,7 +84,7 @@ def test_reads_do_not_wait_behind_writes(rig: Rig) -> None:
     writes = [rig.move("dram", "disk", n, Priority.DEMOTION) for n in range(200)]
     read = rig.move("disk", "dram", 300)
     assert not rig.submit(*writes, read)
-    _, lane = rig.mover._lane_of["disk", "dram"]
+    lane = rig.mover._device_of["disk", "dram"][0].lane("read", Priority.DEMAND)
     assert [move.id for batch, _ in lane.in_flight.values() for move in batch.moves] == [read.id]
     rig.let_go(DISK)
     rig.outcomes(read, *writes)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 SYSTEM = "You are a careful assistant. " + " ".join(
     f"Rule {number}: answer question {number} briefly, politely and in whole sentences."
-    for number in range(40)
+    for number in range(24)
 )
 
 

@@ -4,12 +4,18 @@ Copies are done as late as the real device may do them: when somebody waits, and
 if `choose` is given, whenever it says so. Each stream keeps its order, streams keep none among
 themselves. Errors come as CUDA's do: a call refused changes nothing else, a copy that fails takes
 the context with it, and every later call fails.
+
+Memory can be mapped by another process, as by CUDA IPC: a handle names a memory file by the way to
+it through its owner, so it can be opened while the owner lives, and what was mapped stays.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +23,8 @@ from typing import Any
 from hicache.transfer.cuda_copy import Piece
 
 INVALID_VALUE, ILLEGAL_ADDRESS = 1, 700
+BUS_ID = "0000:00:00.0"
+HANDLE_BYTES = 64
 
 
 class StandInError(RuntimeError):
@@ -49,9 +57,12 @@ class StandIn:
         self._lock = threading.RLock()  # guards all of the above; links have threads of their own
         self._streams: list[_Stream] = []
         self._buffers: dict[int, Any] = {}
+        self._files: dict[int, int] = {}
+        self._mapped: dict[bytes, tuple[int, Any, list[None]]] = {}
         self.cuda = SimpleNamespace(
             Memory=self._memory,
             Stream=self._stream,
+            alloc_pinned_memory=lambda num_bytes: (ctypes.c_ubyte * num_bytes)(),
             Event=lambda block=False, disable_timing=False: _Event(self),
             runtime=SimpleNamespace(
                 CUDARuntimeError=StandInError,
@@ -65,9 +76,13 @@ class StandIn:
                 runtimeGetVersion=lambda: 13000,
                 driverGetVersion=lambda: 13000,
                 getDeviceCount=lambda: 1,
+                getDevice=lambda: 0,
                 getDeviceProperties=lambda index: {"name": b"stand-in"},
                 memGetInfo=lambda: (80 << 30, 80 << 30),
-                deviceGetPCIBusId=lambda index: "0000:00:00.0",
+                deviceGetPCIBusId=lambda index: BUS_ID,
+                ipcGetMemHandle=self._handle_of,
+                ipcOpenMemHandle=self._open_handle,
+                ipcCloseMemHandle=self._close_handle,
             ),
         )
 
@@ -138,8 +153,47 @@ class StandIn:
             return self._streams[-1]
 
     def _memory(self, num_bytes: int) -> SimpleNamespace:
-        buffer = (ctypes.c_ubyte * num_bytes)()
+        file = os.memfd_create("stand-in", os.MFD_CLOEXEC)
+        os.ftruncate(file, num_bytes)
+        buffer = (ctypes.c_ubyte * num_bytes).from_buffer(mmap.mmap(file, num_bytes))
+        self._files[ctypes.addressof(buffer)] = file
+        weakref.finalize(buffer, os.close, file)
         return SimpleNamespace(ptr=ctypes.addressof(buffer), buffer=buffer)
+
+    def _handle_of(self, base: int) -> bytes:
+        with self._lock:
+            self.check()
+            if base not in self._files:
+                raise StandInError(INVALID_VALUE)
+            return f"/proc/{os.getpid()}/fd/{self._files[base]}".encode().ljust(HANDLE_BYTES, b"\0")
+
+    def _open_handle(self, handle: bytes) -> int:
+        """As often as you like, and at the same place."""
+        with self._lock:
+            self.check()
+            if handle not in self._mapped:
+                try:
+                    file = os.open(handle.rstrip(b"\0"), os.O_RDWR)
+                except OSError as error:
+                    raise StandInError(INVALID_VALUE) from error
+                size = os.fstat(file).st_size
+                buffer = (ctypes.c_ubyte * size).from_buffer(mmap.mmap(file, size))
+                os.close(file)
+                self._mapped[handle] = ctypes.addressof(buffer), buffer, []
+            base, _, users = self._mapped[handle]
+            users.append(None)
+            return base
+
+    def _close_handle(self, base: int) -> None:
+        with self._lock:
+            self.check()
+            for handle, (at, _, users) in list(self._mapped.items()):
+                if at == base:
+                    users.pop()
+                    if not users:
+                        del self._mapped[handle]
+                    return
+            raise StandInError(INVALID_VALUE)
 
     def _host_alloc(self, num_bytes: int, flags: int) -> int:
         buffer = (ctypes.c_ubyte * num_bytes)()

@@ -1,0 +1,419 @@
+"""Inference engines' own pages: who registered what, and the copies under way.
+
+    register ──▶ worker maps ──▶ loads and saves ──▶ unregister, session's end ──▶ worker unmaps
+                                   └─ a registration is unmapped when the last of them was told
+
+A client registers its KV tensors by CUDA IPC; the GPU worker copies between them and slots. What
+may not be reused, until when, and who sees to it:
+
+1. Pages of a load belong to the worker until the answer, which says that nothing is on its way any
+   more, whether or not it failed. A client that does not hear it in time asks for `unregister`, or
+   sees the worker's process end (`pid` in the answer to `register`).
+2. Slots of a load are held by its lease. Where the lease has ended meanwhile, they may have got
+   other bytes: then the load has failed, whatever the worker says.
+3. Slots of a save belong to a ticket, and are written by the worker. Nobody else gets them before
+   that has ended, whatever becomes of the ticket: a commit is refused meanwhile; an abort, or the
+   end of the session, takes effect when the save has ended (`is_writing`).
+4. The worker dies: its copies have ended with it, and its mappings are gone. Loads and saves are
+   answered with an error, and registrations are no more.
+
+Used from the daemon's loop only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from hicache.engine import plan as p
+from hicache.engine.core import CacheEngine
+from hicache.session import Session
+from hicache.tiers.block import Ids
+from hicache.transfer.messages import pack
+from hicache.transfer.news import PageNews
+from hicache.transfer.page_messages import (
+    HANDLE_BYTES,
+    PLANE_FIELDS,
+    Claim,
+    PageCopy,
+    PageTold,
+    pack_claim,
+    pack_copy,
+)
+from hicache.waiting import Peer
+from hicache.wire import WireError
+
+MAX_REGISTRATIONS: Final = 256
+MAX_COPIES: Final = 64
+"""Of one registration, under way at once."""
+
+Reply = Callable[[Peer, Mapping[str, Any]], None]
+
+
+class Workers(Protocol):
+    """What of the mover is needed here."""
+
+    def send_pages(self, device: str, message: bytes) -> bool: ...
+    def pids(self) -> dict[str, int]: ...
+
+
+@dataclass(slots=True)
+class _Registration:
+    """`peer`: who waits for the worker's answer to `map` or `unmap`."""
+
+    number: int
+    session: bytes
+    device: str
+    pages_per_block: int
+    num_planes: int
+    state: str = "mapping"  # mapping → mapped → closing → unmapping
+    num_copies: int = 0
+    peer: Peer | None = None
+
+
+@dataclass(slots=True)
+class _Copy:
+    """`peer` is None when its session has ended. A load's runs are those of `lease`; a save's slots
+    are those of `ticket`, of the group `owner`."""
+
+    number: int
+    registration: _Registration
+    peer: Peer | None
+    lease: int = 0
+    runs: tuple[p.ReadyRun, ...] = ()
+    ticket: int = 0
+    owner: int = 0
+    num_blocks: int = 0
+
+
+class Paging:
+    """`reply` answers a peer. When the last save into its slots has ended, `given_up` is told of a
+    ticket that its client has given up meanwhile, and `owner_at_rest` of its group, which may have
+    ended."""
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        reply: Reply,
+        given_up: Callable[[int, float], None],
+        owner_at_rest: Callable[[int, float], None],
+    ) -> None:
+        self._engine = engine
+        self._reply = reply
+        self._given_up, self._owner_at_rest = given_up, owner_at_rest
+        self._workers: Workers | None = None
+        self._devices: list[str] = []
+        self._registrations: dict[int, _Registration] = {}
+        self._copies: dict[int, _Copy] = {}
+        self._written_tickets: Counter[int] = Counter()
+        self._written_owners: Counter[int] = Counter()
+        self._acknowledged: set[int] = set()
+        self._saved_tickets: set[int] = set()
+        self._numbers = itertools.count(1)
+
+    def serve(self, devices: list[str], workers: Workers) -> None:
+        """From now on, with these GPU workers."""
+        self._devices, self._workers = devices, workers
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is a GPU worker at all."""
+        return bool(self._devices)
+
+    def counts(self) -> dict[str, int]:
+        """For `stats`."""
+        return {"registrations": len(self._registrations), "copies": len(self._copies)}
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def register(self, peer: Peer, session: Session, body: Mapping[str, Any]) -> None:
+        """Answered when the worker has mapped them. WireError where that cannot be."""
+        handles, planes = body["handles"], body["planes"]
+        if not self._devices:
+            raise WireError("refused", "no GPU worker here: copy through the arena")
+        if not session.pid:
+            raise WireError(
+                "refused",
+                "this client's process cannot be seen from here, so nobody would know when to let "
+                "go of its memory: copy through the arena",
+            )
+        if len(handles) % HANDLE_BYTES or len(planes) % (8 * PLANE_FIELDS) or not planes:
+            raise WireError("malformed", "handles are 64 bytes each, planes four u64 each")
+        num_planes = len(planes) // (8 * PLANE_FIELDS)
+        block_bytes = num_planes * body["pages_per_block"] * body["page_bytes"]
+        if block_bytes != session.spec.block_bytes:
+            raise WireError(
+                "malformed",
+                f"blocks of these pages have {block_bytes} bytes, and the namespace's "
+                f"{session.spec.block_bytes}",
+            )
+        if len(self._registrations) >= MAX_REGISTRATIONS:
+            raise WireError("refused", f"{MAX_REGISTRATIONS} registrations of pages are open")
+        number = next(self._numbers)
+        claim = Claim(
+            number,
+            body["bus_id"],
+            tuple(handles[at : at + HANDLE_BYTES] for at in range(0, len(handles), HANDLE_BYTES)),
+            np.frombuffer(planes, "<u8").reshape(-1, PLANE_FIELDS),
+            body["page_bytes"],
+            body["pages_per_block"],
+        )
+        device = self._devices[0]
+        self._send(device, pack_claim(claim))
+        self._registrations[number] = _Registration(
+            number, session.token, device, body["pages_per_block"], num_planes, peer=peer
+        )
+
+    def load(self, peer: Peer, session: Session, body: Mapping[str, Any]) -> None:
+        """Blocks of a lease of this session's group into pages. Raises UnknownLease, WireError."""
+        registration = self._mapped(session, body["registration"])
+        lease = self._engine.residency.leases.leases.get(body["lease"])
+        if lease is None or lease.owner != session.group.number:
+            raise p.UnknownLease(body["lease"])
+        if not lease.by_worker:
+            raise WireError("refused", "a load needs a fetch of its lease with `pages`, before it")
+        pages = _table(body["pages"], registration.pages_per_block)
+        first, last = body["first"], body["first"] + len(pages)
+        if last > len(lease.ids):
+            raise WireError("malformed", f"blocks {first} … {last} of {len(lease.ids)} leased ones")
+        runs = tuple(self._engine.readable_now(lease.id, first, last))
+        num_blocks = sum(len(run.slots) for run in runs)
+        if not num_blocks:
+            self._reply(peer, {"blocks": 0, "seconds": 0.0})
+            return
+        self._start(
+            _Copy(next(self._numbers), registration, peer, lease.id, runs, num_blocks=num_blocks),
+            session,
+            [(run.tier, run.slots) for run in runs],
+            pages[:num_blocks],
+            body["planes_per_part"],
+        )
+
+    def save(self, peer: Peer, session: Session, body: Mapping[str, Any]) -> None:
+        """Pages into slots of a ticket of this session's group. Raises UnknownTicket, WireError."""
+        registration = self._mapped(session, body["registration"])
+        ticket = self._engine.residency.leases.tickets.get(body["ticket"])
+        if ticket is None or ticket.owner != session.group.number:
+            raise p.UnknownTicket(body["ticket"])
+        indices = np.frombuffer(body["indices"], "<u4").astype(np.int64)
+        pages = _table(body["pages"], registration.pages_per_block)
+        places = np.searchsorted(ticket.indices, indices)
+        is_known = places < len(ticket.indices)
+        is_known &= ticket.indices[np.minimum(places, len(ticket.indices) - 1)] == indices
+        if len(pages) != len(indices) or not len(indices) or not is_known.all():
+            raise WireError("malformed", "indices: blocks of this ticket, and pages for each")
+        if len(np.unique(indices)) != len(indices):
+            raise WireError("malformed", "indices: a block twice")
+        house = self._engine.residency
+        slots: Ids = house.blocks.slot[ticket.tier][ticket.ids[places]]
+        copy = _Copy(
+            next(self._numbers),
+            registration,
+            peer,
+            ticket=ticket.id,
+            owner=ticket.owner,
+            num_blocks=len(indices),
+        )
+        self._start(copy, session, [(house.tiers[ticket.tier].name, slots)], pages, 0)
+        self._written_tickets[ticket.id] += 1
+        self._written_owners[ticket.owner] += 1
+
+    def unregister(self, peer: Peer, session: Session, number: int) -> None:
+        """Answered when nothing of it is on its way, and the worker has let go."""
+        registration = self._own(session, number)
+        if registration.peer is not None:
+            raise WireError("refused", "this registration is being mapped or unmapped already")
+        registration.peer = peer
+        self._close(registration)
+
+    # --- what the rest of the daemon must wait for ------------------------------------------------
+
+    def is_saving(self, ticket: int) -> bool:
+        """Whether the worker writes into this ticket's slots now."""
+        return self._written_tickets[ticket] > 0
+
+    def was_saved(self, ticket: int) -> bool:
+        """Whether the worker wrote any of this ticket's slots: a commit brings no bytes then."""
+        return ticket in self._saved_tickets
+
+    def is_writing(self, owner: int) -> bool:
+        """Whether the worker writes into this group's slots now."""
+        return self._written_owners[owner] > 0
+
+    def give_up_later(self, ticket: int) -> None:
+        """Its client writes no more: `given_up` when the worker does not either."""
+        self._acknowledged.add(ticket)
+
+    def end(self, session: Session) -> None:
+        """The session has ended: nobody waits for its copies, and its pages are let go of as soon
+        as they have ended."""
+        for registration in list(self._registrations.values()):
+            if registration.session == session.token:
+                registration.peer = None
+                self._close(registration)
+        for copy in self._copies.values():
+            if copy.registration.session == session.token:
+                copy.peer = None
+
+    # --- what the worker says ---------------------------------------------------------------------
+
+    def take(self, news: PageNews, now_s: float) -> None:
+        """An answer to something that was sent; one to nothing is dropped."""
+        told = news.told
+        if told.kind in ("part", "copied"):
+            copy = self._copies.get(told.number)
+            if copy is not None:
+                (self._part if told.kind == "part" else self._copied)(copy, told, now_s)
+            return
+        registration = self._registrations.get(told.number)
+        if registration is None:
+            return
+        if told.kind == "unmapped" or told.error:
+            del self._registrations[told.number]
+            self._answer(registration, told)
+        elif registration.state == "mapping":
+            registration.state = "mapped"
+            self._answer(registration, told)
+        else:  # the session ended while it was being mapped
+            self._unmap_when_idle(registration)
+
+    def worker_gone(self, device: str, now_s: float) -> None:
+        """Its process is dead, and with it every copy and every mapping."""
+        error = "the GPU worker ended"
+        for copy in [c for c in self._copies.values() if c.registration.device == device]:
+            self._copied(copy, PageTold("copied", copy.number, error), now_s)
+        for registration in list(self._registrations.values()):
+            if registration.device == device:
+                del self._registrations[registration.number]
+                is_asked_for = registration.state in ("closing", "unmapping")
+                self._answer(registration, PageTold("", 0, "" if is_asked_for else error))
+
+    def _part(self, copy: _Copy, told: PageTold, now_s: float) -> None:
+        if copy.peer is not None and self._still_there(copy):
+            self._reply(copy.peer, {"more": True, "planes": told.planes, "blocks": copy.num_blocks})
+
+    def _copied(self, copy: _Copy, told: PageTold, now_s: float) -> None:
+        del self._copies[copy.number]
+        if copy.peer is not None:
+            self._tell_end(copy, told)
+        registration = copy.registration
+        registration.num_copies -= 1
+        if registration.state == "closing":
+            self._unmap_when_idle(registration)
+        if copy.ticket:
+            self._saved(copy, now_s)
+
+    def _tell_end(self, copy: _Copy, told: PageTold) -> None:
+        assert copy.peer is not None
+        if told.error:
+            self._fail(copy.peer, "refused", told.error)
+        elif not self._still_there(copy):
+            self._fail(copy.peer, "unknown_lease", "the lease ended while its blocks were copied")
+        else:
+            self._reply(copy.peer, {"blocks": copy.num_blocks, "seconds": told.seconds})
+
+    def _saved(self, copy: _Copy, now_s: float) -> None:
+        """The slots are at rest: what waited for that may go on."""
+        for counts, key in (
+            (self._written_tickets, copy.ticket),
+            (self._written_owners, copy.owner),
+        ):
+            counts[key] -= 1
+            if not counts[key]:
+                del counts[key]
+        self._saved_tickets &= self._engine.residency.leases.tickets.keys()
+        self._saved_tickets.add(copy.ticket)
+        if not self.is_saving(copy.ticket) and copy.ticket in self._acknowledged:
+            self._acknowledged.discard(copy.ticket)
+            self._given_up(copy.ticket, now_s)
+        if not self.is_writing(copy.owner):
+            self._owner_at_rest(copy.owner, now_s)
+
+    def _still_there(self, copy: _Copy) -> bool:
+        """A load's blocks are where they were; a lease that has not ended has held them there."""
+        return all(self._engine.is_still_at(copy.lease, run) for run in copy.runs)
+
+    # --- small things -----------------------------------------------------------------------------
+
+    def _start(
+        self,
+        copy: _Copy,
+        session: Session,
+        runs: list[tuple[str, Ids]],
+        pages: Ids,
+        planes_per_part: int,
+    ) -> None:
+        registration = copy.registration
+        if registration.num_copies >= MAX_COPIES:
+            raise WireError("refused", f"{MAX_COPIES} copies of this registration are under way")
+        order = PageCopy(
+            copy.number,
+            registration.number,
+            bool(copy.ticket),
+            session.spec.block_bytes,
+            tuple(runs),
+            pages,
+            planes_per_part,
+        )
+        self._send(registration.device, pack_copy(order))
+        self._copies[copy.number] = copy
+        registration.num_copies += 1
+
+    def _close(self, registration: _Registration) -> None:
+        if registration.state == "mapped":
+            self._unmap_when_idle(registration)
+        elif registration.state == "mapping":
+            registration.state = "closing"  # the rest when it has been mapped
+
+    def _unmap_when_idle(self, registration: _Registration) -> None:
+        registration.state = "closing"
+        if registration.num_copies or self._workers is None:
+            return
+        registration.state = "unmapping"
+        # A worker that is not up has no mappings; `worker_gone` answers whoever waits.
+        self._workers.send_pages(registration.device, pack("unmap", n=registration.number))
+
+    def _answer(self, registration: _Registration, told: PageTold) -> None:
+        peer, registration.peer = registration.peer, None
+        if peer is None:
+            return
+        if told.error:
+            self._fail(peer, "refused", told.error)
+        elif registration.state == "mapped":
+            assert self._workers is not None
+            pid = self._workers.pids().get(registration.device, 0)
+            self._reply(peer, {"registration": registration.number, "pid": pid})
+        else:
+            self._reply(peer, {})
+
+    def _fail(self, peer: Peer, code: str, message: str) -> None:
+        self._reply(peer, {"ok": False, "error": code, "message": message})
+
+    def _own(self, session: Session, number: int) -> _Registration:
+        registration = self._registrations.get(number)
+        if registration is None or registration.session != session.token:
+            raise WireError("unknown_registration", "")
+        return registration
+
+    def _mapped(self, session: Session, number: int) -> _Registration:
+        registration = self._own(session, number)
+        if registration.state != "mapped":
+            raise WireError("refused", "this registration is being mapped or unmapped")
+        return registration
+
+    def _send(self, device: str, message: bytes) -> None:
+        if self._workers is None or not self._workers.send_pages(device, message):
+            raise WireError("refused", "the GPU worker is not up: copy through the arena")
+
+
+def _table(packed: bytes, pages_per_block: int) -> Ids:
+    """Pages [blocks, pages per block]. The worker checks the numbers."""
+    pages = np.frombuffer(packed, "<i4").astype(np.int32)
+    if not len(pages) or len(pages) % pages_per_block:
+        raise WireError("malformed", f"pages: {pages_per_block} for each block")
+    return pages.reshape(-1, pages_per_block)

@@ -1,0 +1,331 @@
+"""An inference engine's own pages, copied by the daemon's GPU worker: real processes over real
+sockets. GPU memory is host memory, and IPC handles name memory files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from hicache.client import Client, PageShare
+from hicache.connectors.pages import PagedCache
+from hicache.transfer.pages import Launch
+from tests.e2e.household import SPEC, Household, Tokens, blocks_of, prompt, read, store, wait_for
+from tests.e2e.page_engine import PLANES, PageEngine
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+STAND_IN = Path(__file__).parent / "stand_in"
+# The signatures are those of cuda.h. An allocation is what the kernel has mapped in one piece.
+DRIVER = r"""
+#include <stdio.h>
+#include <stddef.h>
+int cuMemGetAddressRange_v2(unsigned long long *base, size_t *size, unsigned long long at) {
+    unsigned long start, end;
+    char line[4096];
+    int status = 1;
+    FILE *maps = fopen("/proc/self/maps", "r");
+    while (status && fgets(line, sizeof line, maps))
+        if (sscanf(line, "%lx-%lx", &start, &end) == 2 && start <= at && at < end) {
+            *base = start; *size = end - start; status = 0;
+        }
+    fclose(maps);
+    return status;
+}
+int cuGetProcAddress_v2(const char *n, void **f, int v, unsigned long long x, int *s) { return 1; }
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    target = str(folder / "libcuda.so.1")
+    command = [compiler, "-shared", "-fPIC", str(folder / "driver.c"), "-o", target]
+    subprocess.run(command, check=True)
+    return folder
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """While this file is there, copies stand still half-way."""
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def house(driver: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Household]:
+    paths = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    monkeypatch.setenv("STAND_IN_GATE", str(gate))
+    hbm, dram = {"size": "24MiB", "device": "cuda:0"}, {"size": "16MiB"}
+    with Household(hbm=hbm, dram=dram) as house:
+        wait_for(lambda: house.ask("health")["healthy"], "the GPU worker")
+        yield house
+        gate.unlink(missing_ok=True)
+
+
+@contextmanager
+def held(gate: Path) -> Iterator[None]:
+    gate.touch()
+    try:
+        yield
+    finally:
+        gate.unlink(missing_ok=True)
+
+
+def under_way(house: Household) -> dict[str, int]:
+    counts: dict[str, int] = house.stats()["pages"]
+    return counts
+
+
+def loaded(client: Client, engine: PageEngine, number: int, share: PageShare) -> int:
+    """Match, load into fresh pages, compare, release: how many blocks came."""
+    tokens = prompt(number, 8)
+    match = client.match(tokens)
+    pages = engine.pages(8, number + 1000)
+    engine.tensors[:] = 0
+    came = client.load_pages(match, share, pages)
+    client.release(match)
+    assert came.is_at_rest, client.last_error
+    found = engine.read(pages[: came.blocks])
+    assert np.array_equal(found, blocks_of(tokens)[: came.blocks]), "WRONG BYTES"
+    assert not engine.tensors[
+        :, engine.pages(8, number + 1000)[match.decision.reload_blocks :]
+    ].any()
+    return came.blocks
+
+
+def test_saved_from_pages_and_loaded_into_others_from_every_tier(house: Household) -> None:
+    client, engine = house.client(), PageEngine()
+    share = client.share_pages(engine.shared)
+    assert share is not None, client.last_error
+    for number in range(30):  # 60 MiB
+        tokens, pages = prompt(number, 8), engine.pages(8, number)
+        engine.write(pages, tokens)
+        result = client.save_pages(tokens, share, pages)
+        assert result.stored == 8, (result, client.last_error)
+        loaded(client, engine, max(0, number - 2), share)
+    house.settle()
+    tiers = {tier: used for tier, (used, _) in house.used().items()}
+    assert all(tiers.values()), tiers
+    assert sum(loaded(client, engine, number, share) for number in range(30)) == 30 * 8
+    assert house.tier("hbm")["hits"] > 0
+    assert read(client, prompt(0, 8)) == 8  # what was saved from pages is what a put stores
+    fresh = prompt(100, 8)
+    assert store(client, fresh) == 8
+    assert loaded(client, engine, 100, share) == 8
+    assert client.unshare_pages(share)
+    assert under_way(house) == {"registrations": 0, "copies": 0}
+    assert not client.load_pages(client.match(fresh), share, engine.pages(8, 0)).blocks
+
+
+def test_layer_by_layer(house: Household) -> None:
+    """A part that was told is in its pages; all parts come, in order."""
+    client, engine = house.client(), PageEngine()
+    share = client.share_pages(engine.shared)
+    assert share is not None, client.last_error
+    tokens, pages = prompt(1, 8), engine.pages(8, 5)
+    assert store(client, tokens) == 8
+    right = blocks_of(tokens).reshape(8, PLANES, -1)
+    match = client.match(tokens)
+    told = []
+    for part in client.load_pages_by_part(match, share, pages, planes_per_part=3):
+        assert (part.first, part.blocks) == (0, 8)
+        found = engine.read(pages).reshape(8, PLANES, -1)
+        assert np.array_equal(found[:, : part.planes], right[:, : part.planes])
+        told.append(part.planes)
+    assert told == [3, 6, PLANES]
+    client.release(match)
+
+
+def test_a_connector_has_the_worker_copy(house: Household, driver: Path, gate: Path) -> None:
+    """Where its pages were in doubt, or its worker is another by now, it shares them anew."""
+    client, engine = house.client(), PageEngine()
+    library = str(driver / "libcuda.so.1")
+    cache = PagedCache(client, engine.layout, engine.device, NoRunner(), library)
+    assert cache.how == "copied by the daemon's GPU worker"
+    tokens, pages = prompt(1, 8), engine.pages(8, 1)
+    engine.write(pages, tokens)
+    assert cache.save(tokens, pages, durable=True).durable
+    match, others = client.match(tokens), engine.pages(8, 2)
+    timeouts = client._connection.timeouts
+    client._connection.timeouts = replace(timeouts, fetch_s=1.0)
+    with held(gate):
+        assert not cache.load(match, others).is_at_rest
+        assert not cache.is_at_rest
+    client._connection.timeouts = timeouts
+    client.release(match)
+    wait_for(lambda: cache.is_at_rest, "the worker to let go")
+    wait_for(client.ping, "the client to ask again after its failure")
+    load_into(client, cache, engine, tokens)
+    pid = house.worker("gpu")
+    psutil.Process(pid).kill()
+    wait_for(lambda: house.worker("gpu") != pid, "another worker")
+    wait_for(lambda: house.ask("health")["healthy"], "the tier")
+    load_into(client, cache, engine, tokens)
+    cache.close()
+    assert under_way(house) == {"registrations": 0, "copies": 0}
+
+
+def load_into(client: Client, cache: PagedCache, engine: PageEngine, tokens: Tokens) -> None:
+    match, pages = client.match(tokens), engine.pages(8, 4)
+    engine.tensors[:] = 0
+    assert cache.load(match, pages).blocks == 8, client.last_error
+    assert cache.how == "copied by the daemon's GPU worker"
+    assert np.array_equal(engine.read(pages), blocks_of(tokens))
+    client.release(match)
+
+
+class NoRunner:
+    def run(self, launch: Launch, grid: int, stream: object) -> None:
+        raise AssertionError("the worker copies")
+
+
+@pytest.mark.thorough
+def test_the_check_for_a_gpu_machine(
+    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hicache gpu-check` has this to run on hardware: here, all of it on the stand-in."""
+    paths = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    report = tmp_path / "rows"
+    command = [sys.executable, "-m", "hicache.bench.gpu", "engine", "--small"]
+    command += ["--report", str(report), "--folder", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows = [json.loads(line) for line in report.read_text().splitlines()]
+    assert {row["status"] for row in rows} == {"ok"}, (rows, ran.stdout, ran.stderr)
+    assert len(rows) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"bus_id": "0000:99:00.0"}, "and the cache's is at"),
+        ({"handles": (b"/proc/1/fd/9999".ljust(64, b"\0"),)}, "does not map this memory"),
+        ({"page_bytes": 4096}, "blocks of these pages have 65536 bytes"),
+    ],
+)
+def test_what_cannot_be_shared_is_a_sentence_and_the_arena_serves(
+    house: Household, change: dict[str, object], why: str
+) -> None:
+    client, engine = house.client(), PageEngine()
+    assert client.share_pages(replace(engine.shared, **change)) is None  # type: ignore[arg-type]
+    assert why in client.last_error
+    tokens = prompt(1, 8)
+    assert store(client, tokens) == 8
+    assert read(client, tokens) == 8
+    assert under_way(house)["registrations"] == 0
+
+
+def test_a_registration_that_lies_about_its_size_is_refused(house: Household) -> None:
+    """Before anything is copied: the worker asks the driver how large the allocation is."""
+    client, engine = house.client(), PageEngine()
+    for column, value in ((1, 1 << 30), (3, 1 << 20), (2, (1 << 63) - 1)):
+        planes = engine.shared.planes.copy()
+        planes[-1, column] = value
+        assert client.share_pages(replace(engine.shared, planes=planes)) is None
+        assert "beyond its allocation" in client.last_error
+    assert client.share_pages(engine.shared) is not None
+
+
+def test_an_engine_killed_in_the_middle_of_a_save(house: Household, gate: Path) -> None:
+    """Its slots are nobody's until the worker has written the last byte, and then they are free;
+    its memory is let go of; other clients are served meanwhile and after."""
+    with held(gate):
+        command = [sys.executable, "-m", "tests.e2e.page_engine", house.endpoint, "7"]
+        pipes = subprocess.PIPE
+        engine = subprocess.Popen(command, stdin=pipes, stdout=pipes, text=True)
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "saving\n"
+        wait_for(lambda: under_way(house)["copies"], "the save")
+        engine.kill()
+        engine.communicate()
+        wait_for(lambda: not house.stats()["sessions"], "the end of its session")
+        assert under_way(house) == {"registrations": 1, "copies": 1}
+        assert house.stats()["tickets"] == 1
+        used = house.used()["dram"][0]
+        assert used >= 8 * SPEC.block_bytes
+        client = house.client()
+        assert store(client, prompt(1, 4)) == 4
+    wait_for(lambda: not any(under_way(house).values()), "the worker to let go")
+    assert house.stats()["tickets"] == 0
+    assert read(client, prompt(1, 4)) == 4
+    assert client.match(prompt(7, 8)).hit_blocks == 0
+
+
+def test_a_session_that_ends_with_a_load_under_way(house: Household, gate: Path) -> None:
+    client, engine = house.client(), PageEngine()
+    share = client.share_pages(engine.shared)
+    assert share is not None, client.last_error
+    tokens, pages = prompt(2, 8), engine.pages(8, 3)
+    assert store(client, tokens) == 8
+    match = client.match(tokens)
+    client._connection.timeouts = replace(client._connection.timeouts, fetch_s=1.0)
+    with held(gate):
+        came = client.load_pages(match, share, pages)
+        assert (came.blocks, came.is_at_rest) == (0, False)
+        assert share.is_in_doubt
+        client.close()
+        wait_for(lambda: not house.stats()["sessions"], "the end of its session")
+        assert under_way(house) == {"registrations": 1, "copies": 1}
+    wait_for(lambda: not any(under_way(house).values()), "the worker to let go")
+
+
+def test_a_load_that_is_not_answered_leaves_its_pages_in_doubt_until_it_is(
+    house: Household, gate: Path
+) -> None:
+    client, engine = house.client(), PageEngine()
+    share = client.share_pages(engine.shared)
+    assert share is not None, client.last_error
+    tokens, pages = prompt(2, 8), engine.pages(8, 3)
+    assert store(client, tokens) == 8
+    match = client.match(tokens)
+    timeouts = client._connection.timeouts
+    client._connection.timeouts = replace(timeouts, fetch_s=1.0)
+    with held(gate):
+        assert not client.load_pages(match, share, pages).is_at_rest
+        assert not client.unshare_pages(share)
+        assert share.is_in_doubt
+    client._connection.timeouts = timeouts
+    wait_for(lambda: client.unshare_pages(share), "the worker to let go")
+    assert not share.is_in_doubt
+    assert not any(under_way(house).values())
+
+
+def test_the_worker_killed_in_the_middle_of_a_load(house: Household, gate: Path) -> None:
+    """Its copies have ended with it. The next worker maps the pages anew."""
+    client, engine = house.client(), PageEngine()
+    share = client.share_pages(engine.shared)
+    assert share is not None, client.last_error
+    tokens, pages = prompt(2, 8), engine.pages(8, 3)
+    assert store(client, tokens) == 8
+    pid = house.worker("gpu")
+    assert share.worker_pid == pid
+    with held(gate):
+        match = client.match(tokens)
+        client._connection.timeouts = replace(client._connection.timeouts, fetch_s=1.0)
+        assert not client.load_pages(match, share, pages).is_at_rest
+        psutil.Process(pid).kill()
+        wait_for(lambda: not share.is_in_doubt, "the end of the worker")
+    wait_for(lambda: house.worker("gpu") != pid, "another worker")
+    wait_for(lambda: house.ask("health")["healthy"], "the tier")
+    assert not any(under_way(house).values())
+    again = client.share_pages(engine.shared)
+    assert again is not None, client.last_error
+    client.release(match)
+    assert loaded(client, engine, 2, again) == 8

@@ -1,0 +1,159 @@
+"""What the daemon and the GPU worker say of inference engines' pages: bytes ↔ structs.
+
+    daemon → worker   map · load · save · unmap
+    worker → daemon   mapped · unmapped · part* · copied
+
+Numbers are the daemon's. What a client claims about its tensors travels as it came: the worker, who
+alone can ask the driver, believes none of it (engine_pages.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.transfer.messages import MalformedMessage, Message, pack
+from hicache.transfer.pages import PageNumbers
+
+HANDLE_BYTES: Final = 64
+PLANE_FIELDS: Final = 4
+_WORD, _LONG = np.dtype("<i4"), np.dtype("<u8")
+TOLD: Final = frozenset({"mapped", "unmapped", "part", "copied"})
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An inference engine's tensors as it describes them: CUDA IPC handles of allocations, and rows
+    of (allocation, offset of page 0, bytes between pages, pages) in the order of a block's planes.
+    `bus_id` is the PCI bus id of their GPU."""
+
+    number: int
+    bus_id: str
+    handles: tuple[bytes, ...]
+    planes: npt.NDArray[np.uint64]
+    page_bytes: int
+    pages_per_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Blocks in slots of some tiers, from or to a registration's pages [blocks, pages per block].
+    `runs` are (tier, slots) in the blocks' order. What has come is told after every
+    `planes_per_part` planes (0: once)."""
+
+    number: int
+    registration: int
+    to_blocks: bool
+    block_bytes: int
+    runs: tuple[tuple[str, PageNumbers], ...]
+    pages: PageNumbers
+    planes_per_part: int = 0
+
+
+def pack_claim(claim: Claim) -> bytes:
+    return pack(
+        "map",
+        n=claim.number,
+        bus=claim.bus_id,
+        handles=b"".join(claim.handles),
+        planes=claim.planes.astype(_LONG).tobytes(),
+        page_bytes=claim.page_bytes,
+        pages_per_block=claim.pages_per_block,
+    )
+
+
+def unpack_claim(message: Message) -> Claim:
+    handles, planes = _bytes(message, "handles"), _bytes(message, "planes")
+    if len(handles) % HANDLE_BYTES or len(planes) % (PLANE_FIELDS * _LONG.itemsize):
+        raise MalformedMessage("map: whole handles and whole planes")
+    bus = message.get("bus")
+    if type(bus) is not str:
+        raise MalformedMessage("map: the bus id is missing")
+    return Claim(
+        _count(message, "n"),
+        bus,
+        tuple(handles[at : at + HANDLE_BYTES] for at in range(0, len(handles), HANDLE_BYTES)),
+        np.frombuffer(planes, _LONG).astype(np.uint64).reshape(-1, PLANE_FIELDS),
+        _count(message, "page_bytes"),
+        _count(message, "pages_per_block"),
+    )
+
+
+def pack_copy(copy: PageCopy) -> bytes:
+    return pack(
+        "save" if copy.to_blocks else "load",
+        n=copy.number,
+        of=copy.registration,
+        block_bytes=copy.block_bytes,
+        runs=[[tier, slots.astype(_WORD).tobytes()] for tier, slots in copy.runs],
+        pages=copy.pages.astype(_WORD).tobytes(),
+        part=copy.planes_per_part,
+    )
+
+
+def unpack_copy(message: Message) -> PageCopy:
+    runs = message.get("runs")
+    if not isinstance(runs, list) or any([type(f) for f in run] != [str, bytes] for run in runs):
+        raise MalformedMessage(f"{message['t']}: a run is [tier, slots]")
+    read = tuple((tier, _words(slots)) for tier, slots in runs)
+    num_blocks = sum(len(slots) for _, slots in read)
+    pages = _words(_bytes(message, "pages"))
+    if not num_blocks or len(pages) % num_blocks:
+        raise MalformedMessage(f"{message['t']}: {len(pages)} pages for {num_blocks} blocks")
+    return PageCopy(
+        _count(message, "n"),
+        _count(message, "of"),
+        message["t"] == "save",
+        _count(message, "block_bytes"),
+        read,
+        pages.reshape(num_blocks, -1),
+        _count(message, "part"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PageTold:
+    """`kind`: mapped, unmapped, part (the first `planes` planes of a copy have come) or copied.
+    Nothing of a copy that was told as copied is on its way any more, whether or not it failed;
+    `error` is then a sentence."""
+
+    kind: str
+    number: int
+    error: str = ""
+    planes: int = 0
+    seconds: float = 0.0
+
+
+def pack_told(told: PageTold) -> bytes:
+    more = {"error": told.error, "planes": told.planes, "seconds": told.seconds}
+    return pack(told.kind, n=told.number, **more)
+
+
+def unpack_told(message: Message) -> PageTold:
+    error, seconds = message.get("error"), message.get("seconds")
+    if type(error) is not str or type(seconds) is not float:
+        raise MalformedMessage(f"{message['t']}: an error and seconds")
+    return PageTold(message["t"], _count(message, "n"), error, _count(message, "planes"), seconds)
+
+
+def _words(packed: bytes) -> PageNumbers:
+    if len(packed) % _WORD.itemsize:
+        raise MalformedMessage("whole words")
+    return np.frombuffer(packed, _WORD).astype(np.int32)
+
+
+def _bytes(message: Message, name: str) -> bytes:
+    value: Any = message.get(name)
+    if type(value) is not bytes:
+        raise MalformedMessage(f"{message['t']}: {name} must be bytes")
+    return value
+
+
+def _count(message: Message, name: str) -> int:
+    value: Any = message.get(name)
+    if type(value) is not int or value < 0:
+        raise MalformedMessage(f"{message['t']}: {name} must be a count")
+    return value
