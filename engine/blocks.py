@@ -17,6 +17,7 @@ tree nodes carry.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final, TypeVar
@@ -24,7 +25,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hicache.engine.ids import IdSpace, Span, ids_of, size_of, together
+from hicache.engine.ids import IdSpace, Span, ids_of, size_of
 from hicache.tiers.block import Ids, SlotPool, TierSpec
 
 Item = TypeVar("Item", bound=np.generic)
@@ -70,6 +71,7 @@ class BlockTable:
         self.counts = np.zeros((len(tiers), len(State)), np.int64)
         self.ids = IdSpace()
         self.num_pins = 0
+        self._pinned_ends: list[int] = []  # the deepest block of each span that is pinned, sorted
         self.node = np.empty(0, np.int32)
         self.depth = np.empty(0, np.int32)
         self.leases = np.empty(0, np.int32)
@@ -101,18 +103,37 @@ class BlockTable:
         self.depth[span] = self._ramp[depth:end]
 
     def pin(self, span: Span) -> None:
-        """One lease more on these blocks."""
-        self.leases[span] += 1
-        self.num_pins += size_of(span)
+        """One lease more on these blocks, which are of one path."""
+        if count := size_of(span):
+            self.leases[span] += 1
+            self.num_pins += count
+            insort(self._pinned_ends, self._end_of(span))
 
     def unpin(self, span: Span) -> None:
-        """One lease less on these blocks."""
-        self.leases[span] -= 1
-        self.num_pins -= size_of(span)
+        """One lease less on what was pinned together."""
+        if count := size_of(span):
+            self.leases[span] -= 1
+            self.num_pins -= count
+            del self._pinned_ends[bisect_left(self._pinned_ends, self._end_of(span))]
 
     def is_pinned(self, span: Span) -> bool:
         """Whether any of these blocks is leased."""
         return bool(self.num_pins and np.count_nonzero(self.leases[span]))
+
+    def is_tail_pinned(self, span: Span, first: int = 0) -> bool:
+        """The same for the blocks of a childless node, those before `first` left out, at a cost
+        that does not grow with them: no path leads past them, so what leases them ends in them."""
+        if not isinstance(span, slice):
+            return self.is_pinned(span[first:])
+        ends = self._pinned_ends
+        at = bisect_left(ends, span.start + first)
+        return at < len(ends) and ends[at] < span.stop
+
+    def _end_of(self, span: Span) -> int:
+        """The deepest of these blocks."""
+        if isinstance(span, slice):
+            return int(span.stop) - 1
+        return int(span[self.depth[span].argmax()])
 
     def free(self, span: Span) -> None:
         """Forget blocks that have no copy left and no lease."""
@@ -131,7 +152,7 @@ class BlockTable:
         self.pools[tier].free(slot_bytes, freed[0] if len(freed) == 1 else np.concatenate(freed))
         states, tags, node, hits = self.state[tier], self.tags, self.node, self.hits
         num_blocks = 0
-        for span in together(spans):
+        for span in spans:
             states[span] = 0
             tags[span] = 0
             node[span] = -1
@@ -238,6 +259,7 @@ class BlockTable:
         assert (tags == self.tags).all()
         assert (self.leases >= 0).all()
         assert self.num_pins == int(self.leases.sum())
+        assert self._pinned_ends == sorted(self._pinned_ends)
         assert not self.leases[self.node < 0].any()
         self.ids.validate()
         assert self.ids.num_free == int((self.node < 0).sum())

@@ -188,8 +188,9 @@ class CacheEngine:
 
     def _new_namespace(self, event: p.OpenNamespace, number: int, root: Node) -> Namespace:
         slot_bytes = slot_bytes_for(event.block_bytes)
+        step = 4 * event.block_tokens
         return Namespace(
-            number, event.digest, event.block_tokens, event.block_bytes, slot_bytes, root
+            number, event.digest, event.block_tokens, event.block_bytes, slot_bytes, root, step
         )
 
     def _fetch(self, event: p.Fetch) -> p.Fetched:

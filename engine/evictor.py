@@ -32,7 +32,7 @@ import numpy as np
 from hicache.engine.blocks import State
 from hicache.engine.evacuation import Evacuations
 from hicache.engine.gate import WriteGate
-from hicache.engine.ids import Span, part_of
+from hicache.engine.ids import Span, together
 from hicache.engine.node import Node
 from hicache.engine.plan import Priority
 from hicache.engine.policies.base import ALWAYS
@@ -81,14 +81,15 @@ class Evictor:
         if evacuations.under_way:
             evacuations.watch()
         available = pool.available(slot_bytes)
-        if available >= count or self._making_room_in >> tier & 1 or not house.is_up(tier):
+        if available >= count or self._making_room_in >> tier & 1 or not house.up >> tier & 1:
             return min(available, count)
         if evacuations.under_way and evacuations.is_for(tier, slot_bytes):
             return available
         wanted = 0
         if pool.num_used(slot_bytes):
-            coming = house.draining_bytes[tier] - pool.clearing_bytes
-            wanted = (count - available) * slot_bytes - coming
+            wanted = (count - available) * slot_bytes - house.draining_bytes[tier]
+            if pool.clearing is not None:
+                wanted += pool.clearing_bytes
             wanted -= self._forget_plain(tier, wanted, worth)
             available = pool.available(slot_bytes)
             if available >= count:
@@ -218,52 +219,66 @@ class Evictor:
         if house.dismissed[tier]:
             return 0
         policy, blocks, only = house.policies[tier], house.blocks, 1 << tier
-        pop, namespaces = policy.pop, house.namespaces
-        spans: dict[int, list[Span]] = {}
-        leaves: list[Node] = []  # of one namespace, given up whole: taken out of the tree together
-        freed = 0
-        while freed < wanted_bytes:
-            node = pop(worth)
+        has_pins = blocks.num_pins
+        number = slot_bytes = -1
+        leaves: list[Node] = []  # of one namespace, given up whole: they leave the tree together
+        spans: list[Span] = []  # of one slot size
+        missing = wanted_bytes
+        while missing > 0:
+            node = policy.pop(worth)
             if node is None:
                 break
-            parent = node.parent
-            if parent is None or not node.staying & only or node.holding[tier]:
-                continue
-            slot_bytes = namespaces[node.namespace].slot_bytes
-            count, tail = node.num_blocks, node.span
-            if count * slot_bytes > wanted_bytes - freed:
-                wanted = -(-(wanted_bytes - freed) // slot_bytes)
+            if node.tiers != only or node.leaving or node.children:
+                if node.staying & only and not node.holding[tier]:
+                    policy.add(node)
+                    break
+                continue  # no candidate any more; it is queued again when it becomes one
+            if node.namespace != number:
+                if leaves:
+                    house.unhang(leaves, tier)
+                    leaves = []
+                number = node.namespace
+                namespace = house.namespaces[number]
+                if namespace.slot_bytes != slot_bytes:
+                    if spans:
+                        self._forget_spans(tier, spans, slot_bytes)
+                    slot_bytes = namespace.slot_bytes
+            count = node.num_blocks
+            if count * slot_bytes > missing:
+                wanted = -(-missing // slot_bytes)
                 if wanted < MIN_VICTIMS:
                     wanted = MIN_VICTIMS
                 if wanted < count:
-                    tail = part_of(tail, count - wanted, count)
-                    count = wanted
-            if node.tiers != only or node.children or (blocks.num_pins and blocks.is_pinned(tail)):
+                    if not has_pins or not blocks.is_tail_pinned(node.span, count - wanted):
+                        spans.append(house.index.trim(node, wanted, namespace.step))
+                        missing -= wanted * slot_bytes
+                    policy.add(node)
+                    break
+            if has_pins and blocks.is_tail_pinned(node.span):
                 policy.add(node)
                 break
-            if count < node.num_blocks:
-                house.trim(node, tier, count)
-            else:
-                if leaves and leaves[-1].namespace != node.namespace:
-                    house.unhang(leaves, tier)
-                    leaves = []
-                leaves.append(node)
-                parent.holding[tier] -= 1
-                if not parent.holding[tier]:  # it may be next
-                    house.unhang(leaves, tier)
-                    leaves = []
-            if slot_bytes in spans:
-                spans[slot_bytes].append(tail)
-            else:
-                spans[slot_bytes] = [tail]
-            freed += count * slot_bytes
+            spans.append(node.span)
+            missing -= count * slot_bytes
+            leaves.append(node)
+            parent = node.parent
+            assert parent is not None
+            left = parent.holding[tier] = parent.holding[tier] - 1
+            if not left:  # it may be next
+                house.unhang(leaves, tier)
+                leaves = []
         if leaves:
             house.unhang(leaves, tier)
-        for slot_bytes, forgotten in spans.items():
-            num_blocks = blocks.forget(tier, forgotten, slot_bytes)
-            self.dropped += num_blocks
-            house.evicted[tier] += num_blocks
-        return freed
+        if spans:
+            self._forget_spans(tier, spans, slot_bytes)
+        return wanted_bytes - missing
+
+    def _forget_spans(self, tier: int, spans: list[Span], slot_bytes: int) -> None:
+        if len(spans) > 1:
+            spans[:] = together(spans)
+        num_blocks = self.residency.blocks.forget(tier, spans, slot_bytes)
+        spans.clear()
+        self.dropped += num_blocks
+        self.residency.evicted[tier] += num_blocks
 
     def _takeable_tail(self, node: Node, tier: int, count: int) -> Ids:
         """The last blocks of the node, up to `count`, that nobody leases or reads."""

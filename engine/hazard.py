@@ -35,7 +35,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hicache.engine.verdict import KEPT, hits_by_size, size_number, unjudged
+from hicache.engine.verdict import KEPT, hits_at, hits_by_size, unjudged
 
 Matrix = npt.NDArray[np.float64]
 
@@ -132,8 +132,8 @@ class Model:
     def beats_age(self, num_blocks: int) -> bool:
         """Whether a tier of so many blocks would have hit more of late in its order than in LRU's:
         not before it was judged, nor where both hit the same."""
-        by_rank, by_age = self.hits[:, size_number(num_blocks)]
-        return bool(by_rank > by_age)
+        by_rank, by_age = hits_at(self.hits, num_blocks)
+        return by_rank > by_age
 
     def returns_at(self, kind: int, age_s: float) -> float:
         """The probability that a block of a class, unused for so long, is used again."""

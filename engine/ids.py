@@ -48,6 +48,14 @@ def part_of(span: Span, first: int, last: int) -> Span:
     return span[first:last]
 
 
+def cut(span: Span, at: int) -> tuple[Span, Span]:
+    """The first `at` ids of a span, and the others."""
+    if isinstance(span, slice):
+        middle = span.start + at
+        return slice(span.start, middle), slice(middle, span.stop)
+    return span[:at], span[at:]
+
+
 def joined(front: Span, back: Span) -> Span:
     """Two spans in a row, a slice if they meet."""
     if isinstance(front, slice) and isinstance(back, slice) and front.stop == back.start:
@@ -74,22 +82,21 @@ def in_few(spans: Iterable[Span]) -> list[Span]:
     return met if len(met) <= _FEW else [ids_along(met)]
 
 
-def together(spans: Iterable[Span]) -> list[Span]:
+def together(spans: Sequence[Span]) -> list[Span]:
     """The same ids, in whatever order, in as few spans as slices that meet allow."""
-    slices: list[slice] = []
-    others: list[Span] = []
-    for span in spans:
-        if isinstance(span, slice):
-            slices.append(span)
-        else:
-            others.append(span)
+    slices = [span for span in spans if isinstance(span, slice)]
+    met: list[Span] = [span for span in spans if not isinstance(span, slice)]
     slices.sort(key=_start_of)
+    start = stop = -1
     for span in slices:
-        if others and isinstance(last := others[-1], slice) and last.stop == span.start:
-            others[-1] = slice(last.start, span.stop)
-        else:
-            others.append(span)
-    return others
+        if span.start != stop:
+            if stop >= 0:
+                met.append(slice(start, stop))
+            start = span.start
+        stop = span.stop
+    if slices:
+        met.append(slice(start, stop))
+    return met
 
 
 class IdSpace:

@@ -26,7 +26,7 @@ import numpy as np
 
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
 from hicache.engine.ghost import Mark
-from hicache.engine.ids import Span, ids_along, joined, part_of, size_of
+from hicache.engine.ids import Span, cut, ids_along, joined, part_of, size_of
 from hicache.engine.node import SPARE_SHARE, Node, Stem, depth_of
 from hicache.tiers.block import Ids
 
@@ -187,7 +187,7 @@ class Index:
         node.parent = parent.parent
         node.stem.nodes.remove(parent)
         parent.parent.children[node.symbols(step, 0, 1)] = node
-        self._drop(parent)
+        self._drop([parent])
         return parent
 
     def mark(self, nodes: Sequence[Node], marks: Sequence[Mark], step: int) -> bool:
@@ -286,14 +286,16 @@ class Index:
             self.set_residency(piece, tag & 0xFF, tag >> LEAVING_SHIFT)
         return pieces
 
-    def trim(self, node: Node, count: int, step: int) -> None:
-        """Cut the last `count` blocks, not all, off a childless node; they are the caller's to
-        forget."""
-        assert 0 < count < node.num_blocks
+    def trim(self, node: Node, count: int, step: int) -> Span:
+        """Cut the last `count` blocks, not all, off a childless node. Returns them; they are the
+        caller's to forget."""
+        kept = node.num_blocks - count
+        assert 0 < kept < node.num_blocks
         assert not node.children
-        node.num_blocks -= count
-        node.span = part_of(node.span, 0, node.num_blocks)
+        node.num_blocks = kept
+        node.span, gone = cut(node.span, kept)
         node.stem.shorten(count * step)
+        return gone
 
     def remove(self, node: Node, step: int) -> Node:
         """Forget a childless node and its blocks, which have no copy left. Returns its parent."""
@@ -316,7 +318,7 @@ class Index:
                 del parent.children[node.symbols(step, 0, 1)]
                 stem.nodes.pop()
                 stem.shorten(node.num_blocks * step)
-            self._drop(node)
+        self._drop(leaves)
 
     def node_of(self, block: int) -> Node:
         """The node that holds a block now."""
@@ -361,14 +363,17 @@ class Index:
         self.num_nodes += 1
         return node
 
-    def _drop(self, node: Node) -> None:
-        self.nodes[node.number] = None
-        self._free_numbers.append(node.number)
-        node.parent = None
-        node.stem = _NO_STEM  # who still knows the node must not keep its symbols alive
-        node.span, node.num_blocks = _NO_BLOCKS, 0
-        node.tiers = node.leaving = node.staying = 0
-        self.num_nodes -= 1
+    def _drop(self, nodes: Sequence[Node]) -> None:
+        numbered, free_numbers = self.nodes, self._free_numbers
+        for node in nodes:
+            number = node.number
+            numbered[number] = None
+            free_numbers.append(number)
+            node.parent = None
+            node.stem = _NO_STEM  # who still knows the node must not keep its symbols alive
+            node.span, node.num_blocks = _NO_BLOCKS, 0
+            node.tiers = node.leaving = node.staying = 0
+        self.num_nodes -= len(nodes)
 
     def validate(self, root: Node, step: int) -> int:
         """Check a tree from the ground. Returns its number of blocks."""
@@ -397,6 +402,10 @@ class Index:
             tag = node.tiers | node.leaving << LEAVING_SHIFT
             assert node.staying == node.tiers & ~node.leaving
             assert (self.blocks.tags[ids] == tag).all(), (node.number, tag, self.blocks.tags[ids])
+            if not node.children:
+                for first in (0, len(ids) // 2, len(ids) - 1):
+                    is_pinned = self.blocks.is_pinned(ids[first:])
+                    assert self.blocks.is_tail_pinned(node.span, first) == is_pinned
         return num_blocks
 
     def _validate_stem(self, stem: Stem, step: int) -> None:

@@ -101,9 +101,11 @@ class LeaseBook:
 
     def shorten(self, lease: Lease, num_blocks: int) -> None:
         """Unpin all but the first blocks of a lease."""
-        self.blocks.unpin(lease.ids[num_blocks:])
+        for span in lease.spans:
+            self.blocks.unpin(span)
         lease.ids = lease.ids[:num_blocks]
         lease.spans = [lease.ids]
+        self.blocks.pin(lease.ids)
         lease.failed_at = min(lease.failed_at, num_blocks)
 
     def expired(self, now_s: float) -> tuple[list[int], list[int]]:

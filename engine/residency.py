@@ -51,10 +51,7 @@ class Namespace:
     block_bytes: int
     slot_bytes: int
     root: Node
-
-    @property
-    def step(self) -> int:
-        return self.block_tokens * 4
+    step: int
 
 
 class Residency:
@@ -70,6 +67,10 @@ class Residency:
         self.tiers = tuple(tiers)
         self.pools = tuple(pools)
         self.links = frozenset(links)
+        self._lower = [
+            tuple(sorted(dst for src, dst in self.links if src == tier < dst))
+            for tier in range(len(tiers))
+        ]
         self.blocks = BlockTable(tiers, pools)
         self.index = Index(self.blocks)
         self.leases = LeaseBook(self.blocks)
@@ -121,8 +122,8 @@ class Residency:
 
     def below(self, tier: int) -> int | None:
         """The next slower tier that takes blocks and is linked from this one."""
-        for lower in range(tier + 1, len(self.tiers)):
-            if (tier, lower) in self.links and self.takes(lower):
+        for lower in self._lower[tier]:
+            if self.takes(lower):
                 return lower
         return None
 
@@ -418,12 +419,6 @@ class Residency:
         finally:
             for span in spans:
                 self.blocks.unpin(span)
-
-    def trim(self, leaf: Node, tier: int, count: int) -> None:
-        """Cut the last blocks, not all, off a leaf whose only copies are ready in `tier`. The
-        caller gives their ids to `BlockTable.forget` before anybody looks."""
-        self.index.trim(leaf, count, self.namespaces[leaf.namespace].step)
-        self.policies[tier].add(leaf)
 
     def unhang(self, leaves: Sequence[Node], tier: int) -> None:
         """Take leaves of one namespace, whose only copies are ready in `tier`, out of the tree.

@@ -34,9 +34,14 @@ def unjudged() -> Matrix:
     return np.zeros((2, len(SIZES_BLOCKS)))
 
 
-def size_number(num_blocks: int) -> int:
-    """Which of SIZES_BLOCKS is nearest, as a factor."""
-    return min(round(math.log2(max(1, num_blocks))), len(SIZES_BLOCKS) - 1)
+def hits_at(hits: Matrix, num_blocks: int) -> tuple[float, float]:
+    """Both rows of `hits_by_size` for a tier of so many blocks: between two of SIZES_BLOCKS on a
+    line over the size's logarithm."""
+    place = min(math.log2(max(1, num_blocks)), len(SIZES_BLOCKS) - 1.0)
+    below = int(place)
+    above = min(below + 1, len(SIZES_BLOCKS) - 1)
+    by_rank, by_age = hits[:, below] + (place - below) * (hits[:, above] - hits[:, below])
+    return float(by_rank), float(by_age)
 
 
 def hits_by_size(ranks: Matrix, events: Matrix, exposure_s: Matrix, span_s: float) -> Matrix:

@@ -128,7 +128,7 @@ def _remove(folder: Path, slot_bytes: int, report: ClassReport) -> None:
             for key in orphans:
                 txn.delete(key, db=opened.blocks)
     finally:
-        opened.env.close()
+        opened.close()
     report.done = f"{len(report.bad)} bad records removed"
 
 

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lmdb
-import numpy as np
 import xxhash
 
 from hicache.tiers.base import (
@@ -59,7 +58,7 @@ from hicache.tiers.disk_format import (
     pack_use,
     unpack_header,
 )
-from hicache.tiers.disk_reading import Bytes, Found, copy_all
+from hicache.tiers.disk_reading import Bytes, copy_all, find_all
 from hicache.tiers.disk_scan import Scan, Scanned
 from hicache.tiers.disk_shrink import compact, evict_coldest
 from hicache.tiers.disk_verify import Scrub
@@ -214,8 +213,8 @@ class DiskTier:
             opened.mapping,
             opened.env.begin(buffers=True) as txn,
         ):
-            found = [_find(txn, opened, identity, view) for identity, view in wanted]
-            results = copy_all(found, self._pool)
+            found = find_all(txn, opened, slot_bytes, wanted)
+            results = copy_all(opened.data.fileno(), found, self._pool)
             bad = [
                 (record.identity.key, record.packed)
                 for record, problem in zip(found, results, strict=True)
@@ -293,7 +292,7 @@ class DiskTier:
             self._device.set_aside(slot_bytes, str(error))
             return
         if is_empty:  # its file never shrinks: this is how the room comes back
-            opened.env.close()
+            opened.close()
             del self._environments[slot_bytes]
             shutil.rmtree(self._device.directory(slot_bytes))
 
@@ -320,7 +319,7 @@ class DiskTier:
         if self._pool is not None:
             self._pool.shutdown()
         for opened in self._environments.values():
-            opened.env.close()
+            opened.close()
         self._environments.clear()
         self._device.close()
         self._is_open = False
@@ -388,14 +387,3 @@ def _prefix(opened: Environment, row: bytes) -> tuple[bytes, bytes] | None:
             above = txn.get(header.parent, db=opened.meta)
             header = None if above is None else unpack_header(bytes(above))
     return None
-
-
-def _find(txn: lmdb.Transaction, opened: Environment, identity: Identity, view: Bytes) -> Found:
-    packed = txn.get(identity.key, db=opened.meta)
-    content = txn.get(identity.key, db=opened.blocks)
-    return Found(
-        identity,
-        view,
-        None if packed is None else bytes(packed),
-        None if content is None else np.frombuffer(content, np.uint8),
-    )

@@ -12,6 +12,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ class Environment(NamedTuple):
     """One class's LMDB environment and its sub-databases. `usage` is None in one that is only read
     and has none.
 
+    `data` is the file that LMDB has mapped, for reading what lies in it without touching the map.
     `mapping` is held while blocks are read, `writing` while something is committed; both to change
     the map's size, for LMDB unmaps the file then.
     """
@@ -50,6 +52,7 @@ class Environment(NamedTuple):
     blocks: Any
     usage: Any
     inode: int
+    data: FileIO
     mapping: threading.Lock
     writing: threading.Lock
 
@@ -72,6 +75,11 @@ class Environment(NamedTuple):
     def num_blocks(self) -> int:
         with self.env.begin() as txn:
             return int(txn.stat(self.meta)["entries"])
+
+    def close(self) -> None:
+        """Idempotent. Nobody may be reading or writing."""
+        self.env.close()
+        self.data.close()
 
     def resize(self, map_bytes: int) -> None:
         """Let the file grow to here and no further. Waits for the batch that is being read."""
@@ -127,9 +135,13 @@ def open_environment(
             usage = None
             with contextlib.suppress(lmdb.NotFoundError):  # made before uses were noted
                 usage = env.open_db(b"usage", create=not is_read_only)
-            inode = file.stat().st_ino
+            data = FileIO(file)
+            undo.callback(data.close)
+            inode = os.fstat(data.fileno()).st_ino
+            os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # read what is asked for
             undo.pop_all()
-        return Environment(env, meta, blocks, usage, inode, threading.Lock(), threading.Lock())
+        locks = threading.Lock(), threading.Lock()
+        return Environment(env, meta, blocks, usage, inode, data, *locks)
 
 
 def keep_freed_memory() -> None:

@@ -1,52 +1,54 @@
-"""Copies of stored blocks: mapped file → the destination's memory, checked there, several at once.
+"""Copies of stored blocks: file → the destination's memory, checked there, several at once.
 
-Called by `DiskTier.read` within a read transaction that outlives the copies. Before a value is
-touched, the kernel is told to fetch all of it (a fault at a time reads cold values several times
-slower), and asked to map it: where the file has ended or the device fails, that is an error here,
-while touching it would be a SIGBUS, the end of the worker.
+Called by `DiskTier.read` and by scrubs, within a read transaction that outlives the copies. Values
+of some size are found by `disk_pages.py` and copied by `pread`, in the order in which they lie in
+the file: each is waited for by one of several threads, and the next few are asked for meanwhile.
+Where the file has ended or the device fails, that is an error of one block; in the mapping it would
+be a SIGBUS, the end of the worker.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import lmdb
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from hicache.tiers.base import Identity, TierCorrupt, TierError, TierMissing
-from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.disk_environment import Environment
 from hicache.tiers.disk_format import unpack_header
+from hicache.tiers.disk_pages import Extent, Tree, is_known, locate
 
 Bytes = npt.NDArray[np.uint8]
+Value = Bytes | Extent | None
+"""As LMDB's mapping shows it, or where it lies in the file; None where it is missing."""
 
-_MADV_WILLNEED, _MADV_POPULATE_READ = 3, 22  # the second is Linux 5.14
-_AHEAD_BYTES = 256 << 10  # one call fetches no more than the device's own read-ahead
-_SMALL_BYTES = 64 << 10  # not worth two system calls, nor another thread
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_SMALL_BYTES = 32 << 10  # LMDB may touch it: not worth finding
+_PARALLEL_BYTES = 64 << 10  # below, another thread costs more than it gives
+_AHEAD_BYTES = 2 << 20  # beyond what is waited for; a longer queue was slower on a busy disk
+_TRIES = 2
+_CALL_BYTES = 1 << 20  # for the kernel takes only so much of one call
 
 
 class Found:
-    """A record as the transaction shows it. `packed` and `content` are None where missing."""
+    """A record as the transaction shows it. `packed` and `value` are None where missing."""
 
-    __slots__ = ("content", "identity", "packed", "view")
+    __slots__ = ("identity", "packed", "value", "view")
 
-    def __init__(
-        self, identity: Identity, view: Bytes, packed: bytes | None, content: Bytes | None
-    ) -> None:
+    def __init__(self, identity: Identity, view: Bytes, packed: bytes | None, value: Value) -> None:
         self.identity, self.view = identity, view
-        self.packed, self.content = packed, content
+        self.packed, self.value = packed, value
 
-    def copy(self) -> TierError | None:
+    def copy(self, fd: int) -> TierError | None:
         """Into its view; the error says why the view must not be believed."""
-        content, view = self.content, self.view
-        if self.packed is None or content is None:
-            is_absent = self.packed is None and content is None
+        value, view = self.value, self.view
+        if self.packed is None or value is None:
+            is_absent = self.packed is None and value is None
             return (
                 TierMissing("the block is not stored")
                 if is_absent
@@ -57,55 +59,122 @@ class Found:
             return TierCorrupt("the header is damaged")
         if not header.names(self.identity):
             return TierCorrupt("the record is another block's")
-        if not len(content) == header.block_bytes == view.nbytes:
-            return TierCorrupt(f"{len(content)} bytes are stored where {view.nbytes} belong")
-        if not is_readable(content):
-            return TierCorrupt("the bytes cannot be read from the device")
-        np.copyto(view, content)
+        if not num_bytes(value) == header.block_bytes == view.nbytes:
+            return TierCorrupt(f"{num_bytes(value)} bytes are stored where {view.nbytes} belong")
+        try:
+            fill(view, value, fd)
+        except TierError as error:
+            return error
         if xxhash.xxh3_64_intdigest(view.data) != header.checksum:
             return TierCorrupt("the bytes do not match their checksum")
         return None
 
 
-def copy_all(found: Sequence[Found], pool: ThreadPoolExecutor | None) -> list[TierError | None]:
+def find_all(
+    txn: lmdb.Transaction,
+    opened: Environment,
+    slot_bytes: int,
+    wanted: Iterable[tuple[Identity, Bytes]],
+) -> list[Found]:
+    """The records of one class, in order; none that is large has been touched."""
+    wanted = list(wanted)
+    keys = [identity.key for identity, _ in wanted]
+    rows = _located(txn, opened, b"meta", slot_bytes, keys)
+    values = find_values(txn, opened, slot_bytes, keys)
+    found = []
+    for (identity, view), value in zip(wanted, values, strict=True):
+        row = rows.get(identity.key)
+        if not isinstance(row, bytes):
+            shown = txn.get(identity.key, db=opened.meta)
+            row = None if shown is None else bytes(shown)
+        found.append(Found(identity, view, row, value))
+    return found
+
+
+def find_values(
+    txn: lmdb.Transaction, opened: Environment, slot_bytes: int, keys: Sequence[bytes]
+) -> list[Value]:
+    """The values of one class, in order. `txn` hands out buffers."""
+    places = _located(txn, opened, b"blocks", slot_bytes, keys)
+    values: list[Value] = []
+    for key in keys:
+        place = places.get(key)
+        if isinstance(place, Extent):
+            values.append(place)
+        else:
+            shown = txn.get(key, db=opened.blocks)
+            values.append(None if shown is None else np.frombuffer(shown, np.uint8))
+    return values
+
+
+def copy_all(
+    fd: int, found: Sequence[Found], pool: ThreadPoolExecutor | None
+) -> list[TierError | None]:
     """Every record into its view, by as many threads as the pool has. In order."""
-    for record in found:
-        if record.content is not None and not is_resident(record.content):
-            read_ahead(record.content)
-    if pool is None or len(found) < 2 or found[0].view.nbytes < _SMALL_BYTES:
-        return [record.copy() for record in found]
-    return list(pool.map(Found.copy, found))
+    if not found:
+        return []
+    as_they_lie = sorted(range(len(found)), key=lambda at: _offset(found[at].value))
+    records = [found[at] for at in as_they_lie]
+    ahead = max(1, _AHEAD_BYTES // found[0].view.nbytes)
+    for record in records[:ahead]:
+        _fetch(fd, record.value)
+
+    def copy(at: int) -> TierError | None:
+        if at + ahead < len(records):
+            _fetch(fd, records[at + ahead].value)
+        return records[at].copy(fd)
+
+    is_shared = pool is not None and len(found) > 1 and found[0].view.nbytes >= _PARALLEL_BYTES
+    numbers = range(len(records))
+    problems = pool.map(copy, numbers) if pool is not None and is_shared else map(copy, numbers)
+    told = dict(zip(as_they_lie, problems, strict=True))
+    return [told[at] for at in range(len(found))]
 
 
-def is_resident(content: Bytes) -> bool:
-    """Whether all of it is in the page cache; small values are read as they come."""
-    if len(content) < _SMALL_BYTES:
-        return True
-    start, length = _pages(content)
-    resident = np.zeros(-(-length // PAGE_BYTES), np.uint8)
-    if _libc.mincore(start, length, resident.ctypes.data):
-        return True  # not a mapping that tells: nothing to fetch ahead
-    return bool((resident & 1).all())
+def fill(view: Bytes, value: Bytes | Extent, fd: int) -> None:
+    """Copy a value that is as long as the view. TierCorrupt where the device cannot give it."""
+    if not isinstance(value, Extent):
+        np.copyto(view, value)
+        return
+    done = num_failed = 0
+    while done < view.nbytes:
+        try:
+            num_read = os.preadv(fd, [view.data[done:]], value.offset + done)
+        except OSError as error:
+            num_failed += 1
+            if num_failed < _TRIES:  # a bad sector fails again, a path that was lost may be back
+                continue
+            if error.errno == errno.EIO:
+                raise TierCorrupt("the bytes cannot be read from the device") from error
+            raise TierError(f"read: {error.strerror}") from error
+        if not num_read:
+            raise TierCorrupt("the file ends before the bytes do")
+        done += num_read
 
 
-def read_ahead(content: Bytes) -> None:
-    """Have all of it fetched from the device, without waiting."""
-    start, length = _pages(content)
-    for at in range(0, length, _AHEAD_BYTES):
-        _libc.madvise(start + at, min(_AHEAD_BYTES, length - at), _MADV_WILLNEED)
+def num_bytes(value: Bytes | Extent) -> int:
+    """How long a value is."""
+    return value.num_bytes if isinstance(value, Extent) else len(value)
 
 
-def is_readable(content: Bytes) -> bool:
-    """False where the device cannot give these bytes; maps them, where it can."""
-    if len(content) < _SMALL_BYTES:
-        return True
-    start, length = _pages(content)
-    failed = _libc.madvise(start, length, _MADV_POPULATE_READ)
-    return not failed or ctypes.get_errno() == errno.EINVAL  # an older kernel
+def _located(
+    txn: lmdb.Transaction, opened: Environment, name: bytes, slot_bytes: int, keys: Sequence[bytes]
+) -> dict[bytes, bytes | Extent]:
+    """What LMDB need not be asked for, which would touch it."""
+    fd = opened.data.fileno()
+    if slot_bytes < _SMALL_BYTES or not is_known(fd):
+        return {}
+    tree = Tree.of(txn, name)
+    return {} if tree is None else locate(fd, tree, keys)
 
 
-def _pages(content: Bytes) -> tuple[int, int]:
-    """(address, bytes) of the whole pages that hold it."""
-    address = content.ctypes.data
-    start = address // PAGE_BYTES * PAGE_BYTES
-    return start, address + len(content) - start
+def _fetch(fd: int, value: Value) -> None:
+    """Have it fetched from the device, without waiting."""
+    if isinstance(value, Extent):
+        end = value.offset + value.num_bytes
+        for at in range(value.offset, end, _CALL_BYTES):
+            os.posix_fadvise(fd, at, min(_CALL_BYTES, end - at), os.POSIX_FADV_WILLNEED)
+
+
+def _offset(value: Value) -> int:
+    return value.offset if isinstance(value, Extent) else 0

@@ -13,7 +13,6 @@ than half a page lie inside leaves and are not looked for.
 from __future__ import annotations
 
 import shutil
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,8 @@ from hicache.tiers.base import TierError
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.disk_environment import DATA_FILE, open_environment
 from hicache.tiers.disk_format import MAGIC, Header, header_at, is_sound, most_growth_bytes
+from hicache.tiers.disk_pages import OVERFLOW, PAGE
 
-_PAGE = struct.Struct("<QHHI")  # page number, padding, flags, pages of an overflow run
-_OVERFLOW = 0x04
 _WINDOW_BYTES = 64 << 20
 
 
@@ -72,7 +70,7 @@ def rebuild(directory: Path, target: Path, slot_bytes: int, map_bytes: int) -> R
                 break
         num_blocks = opened.num_blocks()
     finally:
-        opened.env.close()
+        opened.close()
     return Rebuilt(len(headers), num_blocks)
 
 
@@ -100,10 +98,10 @@ def _values(file: Path, slot_bytes: int) -> Iterator[memoryview]:
         while head := source.read(PAGE_BYTES):
             step = 1
             if len(head) == PAGE_BYTES:
-                page, _, flags, pages = _PAGE.unpack_from(head)
-                if page == number and flags & _OVERFLOW and 1 <= pages <= most:
+                page, _, flags, pages = PAGE.unpack_from(head)
+                if page == number and flags & OVERFLOW and 1 <= pages <= most:
                     rest = source.read((pages - 1) * PAGE_BYTES)
-                    yield memoryview(head + rest)[_PAGE.size :]
+                    yield memoryview(head + rest)[PAGE.size :]
                     step = pages
             number += step
             source.seek(number * PAGE_BYTES)

@@ -88,7 +88,7 @@ def compact(opened: Environment, path: Path, min_free_bytes: int, progress: Prog
             fd = os.open(name, flags)
             os.fsync(fd)
             os.close(fd)
-        opened.env.close()
+        opened.close()
         file.replace(directory / DATA_FILE)
     shutil.rmtree(target, ignore_errors=True)
 

@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from hicache.tiers.base import TierError
+from hicache.tiers.base import TierCorrupt, TierError
 from hicache.tiers.disk_environment import DATA_FILE, Environment, open_environment, typed
 from hicache.tiers.disk_format import is_sound, unpack_header
-from hicache.tiers.disk_reading import is_readable
+from hicache.tiers.disk_reading import Value, fill, find_values, num_bytes
 
 STEP_BYTES = 8 << 20
 
@@ -63,6 +63,7 @@ class Scrub:
             opened.env.begin(buffers=True) as txn,
             txn.cursor(db=opened.meta) as cursor,
         ):
+            rows: list[tuple[bytes, bytes]] = []
             is_there = cursor.set_range(self._after + b"\0") if self._after else cursor.first()
             while is_there and seen_bytes < max_bytes:
                 key = bytes(cursor.key())
@@ -70,17 +71,18 @@ class Scrub:
                     verdict.bad.append((slot_bytes, key, "the keys of its tree are out of order"))
                     is_there = False
                     break
-                packed = bytes(cursor.value())
-                content = txn.get(key, db=opened.blocks)
-                problem = _problem(key, slot_bytes, packed, content)
+                rows.append((key, bytes(cursor.value())))
+                seen_bytes += slot_bytes
+                self._after = key
+                is_there = cursor.next()
+            values = find_values(txn, opened, slot_bytes, [key for key, _ in rows])
+            for (key, packed), value in zip(rows, values, strict=True):
+                problem = _problem(key, slot_bytes, packed, value, opened.data.fileno())
                 if problem:
                     verdict.bad.append((slot_bytes, key, problem))
                     self.bad_rows.append((slot_bytes, key, packed))
                 verdict.num_blocks += 1
-                seen_bytes += slot_bytes
-                self._after = key
-                del content
-                is_there = cursor.next()
+            del values
             if not is_there:
                 num_blocks = txn.stat(opened.meta)["entries"]
                 num_values = txn.stat(opened.blocks)["entries"]
@@ -94,21 +96,23 @@ class Scrub:
         return bool(self._left)
 
 
-def _problem(key: bytes, slot_bytes: int, packed: bytes, content: memoryview | None) -> str:
+def _problem(key: bytes, slot_bytes: int, packed: bytes, value: Value, fd: int) -> str:
     """What is wrong with a record, "" for nothing."""
     header = unpack_header(packed)
     if header is None:
         return "the header is damaged"
     if not is_sound(header, key, slot_bytes):
         return "the record is another block's"
-    if content is None:
+    if value is None:
         return "half of the record is missing"
-    if len(content) != header.block_bytes:
-        return f"{len(content)} bytes are stored where {header.block_bytes} belong"
-    value = np.frombuffer(content, np.uint8)
-    if not is_readable(value):
-        return "the bytes cannot be read from the device"
-    if xxhash.xxh3_64_intdigest(value.data) != header.checksum:
+    if num_bytes(value) != header.block_bytes:
+        return f"{num_bytes(value)} bytes are stored where {header.block_bytes} belong"
+    view = np.empty(header.block_bytes, np.uint8)
+    try:
+        fill(view, value, fd)
+    except TierCorrupt as error:
+        return str(error)
+    if xxhash.xxh3_64_intdigest(view.data) != header.checksum:
         return "the bytes do not match their checksum"
     return ""
 

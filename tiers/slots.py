@@ -200,15 +200,15 @@ class SlotPool:
         cls = self._classes.get(slot_bytes) or self._class(slot_bytes)
         if cls is None or not cls.spans:
             return 0
-        best, least = cls.spans[0], cls.spans[-1]
-        slabs, num_slabs = self._free_slabs, self._num_free_slabs
-        if self.clearing is not None and (cleared := self._cleared_for(cls)):
+        cleared = None if self.clearing is None else self._cleared_for(cls)
+        best, room = cls.spans[0], cls.num_free
+        if best == 1:
+            num_slabs = self._num_free_slabs + (len(cleared) if cleared else 0)
+            return room + num_slabs * (self.slab_pages // cls.stride)
+        least, slabs = cls.spans[-1], self._free_slabs
+        if cleared:
             slabs = slabs.copy()
             slabs[cleared.start : cleared.stop] = b"\x01" * len(cleared)
-            num_slabs += len(cleared)
-        if best == 1:
-            return cls.num_free + num_slabs * (self.slab_pages // cls.stride)
-        room = cls.num_free
         for run in bytes(slabs).split(b"\x00"):
             whole, rest = divmod(len(run), best)
             room += whole * (best * self.slab_pages // cls.stride)

@@ -4,8 +4,8 @@ Rank of a node = the time it was last matched or stored; the smallest goes first
 older than its child, so leaf-first and LRU agree (the order of Mattson et al., 1970, on a tree).
 
 Touching a node costs nothing here: an entry whose node was touched since is put at its new place
-when it comes out. Nearly everything is added when it is the youngest, so a line does for it; a heap
-takes what comes in out of turn.
+when it comes out. Nearly everything is added when it is the youngest, or is what an eviction left
+of the oldest, so a line does for it; a heap takes what comes in out of turn.
 """
 
 from __future__ import annotations
@@ -24,27 +24,32 @@ class Lru:
 
     def __init__(self, tier: int) -> None:
         self._bit = 1 << tier
-        self._line: deque[tuple[float, int, Node]] = deque()
+        self._line: deque[tuple[float, Node]] = deque()
         self._heap: list[tuple[float, int, Node]] = []
         self._serial = 0
         self._sweep_at = MIN_SWEEP
 
     def add(self, node: Node) -> None:
         """See EvictionPolicy."""
-        if not node.queued & self._bit:
-            node.queued |= self._bit
-            if len(self._line) + len(self._heap) >= self._sweep_at:
-                self._sweep()
-            self._put(node)
+        if node.queued & self._bit:
+            return
+        node.queued |= self._bit
+        line, touched_s = self._line, node.touched_s
+        if line and touched_s < line[0][0]:
+            line.appendleft((touched_s, node))
+            return
+        if len(line) + len(self._heap) >= self._sweep_at:
+            self._sweep()
+        self._put(node)
 
     def pop(self, worth: float = ALWAYS) -> Node | None:
         """See EvictionPolicy."""
         line, heap = self._line, self._heap
         while line or heap:
-            if heap and not (line and line[0] < heap[0]):
+            if heap and not (line and line[0][0] <= heap[0][0]):
                 touched_s, _, node = heapq.heappop(heap)
             else:
-                touched_s, _, node = line.popleft()
+                touched_s, node = line.popleft()
             if node.parent is None:  # merged away or removed
                 continue
             if node.touched_s > touched_s:
@@ -59,16 +64,16 @@ class Lru:
         return ALWAYS
 
     def _put(self, node: Node) -> None:
-        self._serial += 1
-        entry = (node.touched_s, self._serial, node)
-        if not self._line or entry > self._line[-1]:
-            self._line.append(entry)
+        line, touched_s = self._line, node.touched_s
+        if not line or touched_s >= line[-1][0]:
+            line.append((touched_s, node))
         else:
-            heapq.heappush(self._heap, entry)
+            self._serial += 1
+            heapq.heappush(self._heap, (touched_s, self._serial, node))
 
     def _sweep(self) -> None:
         """Let go of nodes that are no more, whenever there may be as many of them as others."""
-        self._line = deque(entry for entry in self._line if entry[2].parent is not None)
+        self._line = deque(entry for entry in self._line if entry[1].parent is not None)
         self._heap[:] = [entry for entry in self._heap if entry[2].parent is not None]
         heapq.heapify(self._heap)
         self._sweep_at = max(MIN_SWEEP, 2 * (len(self._line) + len(self._heap)))

@@ -34,8 +34,6 @@ from hicache.tiers.disk_reading import Bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 BATCH_BYTES = 32 * MIB
-SIZES = (256 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB)
-READERS = (1, 2, 4, 8)
 TURNOVERS = 5
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -47,8 +45,8 @@ class Plan:
 
     total_bytes: int = 128 * MIB
     rounds: int = 5
-    sizes: Sequence[int] = SIZES
-    readers: Sequence[int] = READERS
+    sizes: Sequence[int] = (256 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB)
+    readers: Sequence[int] = (1, 2, 4, 8)
     durability: Durability = "batched"
 
 

@@ -159,15 +159,25 @@ def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:
 @click.option("--path", type=click.Path(path_type=Path), help="A folder on the disk to measure.")
 @click.option("--rounds", default=5, show_default=True, help="Rounds per row; the median counts.")
 @click.option("--total", default=128, show_default=True, help="MiB of values per size.")
+@click.option("--sizes", default="256,1024,2048,4096,8192", show_default=True, help="KiB each.")
+@click.option("--readers", default="1,2,4,8", show_default=True, help="Threads that read.")
 @click.option(
     "--durability", type=click.Choice(["fast", "batched"]), default="batched", show_default=True
 )
 @_json_option
 def disk(
-    path: Path | None, rounds: int, total: int, durability: Durability, json_target: str | None
+    path: Path | None,
+    rounds: int,
+    total: int,
+    sizes: str,
+    readers: str,
+    durability: Durability,
+    json_target: str | None,
 ) -> None:
     """The disk tier by itself: reads and writes beside raw pread and pwrite, and its ageing."""
-    plan = disk_bench.Plan(total << 20, rounds, durability=durability)
+    sizes_bytes = [int(kib) << 10 for kib in sizes.split(",")]
+    threads = [int(number) for number in readers.split(",")]
+    plan = disk_bench.Plan(total << 20, rounds, sizes_bytes, threads, durability)
     with ProgressLine() as step:
         rows, churn = disk_bench.run(path, plan, step)
     tell(rows, "values beside raw reads and writes", json_target, {"churn": churn})

@@ -23,6 +23,7 @@ from hicache.config import (
 from hicache.config.errors import Mistake, mistakes_of
 from hicache.config.units import UnitError, parse_size
 from hicache.doorkeeper import check_keys
+from hicache.freed import limit_heaps
 
 
 def _as_bytes(_: click.Context, param: click.Parameter, value: str) -> int:
@@ -63,6 +64,7 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
     SIGTERM and Ctrl-C stop it in order (what only memory holds is written to disk first), SIGHUP
     reads the configuration again.
     """
+    limit_heaps()
     around = Surroundings.of(os.environ, os.getuid())
 
     def load(other: str) -> LoadedConfig:

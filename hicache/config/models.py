@@ -157,7 +157,9 @@ class DiskConfig(TierConfig):
         description="When a block is safe from power loss: at the system's leisure (fast), once "
         "its batch is on disk (batched), or once it is there itself (sync).",
     )
-    read_ahead: bool = Field(default=True, description="Let the kernel read ahead.")
+    read_ahead: bool = Field(
+        default=True, description="Read ahead at a start, and of blocks below 32 KiB."
+    )
     batch_bytes: Bytes = Field(
         default=32 * MIB, validation_alias="batch", ge=MIB, description="Bytes per commit at most."
     )

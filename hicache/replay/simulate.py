@@ -9,7 +9,7 @@ its symbol is its hash id; bytes are scaled to the model at the end.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final, TypeVar
@@ -209,10 +209,7 @@ def _bound(
     step: Step,
 ) -> Tally:
     hits_up_to = [bound.hit_blocks(trace, size, step) for size in accumulate(tiers.values())]
-    tally = Tally()
-    for number, runs in _nested(tiers, hits_up_to, first):
-        tally.count(trace.requests[number], runs, trace.block_tokens, saved_s)
-    return tally
+    return _nested(trace, tiers, hits_up_to, first, saved_s)
 
 
 def _stack(
@@ -223,24 +220,31 @@ def _stack(
     step: Step,
 ) -> Tally:
     levels = [stack.hits_and_pushed(trace, size, step) for size in accumulate(tiers.values())]
-    tally = Tally()
+    tally = _nested(trace, tiers, [hits for hits, _ in levels], first, saved_s)
+    asked = sum(request.num_blocks for request in trace.requests[first:])
+    found = [sum(hits[first:]) for hits, _ in levels]
+    pushed = [sum(pushed[first:]) for _, pushed in levels]
     fastest, *slower = tiers
-    for number, runs in _nested(tiers, [hits for hits, _ in levels], first):
-        request = trace.requests[number]
-        tally.count(request, runs, trace.block_tokens, saved_s)
-        tally.written_blocks[fastest] += request.num_blocks - runs[0][1]
-        tally.moved_blocks.update({f"{tier}-{fastest}": found for tier, found in runs[1:]})
-    for (_, pushed), tier, below in zip(levels, tiers, slower, strict=False):
-        tally.written_blocks[below] = tally.moved_blocks[f"{tier}-{below}"] = sum(pushed[first:])
-    for (_, pushed), tier in zip(levels, tiers, strict=True):
-        tally.evictions[tier] = sum(pushed[first:])
+    tally.written_blocks[fastest] = asked - found[0]
+    for number, (tier, above) in enumerate(zip(slower, tiers, strict=False)):
+        tally.moved_blocks[f"{tier}-{fastest}"] += found[number + 1] - found[number]
+        tally.moved_blocks[f"{above}-{tier}"] += pushed[number]
+        tally.written_blocks[tier] = pushed[number]
+    tally.evictions.update(dict(zip(tiers, pushed, strict=True)))
     return tally
 
 
 def _nested(
-    tiers: Mapping[str, int], hits_up_to: Sequence[Sequence[int]], first: int
-) -> Iterator[tuple[int, list[tuple[str, int]]]]:
-    """Per reported request, its number and what each tier adds to the hits of those above it."""
-    for number in range(first, len(hits_up_to[0])):
-        done = [0, *(hits[number] for hits in hits_up_to)]
-        yield number, [(tier, b - a) for tier, a, b in zip(tiers, done, done[1:], strict=False)]
+    trace: Trace,
+    tiers: Mapping[str, int],
+    hits_up_to: Sequence[Sequence[int]],
+    first: int,
+    saved_s: Callable[[int, int], float],
+) -> Tally:
+    """What each tier adds to the hits of those above it. `hits_up_to`: of each tier with those
+    above it, the blocks that each request finds."""
+    tally = Tally()
+    for request, *hits in list(zip(trace.requests, *hits_up_to, strict=True))[first:]:
+        runs = [(tier, b - a) for tier, a, b in zip(tiers, [0, *hits], hits, strict=False)]
+        tally.count(request, runs, trace.block_tokens, saved_s)
+    return tally

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
 
 from hicache.engine import index as index_module
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable, State
+from hicache.engine.ids import Span, ids_of
 from hicache.engine.index import Index, Path
 from hicache.engine.node import Node
 from hicache.tiers.block import Ids, TierSpec
@@ -259,7 +261,8 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.tree = Tree(self.block_tokens)
         self.model: dict[tuple[int, ...], tuple[int, int]] = {}
-        self.pins: dict[int, int] = {}
+        self.pins: Counter[int] = Counter()
+        self.pinned: list[Span] = []
 
     def nodes(self) -> list[Node]:
         return [n for n in self.tree.index.subtree(self.tree.root) if not n.is_root]
@@ -300,16 +303,15 @@ class IndexMachine(RuleBasedStateMachine):
         first = min(first, found.num_blocks)
         for span in found.spans(first, found.num_blocks):
             self.tree.index.blocks.pin(span)
-        for block in found.ids()[first:].tolist():
-            self.pins[block] = self.pins.get(block, 0) + 1
+            self.pins.update(ids_of(span).tolist())
+            self.pinned.append(span)
 
-    @precondition(lambda self: self.pins)
-    @rule()
-    def unpin(self) -> None:
-        for block, count in self.pins.items():
-            for _ in range(count):
-                self.tree.index.blocks.unpin(np.array([block], np.int32))
-        self.pins.clear()
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        span = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
+        self.tree.index.blocks.unpin(span)
+        self.pins -= Counter(ids_of(span).tolist())
 
     @precondition(lambda self: self.model)
     @rule(path=paths, first=st.integers(0, 7), tag=tags)
@@ -360,7 +362,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.tree.index.num_nodes == len(self.nodes()) + 1
         for block, tag in self.model.values():
             assert int(blocks.tags[block]) == tag
-            assert int(blocks.leases[block]) == self.pins.get(block, 0)
+            assert int(blocks.leases[block]) == self.pins[block]
 
 
 class ThreeTokenBlocks(IndexMachine):

@@ -9,7 +9,7 @@ from hicache.engine.hazard import NUM_BINS, Before, Fate, Model, Snapshot, bin_o
 from hicache.engine.history import REFIT_REQUESTS, History
 from hicache.engine.policies.base import ALWAYS
 from hicache.engine.policies.hazard import Hazard
-from hicache.engine.verdict import KEPT, SIZES_BLOCKS, hits_by_size, size_number, unjudged
+from hicache.engine.verdict import KEPT, SIZES_BLOCKS, hits_at, hits_by_size, unjudged
 
 COMES, GOES = 0, 1
 RANKS = np.array([[2.0] * NUM_BINS, [1.0] * NUM_BINS])
@@ -20,12 +20,12 @@ def test_the_order_that_keeps_what_returns_hits_more_where_room_is_short() -> No
     exposure_s = np.full((2, NUM_BINS), 100.0 * 64 / NUM_BINS)
     events = np.zeros((2, NUM_BINS))
     events[COMES, 2] = 30.0
-    by_rank, by_age = hits_by_size(RANKS, events, exposure_s, 100.0)
-    small, large = size_number(8), size_number(128)
-    assert by_rank[small] > by_age[small] > 0.0
-    assert by_rank[large] == by_age[large] == 30.0
-    upside_down, _ = hits_by_size(RANKS[::-1], events, exposure_s, 100.0)
-    assert upside_down[small] < by_age[small]
+    hits = hits_by_size(RANKS, events, exposure_s, 100.0)
+    by_rank, by_age = hits_at(hits, 8)
+    assert by_rank > by_age > 0.0
+    assert hits_at(hits, 128) == (30.0, 30.0)
+    upside_down = hits_by_size(RANKS[::-1], events, exposure_s, 100.0)
+    assert hits_at(upside_down, 8)[0] < by_age
 
 
 def test_what_has_once_been_given_up_is_not_kept_later() -> None:
@@ -37,11 +37,11 @@ def test_what_has_once_been_given_up_is_not_kept_later() -> None:
     assert (by_rank == by_age).all()
 
 
-def test_sizes_are_told_apart_by_factors() -> None:
-    assert [size_number(n) for n in (0, 1, 2, 3, 1000, 1 << 60)] == [
-        *(0, 0, 1, 2, 10),
-        len(SIZES_BLOCKS) - 1,
-    ]
+def test_between_two_sizes_hits_lie_on_a_line_over_the_factor() -> None:
+    last = len(SIZES_BLOCKS) - 1
+    hits = np.stack((np.arange(len(SIZES_BLOCKS), dtype=float), np.zeros(len(SIZES_BLOCKS))))
+    found = [hits_at(hits, n)[0] for n in (0, 1, 2, 3, 1024, 1 << last, 1 << 60)]
+    assert found == pytest.approx([0, 0, 1, np.log2(3), 10, last, last])
 
 
 def test_a_fit_judges_the_model_before_it_by_what_came_since() -> None:
@@ -70,7 +70,7 @@ def test_a_tier_ranks_by_a_model_that_is_better_at_its_size(is_better: bool) -> 
     history.num_held = lambda tier: 4 ** (1 + tier)
     small, large = Hazard(0, history), Hazard(1, history)
     hits = unjudged()
-    hits[0 if is_better else 1, size_number(4)] = 1.0
+    hits[0 if is_better else 1, SIZES_BLOCKS == 4] = 1.0
     history.adopt(Model([], [0.5] * NUM_BINS, [], [0.5] * NUM_BINS, hits))
     assert small.worth(-1, 0.0) == (0.5 if is_better else ALWAYS)
     assert large.worth(-1, 0.0) == ALWAYS

@@ -939,6 +939,6 @@ def test_both_clients_have_the_same_names() -> None:
         return {name for name in vars(kind) if not name.startswith("_")}
 
     assert names(Client) == names(AsyncClient)
-    of_pages = {"register": "share", "load": "load", "save": "save", "unregister": "unshare"}
-    assert names(Client) >= {f"{name}_pages" for name in of_pages.values()}
-    assert names(Client) >= (NEEDS_SESSION - {"commit", "abort", "bye"} - of_pages.keys())
+    pages = {"register", "load", "save", "unregister"}
+    assert names(Client) >= (NEEDS_SESSION - pages - {"commit", "abort", "bye"})
+    assert names(Client) >= {"share_pages", "load_pages", "save_pages", "unshare_pages"}

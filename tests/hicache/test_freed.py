@@ -1,8 +1,43 @@
-"""Freed memory goes back once a minute."""
+"""Freed memory goes back: large pieces at once, the rest once a minute."""
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+
+import pytest
+
 from hicache.freed import EVERY_S, FreedMemory
+
+USE_AND_FREE = """
+import ctypes, sys
+from pathlib import Path
+from hicache.freed import limit_heaps
+
+def own_mib():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) // 1024
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+if sys.argv[1] == "limited":
+    limit_heaps()
+before = own_mib()
+for mib in (30, 20):  # the first teaches the C library that such blocks are usual
+    block = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(mib << 20)))
+    ctypes.memset(block, 1, mib << 20)
+    libc.free(block)
+print(own_mib() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the limits are glibc's")
+@pytest.mark.parametrize(("how", "is_kept"), [("limited", False), ("as it is", True)])
+def test_large_blocks_go_back_at_once(how: str, is_kept: bool) -> None:
+    command = [sys.executable, "-c", USE_AND_FREE, how]
+    kept_mib = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert (kept_mib >= 15) == is_kept
 
 
 def test_once_a_minute() -> None:

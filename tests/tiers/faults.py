@@ -24,7 +24,7 @@ CALLS: Final[dict[Kind, tuple[str, ...]]] = {
         *("write", "pwrite", "pwrite64", "writev", "pwritev", "pwritev64"),
         *("ftruncate", "ftruncate64"),
     ),
-    "read": ("read", "pread", "pread64"),
+    "read": ("read", "pread", "pread64", "preadv", "preadv64", "preadv2", "preadv64v2"),
     "sync": ("fsync", "fdatasync", "msync"),
     "open": ("open", "open64", "openat", "openat64"),
 }

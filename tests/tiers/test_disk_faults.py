@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,17 @@ import numpy as np
 import pytest
 
 from hicache.tiers import disk
-from hicache.tiers.base import TierBroken, TierDamaged, TierError, TierFull, TierMissing
+from hicache.tiers.base import (
+    TierBroken,
+    TierCorrupt,
+    TierDamaged,
+    TierError,
+    TierFull,
+    TierMissing,
+)
 from hicache.tiers.disk import DiskTier
+from hicache.tiers.disk_pages import Extent
+from hicache.tiers.disk_reading import fill
 from tests.tiers.blocks import content, name
 from tests.tiers.faults import Faults, Kind
 
@@ -93,6 +103,41 @@ def test_while_a_block_is_stored_and_another_given_up(
         if not faults.has_failed:
             assert problem is None
             return
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOMEM])
+@pytest.mark.parametrize("for_good", [False, True])
+def test_while_blocks_are_read(tmp_path: Path, faults: Faults, error: int, for_good: bool) -> None:
+    """A read that fails once is made again, or LMDB is asked. One that goes on failing is a miss,
+    and the block is removed where the device said that it cannot give its bytes."""
+    numbers = range(6)
+    for nth, path in rounds(tmp_path):
+        with DiskTier(path, 16 * MIB) as tier:
+            put(tier, *numbers)
+            views = [np.zeros(BLOCK, np.uint8) for _ in numbers]
+            wanted = [(name(n), view) for n, view in zip(numbers, views, strict=True)]
+            with faults.fail_at("read", nth, error, for_good=for_good):
+                problems = tier.read(SLOT, wanted)
+            assert for_good or problems == [None] * len(numbers)
+            for number, problem in enumerate(problems):
+                if problem is None:
+                    assert np.array_equal(views[number], content(number, BLOCK))
+                else:
+                    assert isinstance(problem, TierCorrupt) == (error == errno.EIO)
+            left = [not isinstance(problem, TierCorrupt) for problem in problems]
+            assert stored(tier, *numbers) == left
+        if not faults.has_failed:
+            assert problems == [None] * len(numbers)
+            return
+
+
+def test_a_file_cut_short_is_no_sigbus(tmp_path: Path) -> None:
+    (tmp_path / "cut").write_bytes(bytes(100))
+    fd = os.open(tmp_path / "cut", os.O_RDONLY)
+    for place in (Extent(50, 100), Extent(1 << 60, 100)):
+        with pytest.raises(TierCorrupt, match="the file ends"):
+            fill(np.zeros(100, np.uint8), place, fd)
+    os.close(fd)
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EMFILE])

@@ -1,0 +1,156 @@
+"""LMDB's pages as they lie in its file: where the values of some keys are, without touching them.
+
+LMDB's Python binding reads a byte of every page of a value before it hands it out, one value after
+the other: nothing could be fetched ahead, nor by several threads, and a page that the device cannot
+give would end the process by SIGBUS. So the trees are walked here, by `pread`, for all keys of a
+batch at once, a level at a time:
+
+    root ──▶ branch pages ──▶ leaf pages ──▶ the row itself, or where its run of overflow pages is
+
+The caller holds a read transaction from before `Tree.root` is asked until the bytes have been read:
+LMDB writes to no page that such a transaction can reach, and what it writes goes to the file by
+`pwrite`, so that `pread` sees what its mapping shows. The layout is that of LMDB 0.9's data version
+1 and 4 KiB pages. Where a file or a page is anything else, nothing is found, and LMDB is to be
+asked.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import lmdb
+
+from hicache.tiers.block import PAGE_BYTES
+
+PAGE = struct.Struct("<QHHI")
+"""Page number, padding, flags, and the pages of an overflow run (or where free room begins: 2)."""
+OVERFLOW = 0x04
+_BRANCH, _LEAF, _KIND = 0x01, 0x02, 0x0F
+_NODE = struct.Struct("<HHHH")  # low and high half of a number, flags, bytes of the key
+_BIG = 0x01
+_NUMBER = struct.Struct("<Q")
+_DATABASE = struct.Struct("<IHHQQQQQ")  # padding, flags, depth, pages of 3 kinds, entries, root
+_META = struct.Struct("<IIQQI")  # magic, data version, address, map's size, page's size
+_MAGIC, _DATA_VERSION = 0xBEEFC0DE, 1
+_MOST_LEVELS = 32
+_MOST_PAGES = 1 << 50  # no file is as long: LMDB knows what to say of such a number
+
+
+class Extent(NamedTuple):
+    """Where in the file a value lies."""
+
+    offset: int
+    num_bytes: int
+
+
+class Tree(NamedTuple):
+    """A named sub-database, as one transaction sees it."""
+
+    root: int
+    depth: int
+
+    @classmethod
+    def of(cls, txn: lmdb.Transaction, name: bytes) -> Tree | None:
+        """None where it is empty, or not of a kind that we make."""
+        record = txn.get(name)
+        if record is None or len(record) != _DATABASE.size:
+            return None
+        _, flags, depth, *_, root = _DATABASE.unpack(record)
+        return cls(root, depth) if not flags and 0 < depth < _MOST_LEVELS else None
+
+
+def is_known(fd: int) -> bool:
+    """Whether the file is laid out as is described above."""
+    try:
+        page = os.pread(fd, PAGE_BYTES, 0)
+    except OSError:
+        return False
+    if len(page) < PAGE_BYTES:
+        return False
+    magic, version, *_, page_bytes = _META.unpack_from(page, PAGE.size)
+    return bool(magic == _MAGIC and version == _DATA_VERSION and page_bytes == PAGE_BYTES)
+
+
+def locate(fd: int, tree: Tree, keys: Iterable[bytes]) -> dict[bytes, bytes | Extent]:
+    """What is stored under each key: the value where it lies in the leaf itself, else its place.
+    A key that is left out is not there, or its pages are not what they should be."""
+    found: dict[bytes, bytes | Extent] = {}
+    ways = dict.fromkeys(keys, tree.root)
+    for level in range(tree.depth):
+        pages = _read(fd, sorted(set(ways.values())))
+        onward: dict[bytes, int] = {}
+        for key, number in ways.items():
+            page = pages.get(number)
+            if page is None:
+                continue
+            kind = PAGE.unpack_from(page)[2] & _KIND
+            if kind == _LEAF and level == tree.depth - 1:
+                value = _value(page, key)
+                if value is not None:
+                    found[key] = value
+            elif kind == _BRANCH and level < tree.depth - 1:
+                below = _child(page, key)
+                if below is not None:
+                    onward[key] = below
+        ways = onward
+    return found
+
+
+def _read(fd: int, numbers: list[int]) -> dict[int, bytes]:
+    """These pages, fetched together; those that cannot be read, or are others, are left out."""
+    last = os.fstat(fd).st_size // PAGE_BYTES
+    numbers = [number for number in numbers if number < last]
+    if len(numbers) > 1:
+        for number in numbers:
+            os.posix_fadvise(fd, number * PAGE_BYTES, PAGE_BYTES, os.POSIX_FADV_WILLNEED)
+    pages = {}
+    for number in numbers:
+        try:
+            page = os.pread(fd, PAGE_BYTES, number * PAGE_BYTES)
+        except OSError:  # LMDB will meet the same
+            continue
+        if len(page) == PAGE_BYTES and PAGE.unpack_from(page)[0] == number:
+            pages[number] = page
+    return pages
+
+
+def _child(page: bytes, key: bytes) -> int | None:
+    """The page in which to go on. The first key of a branch page stands for all below it."""
+    node = _seek(page, key, first=1)
+    if node is None:
+        return None
+    low, high, highest, _ = _NODE.unpack_from(page, node)
+    return int(low | high << 16 | highest << 32)
+
+
+def _value(page: bytes, key: bytes) -> bytes | Extent | None:
+    node = _seek(page, key, first=0)
+    if node is None:
+        return None
+    low, high, flags, key_bytes = _NODE.unpack_from(page, node)
+    num_bytes, start = low | high << 16, node + _NODE.size + len(key)
+    if key_bytes != len(key) or page[start - key_bytes : start] != key:
+        return None
+    if flags == _BIG and start + _NUMBER.size <= PAGE_BYTES:
+        (number,) = _NUMBER.unpack_from(page, start)
+        return Extent(number * PAGE_BYTES + PAGE.size, num_bytes) if number < _MOST_PAGES else None
+    if not flags and start + num_bytes <= PAGE_BYTES:
+        return page[start : start + num_bytes]
+    return None
+
+
+def _seek(page: bytes, key: bytes, first: int) -> int | None:
+    """Where the last node lies whose key is no greater, all keys being equally long; those before
+    the `first` are not compared. None where there is none, or it lies outside the page."""
+    ends = PAGE.unpack_from(page)[3] & 0xFFFF
+    if not PAGE.size < ends <= PAGE_BYTES or ends % 2:
+        return None
+    nodes = memoryview(page)[PAGE.size : ends].cast("H")
+    skipped, length = _NODE.size, _NODE.size + len(key)
+    above = bisect_right(nodes, key, first, key=lambda at: page[at + skipped : at + length])
+    node = nodes[above - 1] if above else PAGE_BYTES
+    return node if node + skipped <= PAGE_BYTES else None
