@@ -25,7 +25,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hicache.engine.ids import IdSpace, Span, ids_of, size_of
+from hicache.engine.ids import IdSpace, Span, ids_of, size_of, together
 from hicache.tiers.block import Ids, SlotPool, TierSpec
 
 Item = TypeVar("Item", bound=np.generic)
@@ -143,10 +143,13 @@ class BlockTable:
         self.hits[span] = 0
         self.ids.give(span)
 
-    def forget(self, tier: int, spans: Sequence[Span], slot_bytes: int) -> int:
+    def forget(self, tier: int, spans: list[Span], slot_bytes: int) -> int:
         """ready → absent and free at once: blocks whose only copy nobody leases, reads or needs.
 
-        The same as draining, vacating and freeing them one after the other. Returns how many."""
+        The same as draining, vacating and freeing them one after the other. `spans` are joined
+        where they meet. Returns how many."""
+        if len(spans) > 1:
+            spans[:] = together(spans)
         slots = self.slot[tier]
         freed = [slots[span] for span in spans]
         self.pools[tier].free(slot_bytes, freed[0] if len(freed) == 1 else np.concatenate(freed))

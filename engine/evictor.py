@@ -32,7 +32,7 @@ import numpy as np
 from hicache.engine.blocks import State
 from hicache.engine.evacuation import Evacuations
 from hicache.engine.gate import WriteGate
-from hicache.engine.ids import Span, together
+from hicache.engine.ids import Span
 from hicache.engine.node import Node
 from hicache.engine.plan import Priority
 from hicache.engine.policies.base import ALWAYS
@@ -236,7 +236,6 @@ class Evictor:
             if node.namespace != number:
                 if leaves:
                     house.unhang(leaves, tier)
-                    leaves = []
                 number = node.namespace
                 namespace = house.namespaces[number]
                 if namespace.slot_bytes != slot_bytes:
@@ -249,23 +248,22 @@ class Evictor:
                 if wanted < MIN_VICTIMS:
                     wanted = MIN_VICTIMS
                 if wanted < count:
-                    if not has_pins or not blocks.is_tail_pinned(node.span, count - wanted):
-                        spans.append(house.index.trim(node, wanted, namespace.step))
-                        missing -= wanted * slot_bytes
-                    policy.add(node)
-                    break
-            if has_pins and blocks.is_tail_pinned(node.span):
+                    count = wanted
+            if has_pins and blocks.is_tail_pinned(node.span, node.num_blocks - count):
+                policy.add(node)
+                break
+            missing -= count * slot_bytes
+            if count < node.num_blocks:
+                spans.append(house.index.trim(node, count, namespace.step))
                 policy.add(node)
                 break
             spans.append(node.span)
-            missing -= count * slot_bytes
             leaves.append(node)
             parent = node.parent
             assert parent is not None
             left = parent.holding[tier] = parent.holding[tier] - 1
             if not left:  # it may be next
                 house.unhang(leaves, tier)
-                leaves = []
         if leaves:
             house.unhang(leaves, tier)
         if spans:
@@ -273,8 +271,6 @@ class Evictor:
         return wanted_bytes - missing
 
     def _forget_spans(self, tier: int, spans: list[Span], slot_bytes: int) -> None:
-        if len(spans) > 1:
-            spans[:] = together(spans)
         num_blocks = self.residency.blocks.forget(tier, spans, slot_bytes)
         spans.clear()
         self.dropped += num_blocks

@@ -48,7 +48,7 @@ def part_of(span: Span, first: int, last: int) -> Span:
     return span[first:last]
 
 
-def cut(span: Span, at: int) -> tuple[Span, Span]:
+def cut_at(span: Span, at: int) -> tuple[Span, Span]:
     """The first `at` ids of a span, and the others."""
     if isinstance(span, slice):
         middle = span.start + at
@@ -67,6 +67,14 @@ def ids_along(spans: Sequence[Span]) -> Ids:
     """The ids of all these spans, in order, shape [n]."""
     if len(spans) == 1:
         return ids_of(spans[0])
+    slices = [span for span in spans if isinstance(span, slice)]
+    if len(slices) == len(spans) > _FEW:
+        starts = np.array([span.start for span in slices], np.int32)
+        sizes = np.array([span.stop for span in slices], np.int32) - starts
+        ends = np.cumsum(sizes, dtype=np.int32)
+        ids = np.arange(ends[-1], dtype=np.int32)
+        ids += np.repeat(starts - (ends - sizes), sizes)
+        return ids
     return np.concatenate([ids_of(span) for span in spans]) if spans else np.empty(0, np.int32)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from hicache.engine.blocks import LEAVING_SHIFT, BlockTable
 from hicache.engine.ghost import Mark
-from hicache.engine.ids import Span, cut, ids_along, joined, part_of, size_of
+from hicache.engine.ids import Span, cut_at, ids_along, joined, part_of, size_of
 from hicache.engine.node import SPARE_SHARE, Node, Stem, depth_of
 from hicache.tiers.block import Ids
 
@@ -147,14 +147,14 @@ class Index:
         assert 0 < count < len(node)
         parent = node.parent
         assert parent is not None
-        span = part_of(node.span, 0, count)
+        span, rest = cut_at(node.span, count)
         upper = self._new_node(node.namespace, parent, span, count, node.depth)
         upper.tiers, upper.leaving, upper.staying = node.tiers, node.leaving, node.staying
         upper.touched_s, upper.kind, upper.uses = node.touched_s, node.kind, node.uses
         upper.run = node.run
         parent.children[node.symbols(step, 0, 1)] = upper
         node.parent = upper
-        node.span = part_of(node.span, count, node.num_blocks)
+        node.span = rest
         node.num_blocks -= count
         upper.stem = node.stem
         upper.stem.nodes.insert(upper.stem.nodes.index(node), upper)
@@ -187,7 +187,7 @@ class Index:
         node.parent = parent.parent
         node.stem.nodes.remove(parent)
         parent.parent.children[node.symbols(step, 0, 1)] = node
-        self._drop([parent])
+        self._drop(parent)
         return parent
 
     def mark(self, nodes: Sequence[Node], marks: Sequence[Mark], step: int) -> bool:
@@ -293,7 +293,7 @@ class Index:
         assert 0 < kept < node.num_blocks
         assert not node.children
         node.num_blocks = kept
-        node.span, gone = cut(node.span, kept)
+        node.span, gone = cut_at(node.span, kept)
         node.stem.shorten(count * step)
         return gone
 
@@ -306,9 +306,11 @@ class Index:
         self.unlink([node], step)
         return parent
 
-    def unlink(self, leaves: Sequence[Node], step: int) -> None:
-        """Take childless nodes, whose blocks are no more, out of the tree."""
-        for node in leaves:
+    def unlink(self, leaves: list[Node], step: int) -> None:
+        """Take childless nodes, whose blocks are no more, out of the tree and out of the list: each
+        is let go of while it is at hand."""
+        while leaves:
+            node = leaves.pop()
             parent, stem = node.parent, node.stem
             assert parent is not None
             assert not node.children
@@ -318,7 +320,7 @@ class Index:
                 del parent.children[node.symbols(step, 0, 1)]
                 stem.nodes.pop()
                 stem.shorten(node.num_blocks * step)
-        self._drop(leaves)
+            self._drop(node)
 
     def node_of(self, block: int) -> Node:
         """The node that holds a block now."""
@@ -363,17 +365,14 @@ class Index:
         self.num_nodes += 1
         return node
 
-    def _drop(self, nodes: Sequence[Node]) -> None:
-        numbered, free_numbers = self.nodes, self._free_numbers
-        for node in nodes:
-            number = node.number
-            numbered[number] = None
-            free_numbers.append(number)
-            node.parent = None
-            node.stem = _NO_STEM  # who still knows the node must not keep its symbols alive
-            node.span, node.num_blocks = _NO_BLOCKS, 0
-            node.tiers = node.leaving = node.staying = 0
-        self.num_nodes -= len(nodes)
+    def _drop(self, node: Node) -> None:
+        self.nodes[node.number] = None
+        self._free_numbers.append(node.number)
+        self.num_nodes -= 1
+        node.parent = None
+        node.stem = _NO_STEM  # who still knows the node must not keep its symbols alive
+        node.span, node.num_blocks = _NO_BLOCKS, 0
+        node.tiers = node.leaving = node.staying = 0
 
     def validate(self, root: Node, step: int) -> int:
         """Check a tree from the ground. Returns its number of blocks."""

@@ -67,7 +67,7 @@ class Residency:
         self.tiers = tuple(tiers)
         self.pools = tuple(pools)
         self.links = frozenset(links)
-        self._lower = [
+        self._lower = [  # those linked from each tier, the fastest first
             tuple(sorted(dst for src, dst in self.links if src == tier < dst))
             for tier in range(len(tiers))
         ]
@@ -420,8 +420,9 @@ class Residency:
             for span in spans:
                 self.blocks.unpin(span)
 
-    def unhang(self, leaves: Sequence[Node], tier: int) -> None:
-        """Take leaves of one namespace, whose only copies are ready in `tier`, out of the tree.
+    def unhang(self, leaves: list[Node], tier: int) -> None:
+        """Take leaves of one namespace, whose only copies are ready in `tier`, out of the tree and
+        out of the list.
 
         Their parents' `holding` does not count them any more; only that of the last may have come
         to nothing. The caller gives their ids to `BlockTable.forget` before anybody looks."""

@@ -17,6 +17,7 @@ Owned by the daemon's one loop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
@@ -202,7 +203,9 @@ class WriteDown:
                 if progress is not _Progress.DONE:
                     return progress
                 continue
-            room = self._room(namespace, path, src, tier, len(absent))
+            # Out of turn, paths would only take the room from each other, for ever.
+            kept = self.paths() if out_of_turn else [path]
+            room = self._room(namespace, kept, src, tier, len(absent))
             if not room:
                 coming = self._is_saturated() or self.evictor.room_is_coming(tier)
                 return _Progress.WAITING if coming else _Progress.HOPELESS
@@ -237,7 +240,9 @@ class WriteDown:
             if not ((src, middle) in house.links and (middle, tier) in house.links):
                 continue
             absent = house.where(piece.block_ids(), middle, State.ABSENT)
-            room = self._room(namespace, unwritten, src, middle, len(absent)) if len(absent) else 0
+            room = (
+                self._room(namespace, [unwritten], src, middle, len(absent)) if len(absent) else 0
+            )
             if room:
                 slots = house.pools[middle].allocate(namespace.slot_bytes, room)
                 house.start(namespace, absent[:room], src, middle, slots, Priority.DEMOTION)
@@ -246,8 +251,10 @@ class WriteDown:
                 return _Progress.WAITING
         return _Progress.HOPELESS
 
-    def _room(self, namespace: Namespace, path: Ids, src: int, dst: int, count: int) -> int:
-        """Slots for up to `count` blocks of the path, made at the expense of others."""
+    def _room(
+        self, namespace: Namespace, kept: Sequence[Span], src: int, dst: int, count: int
+    ) -> int:
+        """Slots for up to `count` blocks, made at the expense of all others than those `kept`."""
         house = self.residency
         queued = house.bytes_moving((src, dst), Priority.DEMOTION)
         may_move = max(0, self.evictor.max_moving_bytes - queued) // namespace.block_bytes
@@ -256,7 +263,7 @@ class WriteDown:
         count = min(count, may_move)
         if house.pools[dst].available(namespace.slot_bytes) >= count:
             return count
-        with house.pinned([path]):
+        with house.pinned(kept):
             return self.evictor.make_room(dst, namespace.slot_bytes, count)
 
     def _is_saturated(self) -> bool:

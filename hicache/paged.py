@@ -59,10 +59,12 @@ class SharedPages:
 
 @dataclass(slots=True)
 class PageShare:
-    """Pages that are shared, in one session of the daemon's. `worker_pid`: who copies."""
+    """Pages that are shared, in one session of one run of the daemon (`epoch`). `worker_pid`: who
+    copies. The tensors may be freed when it `is_over`."""
 
     number: int
     session: bytes
+    epoch: str
     num_planes: int
     pages_per_block: int
     worker_pid: int
@@ -85,14 +87,15 @@ class PageShare:
 
     @property
     def is_over(self) -> bool:
-        """Whether it was let go of, or its worker has ended: share the pages again."""
+        """Whether the worker has let go, or ended: nothing is on its way; share the pages anew."""
         return self._is_let_go or self._is_worker_dead()
 
     def close(self) -> None:
+        """The worker has let go."""
+        self._is_let_go = True
         if self._worker >= 0:
             os.close(self._worker)
             self._worker = -1
-            self._is_let_go = True
 
     def _is_worker_dead(self) -> bool:
         if self._worker < 0:
@@ -148,7 +151,7 @@ class Paged:
             return None
         self._connection.succeeded()
         shape = len(pages.planes), pages.pages_per_block
-        share = PageShare(number, greeting.session, *shape, pid)
+        share = PageShare(number, greeting.session, greeting.epoch, *shape, pid)
         if not share.can_see_worker:
             await self.unshare(share)
             self._connection.last_error = (
@@ -221,23 +224,21 @@ class Paged:
     async def unshare(self, share: PageShare) -> bool:
         """Whether nothing is on its way any more, and the worker has let go. False: ask again."""
         started_s = time.monotonic()
-        greeting = self._connection.greeting
+        deadline_s = started_s + self._connection.timeouts.fetch_s
         try:
             self._connection.begin(started_s)
-            if greeting is not None and greeting.session == share.session:
-                deadline_s = started_s + self._connection.timeouts.fetch_s
+            greeting = await self._connection.greeted(deadline_s)
+            if greeting.epoch == share.epoch:  # in another run the number may be another share's
                 body = {"registration": share.number}
-                await self._connection.exchange("unregister", body, deadline_s, greeting)
+                await self._connection.ask("unregister", body, deadline_s)
                 share.close()
-                return True
         except DaemonError as error:
             if error.code == "unknown_registration":
                 share.close()
-                return True
             self._connection.failed(error, started_s)
         except TROUBLE as trouble:
             self._connection.failed(trouble, started_s)
-        return not share.is_in_doubt
+        return share.is_over
 
     async def _readable(
         self, match: Match, deadline_s: float, greeting: Greeting

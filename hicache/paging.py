@@ -68,6 +68,7 @@ class _Registration:
 
     number: int
     session: bytes
+    pid: int
     device: str
     pages_per_block: int
     num_planes: int
@@ -166,7 +167,13 @@ class Paging:
         device = self._devices[0]
         self._send(device, pack_claim(claim))
         self._registrations[number] = _Registration(
-            number, session.token, device, body["pages_per_block"], num_planes, peer=peer
+            number,
+            session.token,
+            session.pid,
+            device,
+            body["pages_per_block"],
+            num_planes,
+            peer=peer,
         )
 
     def load(self, peer: Peer, session: Session, body: Mapping[str, Any]) -> None:
@@ -224,8 +231,11 @@ class Paging:
         self._written_owners[ticket.owner] += 1
 
     def unregister(self, peer: Peer, session: Session, number: int) -> None:
-        """Answered when nothing of it is on its way, and the worker has let go."""
-        registration = self._own(session, number)
+        """Answered when nothing of it is on its way, and the worker has let go. Another session of
+        the same process may ask, too: it may not know that the one that registered has ended."""
+        registration = self._registrations.get(number)
+        if registration is None or registration.pid != session.pid:
+            raise WireError("unknown_registration", "")
         if registration.peer is not None:
             raise WireError("refused", "this registration is being mapped or unmapped already")
         registration.peer = peer
@@ -394,14 +404,10 @@ class Paging:
     def _fail(self, peer: Peer, code: str, message: str) -> None:
         self._reply(peer, {"ok": False, "error": code, "message": message})
 
-    def _own(self, session: Session, number: int) -> _Registration:
+    def _mapped(self, session: Session, number: int) -> _Registration:
         registration = self._registrations.get(number)
         if registration is None or registration.session != session.token:
             raise WireError("unknown_registration", "")
-        return registration
-
-    def _mapped(self, session: Session, number: int) -> _Registration:
-        registration = self._own(session, number)
         if registration.state != "mapped":
             raise WireError("refused", "this registration is being mapped or unmapped")
         return registration

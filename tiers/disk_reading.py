@@ -9,6 +9,7 @@ be a SIGBUS, the end of the worker.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterable, Sequence
@@ -46,28 +47,37 @@ class Found:
 
     def copy(self, fd: int) -> TierError | None:
         """Into its view; the error says why the view must not be believed."""
+        try:
+            self._copy(fd)
+        except TierError as error:  # here, or other threads would still copy when the batch fails
+            return error
+        return None
+
+    def _copy(self, fd: int) -> None:
         value, view = self.value, self.view
+        if self.packed is None and value is None:
+            raise TierMissing("the block is not stored")
         if self.packed is None or value is None:
-            is_absent = self.packed is None and value is None
-            return (
-                TierMissing("the block is not stored")
-                if is_absent
-                else TierCorrupt("half of the record is missing")
-            )
+            raise TierCorrupt("half of the record is missing")
         header = unpack_header(self.packed)
         if header is None:
-            return TierCorrupt("the header is damaged")
+            raise TierCorrupt("the header is damaged")
         if not header.names(self.identity):
-            return TierCorrupt("the record is another block's")
+            raise TierCorrupt("the record is another block's")
         if not num_bytes(value) == header.block_bytes == view.nbytes:
-            return TierCorrupt(f"{num_bytes(value)} bytes are stored where {view.nbytes} belong")
-        try:
-            fill(view, value, fd)
-        except TierError as error:
-            return error
+            raise TierCorrupt(f"{num_bytes(value)} bytes are stored where {view.nbytes} belong")
+        fill(view, value, fd)
         if xxhash.xxh3_64_intdigest(view.data) != header.checksum:
-            return TierCorrupt("the bytes do not match their checksum")
-        return None
+            raise TierCorrupt("the bytes do not match their checksum")
+
+    def fetch(self, fd: int) -> None:
+        """Have it read from the device, without waiting: advice only."""
+        value = self.value
+        if isinstance(value, Extent) and value.num_bytes == self.view.nbytes:
+            end = value.offset + value.num_bytes
+            with contextlib.suppress(OSError):
+                for at in range(value.offset, end, _CALL_BYTES):
+                    os.posix_fadvise(fd, at, min(_CALL_BYTES, end - at), os.POSIX_FADV_WILLNEED)
 
 
 def find_all(
@@ -117,11 +127,11 @@ def copy_all(
     records = [found[at] for at in as_they_lie]
     ahead = max(1, _AHEAD_BYTES // found[0].view.nbytes)
     for record in records[:ahead]:
-        _fetch(fd, record.value)
+        record.fetch(fd)
 
     def copy(at: int) -> TierError | None:
         if at + ahead < len(records):
-            _fetch(fd, records[at + ahead].value)
+            records[at + ahead].fetch(fd)
         return records[at].copy(fd)
 
     is_shared = pool is not None and len(found) > 1 and found[0].view.nbytes >= _PARALLEL_BYTES
@@ -166,14 +176,6 @@ def _located(
         return {}
     tree = Tree.of(txn, name)
     return {} if tree is None else locate(fd, tree, keys)
-
-
-def _fetch(fd: int, value: Value) -> None:
-    """Have it fetched from the device, without waiting."""
-    if isinstance(value, Extent):
-        end = value.offset + value.num_bytes
-        for at in range(value.offset, end, _CALL_BYTES):
-            os.posix_fadvise(fd, at, min(_CALL_BYTES, end - at), os.POSIX_FADV_WILLNEED)
 
 
 def _offset(value: Value) -> int:

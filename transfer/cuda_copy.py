@@ -61,8 +61,8 @@ class EachCopy:
 
 
 class BySize:
-    """Each batch by the path that was faster for pieces of its mean size. `steps` are (bytes, path),
-    rising: a path serves pieces of less than the next step's bytes."""
+    """Each batch by the path that was faster for pieces of its mean size. `steps` are (bytes,
+    path), rising: a path serves pieces of less than the next step's bytes."""
 
     def __init__(self, steps: Sequence[tuple[int, CopyPath]]) -> None:
         self._starts = [num_bytes for num_bytes, _ in steps]

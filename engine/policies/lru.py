@@ -24,7 +24,8 @@ class Lru:
 
     def __init__(self, tier: int) -> None:
         self._bit = 1 << tier
-        self._line: deque[tuple[float, Node]] = deque()
+        self._line: deque[Node] = deque()
+        self._since: deque[float] = deque()  # when those in the line were last used, as they joined
         self._heap: list[tuple[float, int, Node]] = []
         self._serial = 0
         self._sweep_at = MIN_SWEEP
@@ -34,22 +35,23 @@ class Lru:
         if node.queued & self._bit:
             return
         node.queued |= self._bit
-        line, touched_s = self._line, node.touched_s
-        if line and touched_s < line[0][0]:
-            line.appendleft((touched_s, node))
+        since = self._since
+        if since and node.touched_s < since[0]:
+            self._line.appendleft(node)
+            since.appendleft(node.touched_s)
             return
-        if len(line) + len(self._heap) >= self._sweep_at:
+        if len(since) + len(self._heap) >= self._sweep_at:
             self._sweep()
         self._put(node)
 
     def pop(self, worth: float = ALWAYS) -> Node | None:
         """See EvictionPolicy."""
-        line, heap = self._line, self._heap
-        while line or heap:
-            if heap and not (line and line[0][0] <= heap[0][0]):
+        since, heap = self._since, self._heap
+        while since or heap:
+            if heap and not (since and since[0] <= heap[0][0]):
                 touched_s, _, node = heapq.heappop(heap)
             else:
-                touched_s, node = line.popleft()
+                node, touched_s = self._line.popleft(), since.popleft()
             if node.parent is None:  # merged away or removed
                 continue
             if node.touched_s > touched_s:
@@ -64,16 +66,20 @@ class Lru:
         return ALWAYS
 
     def _put(self, node: Node) -> None:
-        line, touched_s = self._line, node.touched_s
-        if not line or touched_s >= line[-1][0]:
-            line.append((touched_s, node))
+        touched_s = node.touched_s
+        if not self._since or touched_s >= self._since[-1]:
+            self._line.append(node)
+            self._since.append(touched_s)
         else:
             self._serial += 1
             heapq.heappush(self._heap, (touched_s, self._serial, node))
 
     def _sweep(self) -> None:
         """Let go of nodes that are no more, whenever there may be as many of them as others."""
-        self._line = deque(entry for entry in self._line if entry[1].parent is not None)
+        entries = zip(self._since, self._line, strict=True)
+        kept = [(touched_s, node) for touched_s, node in entries if node.parent is not None]
+        self._since = deque(touched_s for touched_s, _ in kept)
+        self._line = deque(node for _, node in kept)
         self._heap[:] = [entry for entry in self._heap if entry[2].parent is not None]
         heapq.heapify(self._heap)
-        self._sweep_at = max(MIN_SWEEP, 2 * (len(self._line) + len(self._heap)))
+        self._sweep_at = max(MIN_SWEEP, 2 * (len(kept) + len(self._heap)))

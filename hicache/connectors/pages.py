@@ -113,11 +113,11 @@ class PagedCache:
         self._share, self._retry_s = None, 0.0
         return True
 
-    def close(self) -> None:
-        """Before the tensors are freed, and before the client is closed."""
-        if self._share is not None:
-            self._client.unshare_pages(self._share)
+    def close(self) -> bool:
+        """Before the client is closed. Whether the tensors may be freed now; False: ask again."""
+        self._stream.synchronize()
         self._pinned = None
+        return self._share is None or self._client.unshare_pages(self._share)
 
     def _usable(self) -> PageShare | None:
         """The share, made anew where the daemon or its worker is another by now, or after a while

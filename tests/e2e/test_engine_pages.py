@@ -177,7 +177,7 @@ def test_a_connector_has_the_worker_copy(house: Household, driver: Path, gate: P
     wait_for(lambda: house.worker("gpu") != pid, "another worker")
     wait_for(lambda: house.ask("health")["healthy"], "the tier")
     load_into(client, cache, engine, tokens)
-    cache.close()
+    assert cache.close()
     assert under_way(house) == {"registrations": 0, "copies": 0}
 
 

@@ -61,7 +61,7 @@ def test_it_copies_itself(
     assert np.array_equal(engine.read(others), blocks_of(tokens, spec))
     assert runner.launches
     assert cache.is_at_rest
-    cache.close()
+    assert cache.close()
 
 
 def test_no_gpu_worker_is_a_sentence(house: Household, runner: CpuRunner) -> None:

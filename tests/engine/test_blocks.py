@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.engine.blocks import BlockTable, IllegalTransition, State
-from hicache.engine.ids import ids_of
+from hicache.engine.ids import Span, ids_of
 from hicache.tiers.block import Ids, TierSpec
 from hicache.tiers.slots import SlotPool
 
@@ -113,6 +113,29 @@ def test_a_block_in_use_cannot_be_freed() -> None:
     blocks.unpin(ids)
     blocks.free(ids)
     assert len(blocks) == 0
+    blocks.validate()
+
+
+def test_a_leaf_is_leased_as_far_as_the_last_lease_reaches() -> None:
+    blocks = table()
+    leaf = blocks.allocate(10)
+    assert isinstance(leaf, slice)
+    blocks.place(leaf, 0, 3)
+    front, scattered = slice(leaf.start, leaf.start + 4), ids_of(leaf)[[7, 2]]
+    every: list[tuple[list[Span], int]] = [
+        ([], 0),
+        ([front], 4),
+        ([front, scattered], 8),
+        ([scattered, front], 8),
+    ]
+    for pins, reach in every:
+        for pin in pins:
+            blocks.pin(pin)
+        for first in range(10):
+            assert blocks.is_tail_pinned(leaf, first) == (first < reach)
+            assert blocks.is_tail_pinned(ids_of(leaf), first) == (first < reach)
+        for pin in pins:
+            blocks.unpin(pin)
     blocks.validate()
 
 

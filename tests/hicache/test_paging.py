@@ -317,6 +317,24 @@ def test_unregister_is_answered_when_the_worker_has_let_go(desk: PageDesk) -> No
     assert error.value.code == "unknown_registration"
 
 
+def test_another_session_of_the_same_process_asks_whether_it_is_over(desk: PageDesk) -> None:
+    session = desk.hello()
+    number = desk.registered(session)
+    store(desk, session, PROMPT, 6)
+    desk.loading(session, number, desk.matched(session), 4)
+    desk.ask("bye", s=session.token)
+    asked = desk.later("unregister", s=desk.hello().token, registration=number)
+    assert desk.reply_to(asked) is None
+    desk.worker.answer(desk.worker.of("load")[0])
+    desk.worker.answer(desk.worker.of("unmap")[0])
+    assert desk.reply_to(asked) == {"id": asked, "ok": True}
+    again = desk.registered(desk.hello())
+    desk.pid = os.getppid()
+    with pytest.raises(WireError) as error:
+        desk.send("unregister", s=desk.hello().token, registration=again)
+    assert error.value.code == "unknown_registration"
+
+
 def test_a_session_that_ended_while_its_pages_were_mapped(desk: PageDesk) -> None:
     session = desk.hello()
     desk.send("register", s=session.token, **CLAIM)
