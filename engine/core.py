@@ -226,7 +226,9 @@ class CacheEngine:
             self.ledger.served(lease, came, namespace.block_tokens, namespace.block_bytes)
             ids, limit = lease.ids[:came], self.settings.max_moving_bytes
             promote(house, self.evictor, self.links, namespace, ids, limit)
-        lost = lease.ids[house.blocks.tags[lease.ids] == 0]
+        # Of what nobody leases any more, promotions may have taken the last copy, and the node.
+        is_known = house.blocks.node[lease.ids] >= 0
+        lost = lease.ids[is_known & (house.blocks.tags[lease.ids] == 0)]
         if len(lost):
             house.settle(lost)
         house.unpark()

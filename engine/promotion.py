@@ -47,6 +47,7 @@ def promote(
         budget = max_moving_bytes - house.bytes_moving((src, dst), Priority.DEMOTION)
         wanted = wanted[: max(0, budget // namespace.block_bytes)]
         for run, worth in _runs(residency, dst, wanted):
+            run = run[house.blocks.tags[run] >> src & 1 == 1]  # room for others may have cost it
             with house.pinned([run]):
                 room = _room(evictor, dst, namespace.slot_bytes, len(run), worth)
             slots = house.pools[dst].allocate(namespace.slot_bytes, min(room, len(run)))

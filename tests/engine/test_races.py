@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from hicache.engine import plan as p
+from hicache.engine.hazard import NUM_BINS, Model
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
+from hicache.engine.verdict import unjudged
 from tests.engine.world import BLOCK_BYTES, DIGEST, STEP, THREE_TIERS, World, keys_of, tokens_of
 
 SMALL = (("hbm", 2, True, False), ("dram", 4, True, False), ("disk", 20, False, True))
@@ -36,6 +38,48 @@ def on_disk_only(w: World, *prompts: bytes) -> None:
             w.recover(tier)
     for prompt in prompts:
         assert set(w.tiers_of(prompt)) == {"disk"}
+
+
+def test_room_for_the_front_costs_the_end() -> None:
+    """1. A prompt was read from dram, and its lease ends. Its front, which others share, ranks
+       above all in hbm, its end below all in dram.
+    2. Room is made for the front in hbm. What it displaces goes down, where the end of the same
+       prompt is forgotten for it.
+    3. The end has no node any more, and nobody looks for it.
+    """
+    w = World(
+        (("hbm", 40, True, False), ("dram", 80, True, False)),
+        EngineSettings(planner=PlannerSettings(mode="always_reload")),
+        eviction="hazard",
+    )
+    trunk_first(w)
+    other, path = tokens_of(*range(500, 540)), tokens_of(*range(78))
+    w.store(other)
+    w.now_s += 100
+    w.match(path)
+    w.store(path)
+    w.release(w.match(tokens_of(*range(30), 1000)).lease)
+    w.finish_all()
+    lease = w.match(path + END).lease
+    w.fetch(lease)
+    for number in (2000, 2001):  # the newest nodes are gone: their numbers name nothing
+        w.store(tokens_of(number))
+    for number in (2000, 2001):
+        w.do(p.Hint(w.namespace, tokens_of(number), w.now_s, keep=False))
+    trunk_first(w)
+    w.release(lease)
+    assert w.tiers_of(path) == ["dram"] * 50
+
+
+def trunk_first(w: World) -> None:
+    """From now on trunks rank above all, and what was just used below the rest."""
+    history = w.engine.history
+    assert history is not None
+    others = [1.0] + [2.0] * (NUM_BINS - 1)
+    ranks = [[3.0] * NUM_BINS if levels[0] == 1 else others for levels in history._levels]
+    hits = unjudged()
+    hits[0] = 1.0
+    history.adopt(Model(ranks, others, ranks, others, hits))
 
 
 # --- demotion ---------------------------------------------------------------------------------
