@@ -64,7 +64,7 @@ def test_room_for_the_front_costs_the_end() -> None:
     w.fetch(lease)
     for number in (2000, 2001):  # the newest nodes are gone: their numbers name nothing
         w.store(tokens_of(number))
-    for number in (2000, 2001):
+    for number in (2001, 2000):
         w.do(p.Hint(w.namespace, tokens_of(number), w.now_s, keep=False))
     trunk_first(w)
     w.release(lease)
