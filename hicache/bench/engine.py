@@ -63,7 +63,7 @@ def _decisions(grove: Grove, suffix: str, tokens: bytes, repeat: int) -> list[In
         end = clock()
         whole.append(end - start - 2 * CLOCK_S)
         answered.append(half - start - CLOCK_S)
-        noted.append(end - half - CLOCK_S)
+        noted.append(max(0.0, end - half - CLOCK_S))  # after a miss nothing but the clock is left
         if lease:
             start = clock()
             engine.handle(p.Release(lease, grove.now_s))

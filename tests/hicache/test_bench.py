@@ -110,8 +110,8 @@ def test_bench_store() -> None:
 def test_bench_of_the_index_and_of_the_decision(what: str) -> None:
     rows = bench(what, "--repeat", "10")
     expected = {"hit", "hit_turns_branched", "insert", "evict"} if what == "index" else {"decision"}
-    assert expected <= {row["op"] for row in rows}
-    assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
+    assert expected <= {row["op"] for row in rows if row["p50_us"] > 0}
+    assert all(0 <= row["p50_us"] <= row["p99_us"] for row in rows)
 
 
 @pytest.mark.thorough
