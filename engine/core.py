@@ -221,16 +221,14 @@ class CacheEngine:
             if house.blocks.state[dst][block] == State.FILLING:
                 house.blocks.change(dst, np.array([block], np.int32), State.CANCELLED)
                 self._cancel.append(move)
+        lost = lease.ids[house.blocks.tags[lease.ids] == 0]
+        if len(lost):  # before promotions: what makes room for them forgets blocks of this prompt
+            house.settle(lost)
         namespace = house.namespaces[lease.namespace]
         if lease.fetching:
             self.ledger.served(lease, came, namespace.block_tokens, namespace.block_bytes)
             ids, limit = lease.ids[:came], self.settings.max_moving_bytes
             promote(house, self.evictor, self.links, namespace, ids, limit)
-        # Of what nobody leases any more, promotions may have taken the last copy, and the node.
-        is_known = house.blocks.node[lease.ids] >= 0
-        lost = lease.ids[is_known & (house.blocks.tags[lease.ids] == 0)]
-        if len(lost):
-            house.settle(lost)
         house.unpark()
         self._make_progress()
         return True

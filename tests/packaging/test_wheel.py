@@ -18,7 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 # Modules that need an extra the empty environment does not have; they are compared, not imported.
-NEEDS_EXTRA = ("hicache.connectors.", "hicache.demo", "hicache.commands.demo")
+NEEDS_EXTRA = (
+    "hicache.bench.reload",
+    "hicache.commands.demo",
+    "hicache.connectors.",
+    "hicache.demo",
+)
 
 
 def modules_of_the_tree() -> set[str]:
