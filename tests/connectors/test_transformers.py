@@ -12,8 +12,8 @@ from tests.connectors.memory_client import Memory
 
 pytestmark = pytest.mark.thorough
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="needs the extra: pip install .[demo]")
+transformers = pytest.importorskip("transformers", reason="needs the extra: pip install .[demo]")
 
 from hicache.connectors.transformers import CachedModel, Generation, Unsupported  # noqa: E402
 from hicache.connectors.transformers_spec import Forward  # noqa: E402

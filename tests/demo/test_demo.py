@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from click.testing import CliRunner
 from hicache.commands.demo import demo
 from hicache.demo import model
 from hicache.demo.daemon import DaemonFailed, PrivateDaemon
+from tests.e2e.household import wait_for
 
 SMALL = """
 tiers:
@@ -71,7 +71,7 @@ def test_help_says_what_it_does() -> None:
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 def test_every_tier_serves_and_all_outputs_are_equal(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="needs the extra: pip install .[demo]")
     out = tmp_path / "demo.json"
     command = _command(tmp_path, "--json", str(out))
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
@@ -90,7 +90,7 @@ def test_every_tier_serves_and_all_outputs_are_equal(tmp_path: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_sigterm_leaves_no_process_and_no_file(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="needs the extra: pip install .[demo]")
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(_command(tmp_path), stdout=subprocess.DEVNULL, env=environ)
     try:
@@ -111,9 +111,4 @@ def _command(folder: Path, *more: str) -> list[str]:
 
 
 def _wait_for(folder: Path, pattern: str) -> Path:
-    give_up_s = time.monotonic() + 120
-    while time.monotonic() < give_up_s:
-        for file in folder.glob(pattern):
-            return file
-        time.sleep(0.1)
-    raise AssertionError(f"{pattern} never came to be")
+    return wait_for(lambda: list(folder.glob(pattern)), pattern, patience_s=120.0)[0]

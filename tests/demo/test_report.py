@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("torch", reason="needs the extra: pip install .[demo]")
+pytest.importorskip("transformers", reason="needs the extra: pip install .[demo]")
 
 from rich.console import Console
 

@@ -3,9 +3,9 @@ sockets. GPU memory is host memory, and IPC handles name memory files."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ from hicache.connectors.pages import PagedCache
 from hicache.transfer.pages import Launch
 from tests.e2e.household import SPEC, Household, Tokens, blocks_of, prompt, read, store, wait_for
 from tests.e2e.page_engine import PLANES, PageEngine
+from tests.shared_library import compiled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -48,21 +49,16 @@ int cuGetProcAddress_v2(const char *n, void **f, int v, unsigned long long x, in
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler here")
-    folder = tmp_path_factory.mktemp("driver")
-    (folder / "driver.c").write_text(DRIVER)
-    target = str(folder / "libcuda.so.1")
-    command = [compiler, "-shared", "-fPIC", str(folder / "driver.c"), "-o", target]
-    subprocess.run(command, check=True)
-    return folder
+    """The folder of the library."""
+    return compiled(DRIVER, tmp_path_factory.mktemp("driver") / "libcuda.so.1").parent
 
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Path:
-    """While this file is there, copies stand still half-way."""
-    return tmp_path / "gate"
+    """While this file is locked, copies stand still half-way."""
+    file = tmp_path / "gate"
+    file.touch()
+    return file
 
 
 @pytest.fixture
@@ -75,16 +71,25 @@ def house(driver: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     with Household(hbm=hbm, dram=dram) as house:
         wait_for(lambda: house.ask("health")["healthy"], "the GPU worker")
         yield house
-        gate.unlink(missing_ok=True)
 
 
 @contextmanager
 def held(gate: Path) -> Iterator[None]:
-    gate.touch()
-    try:
+    with gate.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        gate.unlink(missing_ok=True)
+
+
+LOADED = prompt(2, 8)
+
+
+def about_to_load(house: Household) -> tuple[Client, PageEngine, PageShare]:
+    """Pages are shared, and LOADED is in the cache."""
+    client, engine = house.client(), PageEngine()
+    share = client.share_pages(engine.shared)
+    assert share is not None, client.last_error
+    assert store(client, LOADED) == 8
+    return client, engine, share
 
 
 def under_way(house: Household) -> dict[str, int]:
@@ -269,12 +274,8 @@ def test_an_engine_killed_in_the_middle_of_a_save(house: Household, gate: Path) 
 
 
 def test_a_session_that_ends_with_a_load_under_way(house: Household, gate: Path) -> None:
-    client, engine = house.client(), PageEngine()
-    share = client.share_pages(engine.shared)
-    assert share is not None, client.last_error
-    tokens, pages = prompt(2, 8), engine.pages(8, 3)
-    assert store(client, tokens) == 8
-    match = client.match(tokens)
+    client, engine, share = about_to_load(house)
+    match, pages = client.match(LOADED), engine.pages(8, 3)
     client._connection.timeouts = replace(client._connection.timeouts, fetch_s=1.0)
     with held(gate):
         came = client.load_pages(match, share, pages)
@@ -289,12 +290,8 @@ def test_a_session_that_ends_with_a_load_under_way(house: Household, gate: Path)
 def test_a_load_that_is_not_answered_leaves_its_pages_in_doubt_until_it_is(
     house: Household, gate: Path
 ) -> None:
-    client, engine = house.client(), PageEngine()
-    share = client.share_pages(engine.shared)
-    assert share is not None, client.last_error
-    tokens, pages = prompt(2, 8), engine.pages(8, 3)
-    assert store(client, tokens) == 8
-    match = client.match(tokens)
+    client, engine, share = about_to_load(house)
+    match, pages = client.match(LOADED), engine.pages(8, 3)
     timeouts = client._connection.timeouts
     client._connection.timeouts = replace(timeouts, fetch_s=1.0)
     with held(gate):
@@ -309,15 +306,12 @@ def test_a_load_that_is_not_answered_leaves_its_pages_in_doubt_until_it_is(
 
 def test_the_worker_killed_in_the_middle_of_a_load(house: Household, gate: Path) -> None:
     """Its copies have ended with it. The next worker maps the pages anew."""
-    client, engine = house.client(), PageEngine()
-    share = client.share_pages(engine.shared)
-    assert share is not None, client.last_error
-    tokens, pages = prompt(2, 8), engine.pages(8, 3)
-    assert store(client, tokens) == 8
+    client, engine, share = about_to_load(house)
+    pages = engine.pages(8, 3)
     pid = house.worker("gpu")
     assert share.worker_pid == pid
     with held(gate):
-        match = client.match(tokens)
+        match = client.match(LOADED)
         client._connection.timeouts = replace(client._connection.timeouts, fetch_s=1.0)
         assert not client.load_pages(match, share, pages).is_at_rest
         psutil.Process(pid).kill()

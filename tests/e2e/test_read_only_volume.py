@@ -70,12 +70,12 @@ def run(*command: str, good: tuple[int, ...] = (0,)) -> str:
 @pytest.fixture
 def volume(tmp_path: Path) -> Iterator[Volume]:
     if os.getuid():
-        pytest.skip("only root may mount a volume")
+        pytest.skip("needs root, who alone may mount a volume")
     try:
         volume = Volume(tmp_path)
         volume.mount()
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no volume of one's own here: {error}")
+        pytest.skip(f"needs losetup, mkfs.ext4 and the right to mount, and this failed: {error}")
     yield volume
     volume.close()
 

@@ -130,7 +130,7 @@ def test_the_planner_is_right_on_simulated_machines() -> None:
 @pytest.mark.timeout(600)
 def test_bench_reload() -> None:
     """On disks that are not worth it and those that are, as wide apart as they can be."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="needs the extra: pip install .[demo]")
     of = ("--speeds", "0.02,free", "--prefixes", "256", "--rounds", "2")
     slow, free = bench("reload", "--random-weights", *of, patience_s=500)
     assert (slow["reloads"], free["reloads"]) == (0, 2)

@@ -189,10 +189,18 @@ def test_a_daemon_that_dies_in_the_middle_of_a_fetch(connect: Any, daemon: Scrip
     daemon.on("fetch", Many([begun], then=HOLD))
     client = connect(fetch_timeout_s=60.0)
     out = rows(4)
+    copied = threading.Event()
+    copy = client._connection.copy
+
+    async def copy_and_say(task: Any) -> Any:
+        done = await copy(task)
+        copied.set()
+        return done
+
+    client._connection.copy = copy_and_say
 
     def stop_when_copied() -> None:
-        while out[:2].any():
-            time.sleep(0.001)
+        assert copied.wait(PLENTY_S)
         daemon.stop()
 
     killer = threading.Thread(target=stop_when_copied)

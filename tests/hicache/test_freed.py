@@ -32,7 +32,7 @@ print(own_mib() - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the limits are glibc's")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc, whose limits these are")
 @pytest.mark.parametrize(("how", "is_kept"), [("limited", False), ("as it is", True)])
 def test_large_blocks_go_back_at_once(how: str, is_kept: bool) -> None:
     command = [sys.executable, "-c", USE_AND_FREE, how]

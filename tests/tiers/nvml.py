@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
+from tests.shared_library import compiled
 
 # The signatures are those of nvml.h.
 SOURCE = r"""
@@ -29,11 +27,4 @@ int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *memory) {
 
 def build(folder: Path) -> str:
     """Compiled into this folder, under the name that is looked for; skips without a compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler here")
-    (folder / "nvml.c").write_text(SOURCE)
-    target = str(folder / "libnvidia-ml.so.1")
-    command = [compiler, "-shared", "-fPIC", str(folder / "nvml.c"), "-o", target]
-    subprocess.run(command, check=True)
-    return target
+    return str(compiled(SOURCE, folder / "libnvidia-ml.so.1"))

@@ -52,7 +52,7 @@ def test_the_node_of_a_device(tmp_path: Path) -> None:
 
 def test_an_arena_on_this_machine(tmp_path: Path) -> None:
     if not MAPS.exists():
-        pytest.skip("a kernel without NUMA")
+        pytest.skip("needs /proc/self/numa_maps: a kernel with CONFIG_NUMA")
     arena = Arena.create(tmp_path / "arena", 1 << 20)
     try:
         found = sampled_by_node(arena.path)

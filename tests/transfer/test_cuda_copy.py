@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from hicache.transfer.cuda_copy import (
     fastest_by_size,
 )
 from hicache.transfer.pinning import PinnedArena
+from tests.shared_library import compiled
 
 # The types and the order are those of cuda.h, CUDA 12.8 and 13.0.
 DRIVER = r"""
@@ -71,14 +70,7 @@ STREAM = 0x1234567890
 
 
 def driver(folder: Path, version: int, *more: str) -> str:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler here")
-    source, library = folder / "driver.c", folder / "libcuda.so"
-    source.write_text(DRIVER)
-    command = [compiler, "-shared", "-fPIC", f"-DVERSION={version}", *more, str(source), "-o"]
-    subprocess.run([*command, str(library)], check=True)
-    return str(library)
+    return str(compiled(DRIVER, folder / "libcuda.so", f"-DVERSION={version}", *more))
 
 
 @pytest.mark.parametrize("version", [12080, 13000])

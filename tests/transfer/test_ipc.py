@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 from hicache.transfer.ipc import Mappings, NotShareable, SharedRange, share
+from tests.shared_library import compiled
 
 # The signature is that of cuda.h. One allocation: 1000 bytes at 5000.
 DRIVER = r"""
@@ -56,16 +55,7 @@ class Fake:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler here")
-    folder = tmp_path_factory.mktemp("driver")
-    (folder / "driver.c").write_text(DRIVER)
-    library = str(folder / "libcuda.so")
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", str(folder / "driver.c"), "-o", library], check=True
-    )
-    return library
+    return str(compiled(DRIVER, tmp_path_factory.mktemp("driver") / "libcuda.so"))
 
 
 def test_a_tensor_is_an_allocation_and_an_offset(driver: str) -> None:

@@ -202,6 +202,8 @@ def test_a_launch_by_cupy_finds_its_tables(runner: CpuRunner) -> None:
 def test_the_kernels_compile_for_gpus(tmp_path: Path, architecture: str) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        pytest.skip("nvcc is not here: gpu-check compiles the kernels on a GPU")
+        pytest.skip(
+            "needs nvcc: install the CUDA toolkit, or run make gpu-check on a machine with a GPU"
+        )
     command = [nvcc, f"-arch={architecture}", "-std=c++14", "-Werror=all-warnings", "-cubin"]
     subprocess.run([*command, str(SOURCE), "-o", str(tmp_path / "cubin")], check=True)

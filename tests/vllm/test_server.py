@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack, suppress
@@ -115,7 +114,6 @@ class Server:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
         except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
             return False
         return True
 

@@ -1,17 +1,17 @@
 """CuPy's place on the path of a daemon under test: GPU memory that is host memory.
 
-While the file named by STAND_IN_GATE is there, copies that somebody waits for get half-way and no
-further.
+While the file named by STAND_IN_GATE is locked (flock), copies that somebody waits for get half-way
+and no further.
 """
 
+import fcntl
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 from hicache.bench.gpu.stand_in import StandIn
 
-GATE = os.environ.get("STAND_IN_GATE", "")
+GATE = Path(os.environ.get("STAND_IN_GATE", ""))
 
 
 class _Held:
@@ -22,17 +22,19 @@ class _Held:
         self.record = event.record
 
     def synchronize(self) -> None:
-        if Path(GATE).exists():
-            stream = self._event._stream
-            self._device.do(stream, len(stream.waiting) // 2)
-            while Path(GATE).exists():
-                time.sleep(0.005)
+        with GATE.open() as gate:
+            try:
+                fcntl.flock(gate, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                stream = self._event._stream
+                self._device.do(stream, len(stream.waiting) // 2)
+                fcntl.flock(gate, fcntl.LOCK_SH)
         self._event.synchronize()
 
 
 def _device() -> StandIn:
     device = StandIn()
-    if GATE:
+    if GATE.is_file():
         make = device.cuda.Event
         device.cuda.Event = lambda **more: _Held(make(**more), device)
     return device
