@@ -37,11 +37,10 @@ from hicache.tiers.block import Ids
 from hicache.transfer.messages import pack
 from hicache.transfer.news import PageNews
 from hicache.transfer.page_messages import (
-    HANDLE_BYTES,
-    PLANE_FIELDS,
     Claim,
     PageCopy,
     PageTold,
+    claim_of,
     pack_claim,
     pack_copy,
 )
@@ -134,7 +133,6 @@ class Paging:
 
     def register(self, peer: Peer, session: Session, body: Mapping[str, Any]) -> None:
         """Answered when the worker has mapped them. WireError where that cannot be."""
-        handles, planes = body["handles"], body["planes"]
         if not self._devices:
             raise WireError("refused", "no GPU worker here: copy through the arena")
         if not session.pid:
@@ -143,9 +141,8 @@ class Paging:
                 "this client's process cannot be seen from here, so nobody would know when to let "
                 "go of its memory: copy through the arena",
             )
-        if len(handles) % HANDLE_BYTES or len(planes) % (8 * PLANE_FIELDS) or not planes:
-            raise WireError("malformed", "handles are 64 bytes each, planes four u64 each")
-        num_planes = len(planes) // (8 * PLANE_FIELDS)
+        claim = _claim(next(self._numbers), body)
+        num_planes = len(claim.planes)
         block_bytes = num_planes * body["pages_per_block"] * body["page_bytes"]
         if block_bytes != session.spec.block_bytes:
             raise WireError(
@@ -155,19 +152,10 @@ class Paging:
             )
         if len(self._registrations) >= MAX_REGISTRATIONS:
             raise WireError("refused", f"{MAX_REGISTRATIONS} registrations of pages are open")
-        number = next(self._numbers)
-        claim = Claim(
-            number,
-            body["bus_id"],
-            tuple(handles[at : at + HANDLE_BYTES] for at in range(0, len(handles), HANDLE_BYTES)),
-            np.frombuffer(planes, "<u8").reshape(-1, PLANE_FIELDS),
-            body["page_bytes"],
-            body["pages_per_block"],
-        )
         device = self._devices[0]
         self._send(device, pack_claim(claim))
-        self._registrations[number] = _Registration(
-            number,
+        self._registrations[claim.number] = _Registration(
+            claim.number,
             session.token,
             session.pid,
             device,
@@ -415,6 +403,17 @@ class Paging:
     def _send(self, device: str, message: bytes) -> None:
         if self._workers is None or not self._workers.send_pages(device, message):
             raise WireError("refused", "the GPU worker is not up: copy through the arena")
+
+
+def _claim(number: int, body: Mapping[str, Any]) -> Claim:
+    sizes = body["page_bytes"], body["pages_per_block"]
+    try:
+        claim = claim_of(number, body["bus_id"], body["handles"], body["planes"], *sizes)
+    except ValueError as error:
+        raise WireError("malformed", str(error)) from error
+    if not len(claim.planes):
+        raise WireError("malformed", "handles are 64 bytes each, and planes one at least")
+    return claim
 
 
 def _table(packed: bytes, pages_per_block: int) -> Ids:

@@ -62,7 +62,7 @@ from hicache.transfer.news import (
 from hicache.transfer.page_messages import TOLD, unpack_told
 from hicache.transfer.process import WorkerProcess
 from hicache.transfer.pulse import Pulse
-from hicache.transfer.ways import HEADINGS, PAGE_WAYS, Heading, way_of, ways_of
+from hicache.transfer.ways import PAGE_WAYS, Heading, way_of, ways_of
 
 __all__ = [
     "Mover",
@@ -182,16 +182,17 @@ class Mover:
         touched = {}
         for move in moves:
             known = self._device_of.get((move.src, move.dst))
-            device, heading = known or (None, HEADINGS[0])
-            is_up = device is not None and device.state == "up"
-            if device is None or not is_up or not device.lane(heading, move.priority).push(move):
-                refused.append(move)
+            if known is not None and self._queue(*known, move):
+                touched[id(known[0])] = known[0]
             else:
-                touched[id(device)] = device
+                refused.append(move)
         for device in touched.values():
             self._dispatch(device, now_s)
         self.num_refused += len(refused)
         return refused
+
+    def _queue(self, device: _Device, heading: Heading, move: Move) -> bool:
+        return device.state == "up" and device.lane(heading, move.priority).push(move)
 
     def cancel(self, ids: Sequence[int]) -> list[Outcome]:
         """Failed outcomes ('cancelled') of those still queued; the others' outcomes will come."""

@@ -53,6 +53,22 @@ class PageCopy:
     planes_per_part: int = 0
 
 
+def claim_of(
+    number: int, bus_id: str, handles: bytes, planes: bytes, page_bytes: int, pages_per_block: int
+) -> Claim:
+    """From what a client sent. ValueError where handles or planes are not whole."""
+    if len(handles) % HANDLE_BYTES or len(planes) % (PLANE_FIELDS * _LONG.itemsize):
+        raise ValueError(f"handles are {HANDLE_BYTES} bytes each, planes four u64 each")
+    return Claim(
+        number,
+        bus_id,
+        tuple(handles[at : at + HANDLE_BYTES] for at in range(0, len(handles), HANDLE_BYTES)),
+        np.frombuffer(planes, _LONG).astype(np.uint64).reshape(-1, PLANE_FIELDS),
+        page_bytes,
+        pages_per_block,
+    )
+
+
 def pack_claim(claim: Claim) -> bytes:
     return pack(
         "map",
@@ -66,20 +82,15 @@ def pack_claim(claim: Claim) -> bytes:
 
 
 def unpack_claim(message: Message) -> Claim:
-    handles, planes = _bytes(message, "handles"), _bytes(message, "planes")
-    if len(handles) % HANDLE_BYTES or len(planes) % (PLANE_FIELDS * _LONG.itemsize):
-        raise MalformedMessage("map: whole handles and whole planes")
     bus = message.get("bus")
     if type(bus) is not str:
         raise MalformedMessage("map: the bus id is missing")
-    return Claim(
-        _count(message, "n"),
-        bus,
-        tuple(handles[at : at + HANDLE_BYTES] for at in range(0, len(handles), HANDLE_BYTES)),
-        np.frombuffer(planes, _LONG).astype(np.uint64).reshape(-1, PLANE_FIELDS),
-        _count(message, "page_bytes"),
-        _count(message, "pages_per_block"),
-    )
+    packed = _bytes(message, "handles"), _bytes(message, "planes")
+    sizes = _count(message, "page_bytes"), _count(message, "pages_per_block")
+    try:
+        return claim_of(_count(message, "n"), bus, *packed, *sizes)
+    except ValueError as error:
+        raise MalformedMessage(f"map: {error}") from error
 
 
 def pack_copy(copy: PageCopy) -> bytes:
