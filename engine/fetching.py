@@ -97,7 +97,7 @@ class Fetching:
             missing = missing[missing >= lease.unplaced]
             self._place(lease, missing)
             while lease.unplaced < len(lease.ids) and not (
-                house.moves or any(house.draining_bytes)
+                house.moves or any(house.draining_bytes) or self._others_are_read()
             ):  # nothing else will make room any more: the lease's own end must
                 self._shorten(lease)
                 missing = missing[(missing >= lease.unplaced) & (missing < len(lease.ids))]
@@ -183,6 +183,14 @@ class Fetching:
                 slots = house.blocks.slot[tier][ids[first:last]]
                 runs.append(ReadyRun(first, house.tiers[tier].name, slots))
         return runs
+
+    def _others_are_read(self) -> bool:
+        """Whether somebody has all blocks that will come, and reads them: such leases end soon."""
+        leases = self.residency.leases.leases.values()
+        return any(
+            lease.fetching and not lease.awaited and lease.id not in self.unplaced
+            for lease in leases
+        )
 
     def _shorten(self, lease: Lease) -> None:
         """A prompt larger than the memory it is to be read from: half of what is not placed yet is

@@ -438,19 +438,15 @@ class SlotPool:
         return None if size is None else self._classes.pop(size).used
 
     def _spans(self, stride: int) -> list[int]:
-        """Numbers of slabs a region of this class may take, best first; none when nothing fits."""
+        """Numbers of slabs a region of this class may take, best first; none when nothing fits.
+        Best is the smallest that wastes little, or where none does, the one that wastes least."""
         least = -(-stride // self.slab_pages)
         if least > self.num_slabs:
             return []
         most = max(least, min(least + 7, self.num_slabs // 4))
-        best = least
-        for span in range(least, most + 1):
-            pages = span * self.slab_pages
-            best = span
-            if pages % stride <= pages * MAX_WASTE:
-                break
-        else:
-            best = least
+        waste = {span: span * self.slab_pages % stride / span for span in range(least, most + 1)}
+        little = [span for span in waste if waste[span] <= self.slab_pages * MAX_WASTE]
+        best = little[0] if little else min(waste, key=waste.__getitem__)
         return list(range(best, least - 1, -1))
 
     def _open_region(self, cls: _Class) -> bool:

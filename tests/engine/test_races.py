@@ -315,6 +315,42 @@ def test_a_fetch_larger_than_the_room_comes_in_parts() -> None:
     assert lease in w.finished
 
 
+def test_a_fetch_waits_for_what_others_are_reading() -> None:
+    """1. All of dram is being read by somebody, the path is on disk. 2. The fetch finds no room,
+    and nothing moves; but a reader is done before long. 3. It is: the path comes, whole."""
+    w = World((("dram", 4, True, False), ("disk", 64, False, True)))
+    big, small = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)
+    on_disk_only(w, big)
+    w.store(small)
+    reader = w.match(small + END).lease
+    assert w.fetch(reader).waiting == 0
+    lease = w.match(big + END).lease
+    fetched = w.fetch(lease)
+    assert (fetched.waiting, fetched.unplaced, fetched.ready) == (0, 4, ())
+    w.release(reader)
+    w.finish_all()
+    assert w.read(0, w.arrived[lease], big) == 4
+    assert lease in w.finished
+
+
+def test_two_fetches_with_half_the_room_each_do_not_wait_for_each_other() -> None:
+    """1. Two paths of four on disk, four slots in dram: two blocks of each come. 2. Nobody
+    reads, so nobody is waited for: at least one gives up its end, and nothing waits for ever."""
+    w = World((("dram", 4, True, False), ("disk", 64, False, True)))
+    one, other = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)
+    on_disk_only(w, one)
+    on_disk_only(w, other)
+    leases = [w.match(path + END).lease for path in (one, other)]
+    for lease in leases:
+        w.fetch(lease)
+    w.finish_all()
+    assert any(lease in w.finished for lease in leases)
+    for lease in leases:
+        w.release(lease)
+        w.finish_all()
+    assert not w.engine.fetching.unplaced
+
+
 def test_a_fetch_larger_than_memory_waits_for_its_own_end_to_leave() -> None:
     """1. Twelve blocks of a path are on disk, its last four are all of dram, and only there.
     2. The fetch leases them all, so the end is given up; but it has to be written before it can go.

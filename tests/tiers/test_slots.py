@@ -183,6 +183,13 @@ def test_little_room_is_lost_on_odd_sizes() -> None:
         assert pool.available(slot_bytes) * slot_bytes > 0.9 * pool.capacity_bytes, slot_bytes
 
 
+def test_where_no_region_fits_well_the_best_is_taken() -> None:
+    pool = SlotPool(56 * MIB)  # slabs of 7 MiB, of which a slot of 4 leaves 3
+    assert pool.available(4 * MIB) == 12
+    assert len(pool.allocate(4 * MIB, 3)) == 3
+    assert len(pool.allocate(4 * MIB, 20)) == 9
+
+
 def test_a_slot_larger_than_the_tier_is_never_offered() -> None:
     pool = SlotPool(MIB)
     assert pool.available(2 * MIB) == 0
