@@ -21,7 +21,7 @@ import select
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +69,7 @@ class PageShare:
     pages_per_block: int
     worker_pid: int
     _worker: int = -1
-    _num_unanswered: int = 0
+    _unanswered: dict[object, PageTable] = field(default_factory=dict)
     _is_let_go: bool = False
 
     def __post_init__(self) -> None:
@@ -83,7 +83,15 @@ class PageShare:
     @property
     def is_in_doubt(self) -> bool:
         """Whether something may still be on its way."""
-        return self._num_unanswered > 0 and not self._is_let_go and not self._is_worker_dead()
+        return bool(self._unanswered) and not self.is_over
+
+    @property
+    def pages_in_doubt(self) -> frozenset[int]:
+        """Pages that a load without an answer, or under way, may still write."""
+        if self.is_over:
+            return frozenset()
+        tables = list(self._unanswered.values())
+        return frozenset(page for table in tables for page in table.reshape(-1).tolist())
 
     @property
     def is_over(self) -> bool:
@@ -168,8 +176,8 @@ class Paged:
         async for part in self.parts(match, share, pages, 0):
             came[part.first] = part.blocks
         blocks = 0
-        while blocks in came:
-            blocks += came[blocks]
+        while more := came.get(blocks, 0):
+            blocks += more
         seconds = time.monotonic() - started_s
         return LoadedPages(blocks, seconds, is_at_rest=not share.is_in_doubt)
 
@@ -199,10 +207,10 @@ class Paged:
                         "pages": rows.astype("<i4").tobytes(),
                         "planes_per_part": planes_per_part,
                     }
-                    copied = self.copied("load", body, share, deadline_s, greeting)
+                    copied = self.copied("load", body, share, rows, deadline_s, greeting)
                     async with aclosing(copied) as parts:
                         async for blocks, planes in parts:
-                            yield LoadedPart(first, blocks, planes)
+                            yield LoadedPart(first, min(blocks, len(rows)), planes)
         except TROUBLE as trouble:
             self._connection.failed(trouble, started_s)
         else:
@@ -261,12 +269,14 @@ class Paged:
         op: str,
         body: dict[str, object],
         share: PageShare,
+        written: PageTable,
         deadline_s: float,
         greeting: Greeting,
     ) -> AsyncGenerator[tuple[int, int], None]:
         """(blocks, planes) after each part. What was sent and not answered leaves pages in doubt,
         whatever ended the waiting."""
-        share._num_unanswered += 1
+        copy = object()
+        share._unanswered[copy] = written
         request_id = await self._connection.send(op, body, deadline_s, greeting)
         try:
             is_last = False
@@ -274,10 +284,11 @@ class Paged:
                 try:
                     reply, _ = await self._connection.answer(request_id, deadline_s, greeting)
                 except DaemonError:  # an answer: whatever was on its way has ended
-                    share._num_unanswered -= 1
+                    del share._unanswered[copy]
                     raise
                 is_last = not reply.get("more")
-                share._num_unanswered -= is_last
+                if is_last:
+                    del share._unanswered[copy]
                 blocks = read_count(reply, "blocks")
                 yield blocks, share.num_planes if is_last else read_count(reply, "planes")
         finally:
@@ -312,7 +323,8 @@ class _PageSource:
             "pages": rows.astype("<i4").tobytes(),
         }
         deadline_s = time.monotonic() + connection.timeouts.put_s
-        copied = self._paged.copied("save", body, self._share, deadline_s, greeting)
+        written = rows[:0]  # a save only reads
+        copied = self._paged.copied("save", body, self._share, written, deadline_s, greeting)
         async with aclosing(copied) as parts:
             async for _ in parts:
                 pass

@@ -29,6 +29,17 @@ class SharedRange:
     num_bytes: int
 
 
+def cupy_for(device: int) -> Any:
+    """CuPy, with this GPU as the calling thread's. Raises NotShareable."""
+    try:
+        import cupy
+
+        cupy.cuda.runtime.setDevice(device)
+    except (ImportError, RuntimeError) as error:  # CuPy's own errors are RuntimeErrors
+        raise NotShareable(f"CuPy, which this takes, does not work here: {error}") from error
+    return cupy
+
+
 def share(cupy: Any, address: int, num_bytes: int, library: str = "libcuda.so.1") -> SharedRange:
     """A range of the current GPU's memory, for another process. Raises NotShareable: memory that is
     not of cudaMalloc (expandable segments, managed memory), or a driver without IPC."""

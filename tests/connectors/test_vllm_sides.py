@@ -249,9 +249,9 @@ def test_a_reset_waits_for_stores(memory: AsyncMemory, engine: Make) -> None:
     one.add(request("a", tokens(1, 21)))
     while one.requests:
         one.step()
-    assert one.side.has_stores
+    assert one.side.holds_blocks
     assert one.empty_local()
-    assert not one.side.has_stores
+    assert not one.side.holds_blocks
     (again,) = one.run(request("b", tokens(1, 21)))
     check([again])
     assert again.num_cached == 20

@@ -16,18 +16,21 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hicache.connectors.vllm.asking import Asking, MatchClient
 from hicache.connectors.vllm.background import Background, Trouble
+from hicache.connectors.vllm.clients import BlockClient
 from hicache.connectors.vllm.orders import Report
-from hicache.connectors.vllm.pages import pages_of
+from hicache.connectors.vllm.pages import page_rows, pages_of
 from hicache.connectors.vllm.scheduling import SchedulerSide
-from hicache.connectors.vllm.working import BlockClient, WorkerSide
+from hicache.connectors.vllm.working import WorkerSide
 from hicache.keys import LayerGroup, NamespaceSpec
+from hicache.paged import SharedPages
 
 BLOCK_TOKENS = 4
 LAYERS = 3
@@ -118,14 +121,27 @@ class Pool:
         self._name_of.clear()
 
 
+class Device(Protocol):
+    """Memory of a GPU, or what stands in for it."""
+
+    def numbers(self, shape: tuple[int, ...]) -> torch.Tensor: ...
+    def share(self, layers: Sequence[torch.Tensor]) -> SharedPages: ...
+
+
 class Rank:
     """One rank's cache and model: layers of [blocks, head, token, 2] numbers."""
 
-    def __init__(self, number: int, num_ranks: int, num_blocks: int) -> None:
+    def __init__(
+        self, number: int, num_ranks: int, num_blocks: int, device: Device | None = None
+    ) -> None:
         self.number = number
         shape = (num_blocks, 1, BLOCK_TOKENS, 2)
-        self.caches = [torch.full(shape, -1, dtype=torch.int64) for _ in range(LAYERS)]
+        make = device.numbers if device is not None else partial(torch.zeros, dtype=torch.int64)
+        self.caches = [make(shape).fill_(-1) for _ in range(LAYERS)]
         self.pages = pages_of(self.caches, num_blocks)
+        self.shared: SharedPages | None = None
+        if device is not None:
+            self.shared = device.share([page_rows(cache, num_blocks) for cache in self.caches])
         layout = f"test:{number}"
         self.spec = NamespaceSpec(
             model_digest="a rolling number",
@@ -180,7 +196,8 @@ def expected_output(request: Request, num_ranks: int = 1) -> list[int]:
 
 
 class Engine:
-    """`connect_asker(spec)` and `connect_mover(spec, group)` make the clients of the two sides."""
+    """`connect_asker(spec)` and `connect_mover(spec, group)` make the clients of the two sides. On
+    a `device` the daemon's GPU worker may copy."""
 
     def __init__(
         self,
@@ -193,10 +210,11 @@ class Engine:
         lookup_s: float = 30.0,
         load_s: float = 30.0,
         store_share: float = 1.0,
+        device: Device | None = None,
         **more: Any,
     ) -> None:
         self.trouble = Trouble()
-        self.ranks = [Rank(number, num_ranks, num_blocks) for number in range(num_ranks)]
+        self.ranks = [Rank(number, num_ranks, num_blocks, device) for number in range(num_ranks)]
         self.pool = Pool(num_blocks)
         self.side = SchedulerSide(
             BLOCK_TOKENS, num_blocks, num_ranks, lookup_s, store_share, trouble=self.trouble, **more
@@ -212,6 +230,7 @@ class Engine:
                 connect_mover,
                 Background(f"test-move-{rank.number}", self.trouble),
                 load_s,
+                rank.shared,
             )
             for rank in self.ranks
         ]
@@ -222,6 +241,7 @@ class Engine:
         self.num_loads_failed = 0
         self._received: dict[str, int] = {}
         self._failed: set[str] = set()
+        self._lost: set[str] = set()
 
     # --- from outside ---------------------------------------------------------------------------
 
@@ -235,7 +255,7 @@ class Engine:
         """Until these have ended, and their blocks are stored."""
         self.add(*requests)
         give_up_s = time.monotonic() + PATIENCE_S
-        while self.requests or self.side.has_stores:
+        while self.requests or self.side.holds_blocks:
             assert time.monotonic() < give_up_s, f"still there: {list(self.requests)}"
             self.step()
         self.check_quiet()
@@ -288,12 +308,15 @@ class Engine:
                 request = self.requests[name]
                 numbers[name] += rank.forward(request, num_new, salt_of(request))
             worker.after(orders)
-            loaded, bad_here = worker.finished(is_idle=orders.is_idle)
-            for name in loaded:
+            outcome = worker.finished(is_idle=orders.is_idle)
+            assert outcome.failed <= outcome.loaded
+            for name in outcome.loaded:
                 self._received[name] = self._received.get(name, 0) + 1
-            bad |= bad_here
+            self._lost |= outcome.failed
+            bad |= outcome.bad_pages
             mine = worker.report()
             report = mine if report is None else report.aggregate(mine) if mine else report
+        self._take_lost()
         self._take_bad(bad)
         for name, num_new in scheduled.items():
             self._advance(self.requests[name], num_new, numbers[name])
@@ -390,6 +413,15 @@ class Engine:
 
     def _received_by_all(self) -> set[str]:
         return {name for name, ranks in self._received.items() if ranks == len(self.ranks)}
+
+    def _take_lost(self) -> None:
+        """Once every rank's load has ended: nothing counts of a request that lost it on one."""
+        for name in self._lost & self._received_by_all():
+            self._lost.remove(name)
+            if self.requests[name].status == "loading":
+                self.requests[name].num_computed_tokens = 0
+                self._failed.add(name)
+                self.num_loads_failed += 1
 
     def _take_bad(self, bad: set[int]) -> None:
         """The first page that did not come ends what its request has."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from hicache.answers import Decision, FetchedRun, Greeting, Match, PutResult
 from hicache.keys import NamespaceSpec
+from hicache.paged import LoadedPart, PageShare, PageTable, SharedPages
 from tests.connectors.memory_client import Block, MemoryRun
 
 _serial = itertools.count(1)
@@ -141,6 +142,23 @@ class AsyncMemoryClient:
                 self.memory.blocks[key] = view
                 result = replace(result, stored=result.stored + 1)
         return result
+
+    async def share_pages(self, pages: SharedPages) -> PageShare | None:
+        self.last_error = "no GPU worker here"
+        return None
+
+    def load_pages_by_part(
+        self, match: Match, share: PageShare, pages: PageTable, *, planes_per_part: int
+    ) -> AsyncGenerator[LoadedPart, None]:
+        raise NotImplementedError
+
+    async def save_pages(
+        self, tokens: bytes, share: PageShare, pages: PageTable, *, first: int
+    ) -> PutResult:
+        raise NotImplementedError
+
+    async def unshare_pages(self, share: PageShare) -> bool:
+        raise NotImplementedError
 
     async def observe(
         self, *, num_requests: int, sum_n: float, sum_nc: float, seconds: float, decode_tokens: int

@@ -125,7 +125,6 @@ class Household:
         self.module = module
         self.patience_s = patience_s
         self.expected_errors: list[str] = []
-        self.patience_s = PATIENCE_S
         self.clients: list[Client] = []
         self.peers: list[Peer] = []
         self.process: subprocess.Popen[bytes] | None = None

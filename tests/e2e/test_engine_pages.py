@@ -3,13 +3,10 @@ sockets. GPU memory is host memory, and IPC handles name memory files."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,35 +19,14 @@ from hicache.connectors.pages import PagedCache
 from hicache.transfer.pages import Launch
 from tests.e2e.household import SPEC, Household, Tokens, blocks_of, prompt, read, store, wait_for
 from tests.e2e.page_engine import PLANES, PageEngine
-from tests.shared_library import compiled
+from tests.e2e.stand_in_gpu import compiled_driver, held, household, use_stand_in
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
-
-STAND_IN = Path(__file__).parent / "stand_in"
-# The signatures are those of cuda.h. An allocation is what the kernel has mapped in one piece.
-DRIVER = r"""
-#include <stdio.h>
-#include <stddef.h>
-int cuMemGetAddressRange_v2(unsigned long long *base, size_t *size, unsigned long long at) {
-    unsigned long start, end;
-    char line[4096];
-    int status = 1;
-    FILE *maps = fopen("/proc/self/maps", "r");
-    while (status && fgets(line, sizeof line, maps))
-        if (sscanf(line, "%lx-%lx", &start, &end) == 2 && start <= at && at < end) {
-            *base = start; *size = end - start; status = 0;
-        }
-    fclose(maps);
-    return status;
-}
-int cuGetProcAddress_v2(const char *n, void **f, int v, unsigned long long x, int *s) { return 1; }
-"""
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the library."""
-    return compiled(DRIVER, tmp_path_factory.mktemp("driver") / "libcuda.so.1").parent
+    return compiled_driver(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture
@@ -63,21 +39,8 @@ def gate(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def house(driver: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Household]:
-    paths = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
-    monkeypatch.setenv("STAND_IN_GATE", str(gate))
-    hbm, dram = {"size": "24MiB", "device": "cuda:0"}, {"size": "16MiB"}
-    with Household(hbm=hbm, dram=dram) as house:
-        wait_for(lambda: house.ask("health")["healthy"], "the GPU worker")
+    with household(monkeypatch, driver, gate) as house:
         yield house
-
-
-@contextmanager
-def held(gate: Path) -> Iterator[None]:
-    with gate.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 LOADED = prompt(2, 8)
@@ -160,8 +123,7 @@ def test_layer_by_layer(house: Household) -> None:
 def test_a_connector_has_the_worker_copy(house: Household, driver: Path, gate: Path) -> None:
     """Where its pages were in doubt, or its worker is another by now, it shares them anew."""
     client, engine = house.client(), PageEngine()
-    library = str(driver / "libcuda.so.1")
-    cache = PagedCache(client, engine.layout, engine.device, NoRunner(), library)
+    cache = PagedCache(client, engine.layout, engine.device, NoRunner(), str(driver))
     assert cache.how == "copied by the daemon's GPU worker"
     tokens, pages = prompt(1, 8), engine.pages(8, 1)
     engine.write(pages, tokens)
@@ -205,9 +167,7 @@ def test_the_check_for_a_gpu_machine(
     driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`hicache gpu-check` has this to run on hardware: here, all of it on the stand-in."""
-    paths = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    use_stand_in(monkeypatch, driver)
     report = tmp_path / "rows"
     command = [sys.executable, "-m", "hicache.bench.gpu", "engine", "--small"]
     command += ["--report", str(report), "--folder", str(tmp_path)]

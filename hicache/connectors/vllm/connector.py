@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -43,10 +44,12 @@ from hicache.connectors.vllm.namespace import (
 )
 from hicache.connectors.vllm.options import Options, check_failure_policy
 from hicache.connectors.vllm.orders import Orders, Report
-from hicache.connectors.vllm.pages import Unsupported, pages_of
+from hicache.connectors.vllm.pages import Pages, Unsupported, pages_of
 from hicache.connectors.vllm.scheduling import Counters, SchedulerSide
 from hicache.connectors.vllm.working import WorkerSide
 from hicache.keys import NamespaceSpec
+from hicache.paged import SharedPages
+from hicache.transfer.ipc import NotShareable
 
 log = logging.getLogger("hicache.vllm")
 
@@ -231,7 +234,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         return self._side is not None and self._side.frees_soon
 
     def has_pending_push_work(self) -> bool:
-        return self._side is not None and self._side.has_stores
+        return self._side is not None and self._side.holds_blocks
 
     def reset_cache(self) -> bool | None:
         """vLLM forgets its own cache, as after an update of the weights: from now on the namespace
@@ -279,10 +282,25 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         except (Unsupported, KeyError) as why:
             self._refuse(str(why))
             return
+        if self._worker is not None:  # other tensors from now on
+            self._worker.close(CLOSE_S)
         background = Background("hicache-move", TROUBLE)
         rank, load_s = self._spec.tp_rank, self._options.load_s
-        self._worker = WorkerSide(self._spec, rank, pages, self._mover, background, load_s)
+        shared = self._shared(pages)
+        self._worker = WorkerSide(self._spec, rank, pages, self._mover, background, load_s, shared)
         _WORKERS[self._engine] = self._worker
+
+    def _shared(self, pages: Pages) -> SharedPages | None:
+        """The pages for the daemon's GPU worker. Sleep takes their memory away, and nobody tells a
+        worker's connector before: so where vLLM may sleep nobody else maps them."""
+        try:
+            shared = pages.shared()
+            if shared is not None and self._vllm_config.model_config.enable_sleep_mode:
+                raise NotShareable("vLLM may sleep, which takes the memory of its cache away")
+        except NotShareable as why:
+            log.info("hicache: blocks go through host memory: %s", why)
+            return None
+        return shared
 
     def _mover(self, spec: NamespaceSpec, group: bytes) -> AsyncClient:
         options = self._options
@@ -348,11 +366,14 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         if self._worker is not None:
             self._worker.after(self._orders())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
-            return None, None
-        loaded, self._bad_pages = self._worker.finished(is_idle=self._orders().is_idle)
-        return None, loaded or None
+            return KVConnectorTransferResults()
+        outcome = self._worker.finished(is_idle=self._orders().is_idle)
+        self._bad_pages = outcome.bad_pages
+        return KVConnectorTransferResults(
+            finished_recving=outcome.loaded, failed_recving=outcome.failed
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         bad, self._bad_pages = self._bad_pages, set()

@@ -74,11 +74,19 @@ class Orders:
 @dataclass(slots=True)
 class Report:
     """Stores that have ended, by number, with how many ranks say so; those of them that some rank
-    could not hand over whole; and how many of their last blocks the daemon did not have before."""
+    could not hand over whole; and how many of their last blocks the daemon did not have before.
+
+    `doubted`: pages that the daemon's GPU worker may still write though their load has been given
+    up, once for each rank that says so; `rested`: those of them that it does not any more."""
 
     ended: dict[int, int] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
     fresh: dict[int, int] = field(default_factory=dict)
+    doubted: list[int] = field(default_factory=list)
+    rested: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.ended or self.doubted or self.rested)
 
     def aggregate(self, other: Report) -> Report:
         """vLLM's name for adding another rank's report."""
@@ -87,4 +95,6 @@ class Report:
         self.refused |= other.refused
         for number, blocks in other.fresh.items():
             self.fresh[number] = max(blocks, self.fresh.get(number, 0))
+        self.doubted += other.doubted
+        self.rested += other.rested
         return self

@@ -6,6 +6,9 @@ A block as hicache keeps it is its pages in the order of the layers, each as it 
 
 Nothing is said of heads or tokens within a page: that is the namespace's `layout`, and a cache of
 another layout is another namespace. Called from the threads that load and store.
+
+On a GPU the pages may be shared with the daemon's GPU worker (hicache/connectors/pages.py), which
+then copies; where they are not, they are copied here.
 """
 
 from __future__ import annotations
@@ -16,6 +19,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from hicache.connectors.pages import shared_pages
+from hicache.paged import SharedPages
+from hicache.transfer.ipc import NotShareable, cupy_for
+from hicache.transfer.pages import PageLayout, Plane
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -55,6 +63,9 @@ class Pages(Protocol):
 
     block_bytes: int
 
+    def shared(self) -> SharedPages | None:
+        """For the daemon's GPU worker; None where they are on no GPU. Raises NotShareable."""
+
     def write(self, pages: Sequence[int], views: Sequence[Bytes]) -> None:
         """Blocks into pages."""
 
@@ -75,6 +86,9 @@ class HostPages:
         self._layers = [rows.numpy() for rows in layers]
         self._page_bytes = [rows.shape[1] for rows in self._layers]
         self.block_bytes = sum(self._page_bytes)
+
+    def shared(self) -> SharedPages | None:
+        return None
 
     def write(self, pages: Sequence[int], views: Sequence[Bytes]) -> None:
         for page, view in zip(pages, views, strict=True):
@@ -113,6 +127,9 @@ class DevicePages:
         self._bounds = np.cumsum([0, *(rows.shape[1] for rows in layers)]).tolist()
         self.block_bytes = int(self._bounds[-1])
         self._chunk = max(1, self.CHUNK_BYTES // self.block_bytes)
+
+    def shared(self) -> SharedPages | None:
+        return shared_pages(cupy_for(self._device.index), layout_of(self._layers))
 
     def write(self, pages: Sequence[int], views: Sequence[Bytes]) -> None:
         stream = torch.cuda.Stream(self._device)
@@ -167,6 +184,15 @@ class DevicePages:
 
     def _split(self) -> Sequence[tuple[torch.Tensor, int, int]]:
         return list(zip(self._layers, self._bounds[:-1], self._bounds[1:], strict=True))
+
+
+def layout_of(layers: Sequence[torch.Tensor]) -> PageLayout:
+    """Of rows as `page_rows` makes them: a plane a layer. Raises NotShareable."""
+    page_bytes = layers[0].shape[1]
+    if any(rows.shape[1] != page_bytes for rows in layers):
+        raise NotShareable("its layers have pages of several sizes")
+    planes = tuple(Plane(rows.data_ptr(), rows.stride(0), rows.shape[0]) for rows in layers)
+    return PageLayout(planes, page_bytes, 1)
 
 
 def pages_of(caches: Sequence[torch.Tensor], num_blocks: int) -> Pages:

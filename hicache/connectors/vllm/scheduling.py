@@ -14,6 +14,8 @@ Nothing here waits for the daemon. A request's way, in the order in which vLLM c
 - Blocks on their way to the daemon are held in vLLM's pool (one reference each) until all ranks
   have reported, so that a preempted or ended request's pages are not overwritten before. At most a
   share of all blocks is held so; what finds no room is offered with the next block.
+- Pages that somebody may still write into though their load was given up are held so, too, a
+  reference for each rank that says so. Their request begins anew with other pages.
 """
 
 from __future__ import annotations
@@ -128,6 +130,7 @@ class SchedulerSide:
         self._stores: list[Store] = []
         self._held: dict[int, _Held] = {}
         self._num_held = 0
+        self._num_doubted = 0
         self._serial = 0
         self._version = 0
 
@@ -251,7 +254,12 @@ class SchedulerSide:
                 self._store(tracked, full, pages_of(name))
 
     def reported(self, report: Report) -> None:
-        """What the ranks say of stores: the blocks of ended ones go back to vLLM."""
+        """What the ranks say of stores: the blocks of ended ones go back to vLLM. Pages in doubt
+        are held from here on: vLLM reads a report before it takes back what its step ended."""
+        if self.pool is not None:
+            self.pool.touch([self.pool.blocks[page] for page in report.doubted])
+            self.pool.free_blocks([self.pool.blocks[page] for page in report.rested])
+        self._num_doubted += len(report.doubted) - len(report.rested)
         for number, ranks in report.ended.items():
             held = self._held.get(number)
             if held is None:
@@ -273,9 +281,9 @@ class SchedulerSide:
                     self.announcements.stored(held.hashes, held.fresh)
 
     @property
-    def has_stores(self) -> bool:
+    def holds_blocks(self) -> bool:
         """Whether blocks are held that a report will give back: vLLM should go on stepping."""
-        return bool(self._held)
+        return bool(self._held) or self._num_doubted > 0
 
     @property
     def frees_soon(self) -> bool:
@@ -296,7 +304,7 @@ class SchedulerSide:
         """Before vLLM empties its own cache, which it can only if nobody holds a block: what is on
         its way to the daemon arrives first. The last blocks of requests that have ended would wait
         for a step that may never come. `worker`: of the one rank, in this process."""
-        if self._held:
+        if self.holds_blocks:
             orders, self._stores = Orders(stores=self._stores), []
             report = worker.settle(orders, patience_s)
             if report is not None:

@@ -7,6 +7,10 @@
 - A load ends by `load_s` whatever happens, and is reported then, with the pages that did not get
   their bytes: vLLM waits for it without a limit of its own.
 - A page is bad until its bytes were copied *and* the daemon's generation was found unchanged.
+- Where the daemon's GPU worker copies, a load that it has not answered leaves pages in doubt: they
+  are still written, perhaps, and nobody else may have them. The load has failed then, not its pages
+  alone: vLLM takes the request's pages back, and the scheduler's side holds those in doubt until
+  they are reported to be at rest. Meanwhile this process copies by itself.
 - Stores read the pages after the step that fills them and while the scheduler's side holds them;
   each ends by `store_s` and a copy, and is reported.
 - How long a step with prefill took goes to the daemon's planner, and what a load cost.
@@ -17,57 +21,53 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from hicache.answers import FetchedRun, Greeting, Match, PutResult
-from hicache.connectors.vllm.asking import MAX_IDENTITIES, keep_alive, spec_of
-from hicache.connectors.vllm.background import Background, in_thread
-from hicache.connectors.vllm.orders import Identity, Lease, Load, Orders, Report, Step, Store
-from hicache.connectors.vllm.pages import Bytes, Pages
+import numpy as np
+
+from hicache.answers import FetchedRun, Match, PutResult
+from hicache.connectors.pages import Sharing
+from hicache.connectors.vllm.background import Background, in_thread, log
+from hicache.connectors.vllm.clients import BlockClient, Clients, Connect, Line
+from hicache.connectors.vllm.orders import Load, Orders, Report, Step, Store
+from hicache.connectors.vllm.pages import Pages
 from hicache.keys import NamespaceSpec
+from hicache.paged import PageShare, PageTable, SharedPages
 
 IDLE_WAIT_S: Final = 0.001
+REST_S: Final = 0.05
+"""Between two questions whether the daemon's GPU worker has let go."""
 COPY_BLOCKS: Final = 64
 """At most so many blocks are copied between two looks at the deadline."""
 
 
-class BlockClient(Protocol):
-    """What is asked of `hicache.aio.AsyncClient`."""
+@dataclass(slots=True)
+class Outcome:
+    """What has ended since the last time: requests whose loads have; those of them that have to
+    begin anew with other pages; and pages of the others that did not get their bytes."""
 
-    @property
-    def greeting(self) -> Greeting | None: ...
-    @property
-    def last_error(self) -> str: ...
-    async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match: ...
-    def fetch_runs(self, match: Match) -> AsyncGenerator[FetchedRun, None]: ...
-    async def release(
-        self, match: Match, *, hop_bytes: float = 0.0, hop_s: float = 0.0, total_s: float = 0.0
-    ) -> None: ...
-    async def put(
-        self, tokens: bytes, blocks: Callable[[int, Bytes], object], *, first: int, last: int
-    ) -> PutResult: ...
-    async def observe(
-        self,
-        *,
-        num_requests: int,
-        sum_n: float,
-        sum_nc: float,
-        seconds: float,
-        decode_tokens: int,
-    ) -> None: ...
-    async def heartbeat(self) -> bool: ...
-    async def close(self) -> None: ...
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    bad_pages: set[int] = field(default_factory=set)
 
 
-Connect = Callable[[NamespaceSpec, bytes], BlockClient]
-"""A client for a namespace, of the group with this token (empty: of its own)."""
+@dataclass(slots=True)
+class _Arrival:
+    """Of one load: `good` is the whole prefix that is there, also when the load is cut short; it
+    came through `share`, if that is not None."""
+
+    good: int = 0
+    share: PageShare | None = None
+    sharing: Sharing | None = None
 
 
 class WorkerSide:
-    """`rank` picks this worker's lease among all. Called from the worker's thread."""
+    """`rank` picks this worker's lease among all. `shared`: the pages for the daemon's GPU worker,
+    None where it cannot have them. Called from the worker's thread."""
 
     def __init__(
         self,
@@ -77,21 +77,21 @@ class WorkerSide:
         connect: Connect,
         background: Background,
         load_s: float,
+        shared: SharedPages | None = None,
     ) -> None:
         self.background = background
         self._spec = spec
         self._rank = rank
         self._pages = pages
-        self._connect = connect
         self._load_s = load_s
-        self._loaders: OrderedDict[Identity, tuple[bytes, BlockClient]] = OrderedDict()
-        self._storers: OrderedDict[Identity, BlockClient] = OrderedDict()
+        self._clients = Clients(spec, connect, background, shared)
+        self._how = ""
         self._stores: asyncio.Queue[tuple[Store, Any]] | None = None
         self._news = threading.Condition()
         self._num_loading = 0
         self._num_storing = 0
-        self._loaded: set[str] = set()
-        self._bad_pages: set[int] = set()
+        self._num_doubted = 0
+        self._outcome = Outcome()
         self._report = Report()
         self._begun: tuple[float, Any] = (0.0, None)
 
@@ -124,31 +124,35 @@ class WorkerSide:
             seconds = time.perf_counter() - started_s
             self._submit(self._observe, orders.step, seconds, begun, mark)
 
-    def finished(self, *, is_idle: bool) -> tuple[set[str], set[int]]:
-        """Requests whose loads have ended, and pages that did not get their bytes.
+    def finished(self, *, is_idle: bool) -> Outcome:
+        """What has become of loads since the last time.
 
         Where a step computes nothing (`is_idle`), waits a little for the next of them: an engine
         that steps on at once in this very process would keep the GIL from who loads."""
         with self._news:
-            if is_idle and not self._loaded and (self._num_loading or self._num_storing):
+            if is_idle and not self._outcome.loaded and (self._num_loading or self._is_awaited):
                 self._news.wait(IDLE_WAIT_S)
-            loaded, self._loaded = self._loaded, set()
-            bad, self._bad_pages = self._bad_pages, set()
-        return loaded, bad
+            outcome, self._outcome = self._outcome, Outcome()
+        return outcome
 
     def report(self) -> Report | None:
-        """What has become of stores since the last time."""
+        """What has become of stores, and of pages in doubt, since the last time."""
         with self._news:
             report, self._report = self._report, Report()
-        return report if report.ended else None
+        return report or None
 
     def settle(self, orders: Orders, patience_s: float) -> Report | None:
-        """Store what no step has brought, and wait until nothing is being stored any more, at most
-        so long; what has become of stores."""
+        """Store what no step has brought, and wait until nothing is being stored any more, and no
+        page is in doubt, at most so long; what has become of it."""
         self.after(orders)
         with self._news:
-            self._news.wait_for(lambda: not self._num_storing, patience_s)
+            self._news.wait_for(lambda: not self._is_awaited, patience_s)
         return self.report()
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether the scheduler's side holds pages until a report."""
+        return self._num_storing > 0 or self._num_doubted > 0
 
     def close(self, patience_s: float) -> None:
         """What is being stored is stored, as far as patience goes."""
@@ -157,53 +161,99 @@ class WorkerSide:
     # --- loads ----------------------------------------------------------------------------------
 
     async def _load(self, load: Load, mark: Any) -> None:
-        good = [0]
+        arrival = _Arrival()
         try:
             with self.background.trouble.harmless("a load"):
                 async with asyncio.timeout(self._load_s):
                     await self._reached(mark)
-                    await self._fetch(load, good)
+                    await self._fetch(load, arrival)
         finally:
-            bad = load.pages[good[0] :]
+            bad = load.pages[arrival.good :]
             if bad:
                 self.background.trouble.note(f"{len(bad)} blocks of {load.request} did not come")
+            share = arrival.share
+            doubted = [] if share is None else sorted(share.pages_in_doubt.intersection(bad))
             with self._news:
                 self._num_loading -= 1
-                self._loaded.add(load.request)
-                self._bad_pages.update(bad)
+                self._outcome.loaded.add(load.request)
+                if doubted:
+                    self._outcome.failed.add(load.request)
+                    self._report.doubted += doubted
+                    self._num_doubted += len(doubted)
+                else:
+                    self._outcome.bad_pages.update(bad)
                 self._news.notify_all()
+            if share is not None and arrival.sharing is not None and doubted:
+                self._submit(self._rest, share, arrival.sharing, doubted)
 
-    async def _fetch(self, load: Load, good: list[int]) -> None:
-        """`good[0]` counts the whole prefix that is there, also when this is cut short."""
+    async def _fetch(self, load: Load, arrival: _Arrival) -> None:
         started_s = time.perf_counter()
         if self._rank >= len(load.leases):
             return
         lease = load.leases[self._rank]
-        client = self._loader(load.identity, lease)
+        line = self._clients.loader(load.identity, lease)
+        client = line.client
         match = await client.adopt(lease.number, len(load.pages), lease.group, lease.epoch)
         if not match.lease:
             self.background.trouble.note(client.last_error or match.decision.sentence)
             return
-        arrived: set[int] = set()
-        hop_s = 0.0
+        share = await self._share_of(line)
+        if share is not None:
+            arrival.share, arrival.sharing = share, line.sharing
+            try:
+                await self._load_pages(client, match, share, load, arrival)
+            finally:
+                spent_s = time.perf_counter() - started_s
+                self._submit(partial(client.release, match, total_s=spent_s))
+            return
+        num_copied, hop_s = 0, 0.0
         runs = client.fetch_runs(match)
         try:
+            arrived: set[int] = set()
             async for run in runs:
                 copied_s = time.perf_counter()
                 arrived |= await self._copy_in(run, load.pages)
                 hop_s += time.perf_counter() - copied_s
-                while good[0] in arrived:
-                    good[0] += 1
-                if good[0] == len(load.pages):
+                num_copied = len(arrived)
+                while arrival.good in arrived:
+                    arrival.good += 1
+                if arrival.good == len(load.pages):
                     break
             else:
                 if client.last_error:
                     self.background.trouble.note(client.last_error)
         finally:
             # Not waited for: the request goes on while the daemon hears of it.
-            hop_bytes = float(len(arrived) * self._spec.block_bytes)
+            hop_bytes = float(num_copied * self._spec.block_bytes)
             spent_s = time.perf_counter() - started_s
             self._submit(self._end, runs, client, match, hop_bytes, hop_s, spent_s)
+
+    async def _load_pages(
+        self, client: BlockClient, match: Match, share: PageShare, load: Load, arrival: _Arrival
+    ) -> None:
+        """The daemon's GPU worker copies."""
+        came: dict[int, int] = {}
+        table = _table(load.pages)
+        parts = client.load_pages_by_part(match, share, table, planes_per_part=0)
+        async with aclosing(parts):
+            async for part in parts:
+                came[part.first] = part.blocks
+                while more := came.get(arrival.good, 0):
+                    arrival.good += more
+        if arrival.good < len(load.pages) and client.last_error:
+            self.background.trouble.note(client.last_error)
+
+    async def _rest(self, share: PageShare, sharing: Sharing, doubted: Sequence[int]) -> None:
+        """Until the worker has let go of these pages, or has ended."""
+        sharing.leave()
+        while not share.is_over:
+            with self.background.trouble.harmless("pages in doubt"):
+                await sharing.is_gone()
+            await asyncio.sleep(0 if share.is_over else REST_S)
+        with self._news:
+            self._report.rested += doubted
+            self._num_doubted -= len(doubted)
+            self._news.notify_all()
 
     async def _end(
         self,
@@ -243,7 +293,7 @@ class WorkerSide:
             result = PutResult(refused=len(store.pages))
             try:
                 with self.background.trouble.harmless("a store"):
-                    await self._forget_storers()
+                    await self._clients.forget_storers()
                     result = await self._store(store, mark)
             finally:
                 with self._news:
@@ -257,20 +307,32 @@ class WorkerSide:
 
     async def _store(self, store: Store, mark: Any) -> PutResult:
         await self._reached(mark)
-        client = self._storer(store.identity)
+        line = self._clients.storer(store.identity)
+        share = await self._share_of(line)
+        if share is not None:
+            return await self._save_pages(line, share, store)
         read = self._pages.reader(store.pages)
-        return await client.put(
+        return await line.client.put(
             store.tokens,
             lambda block, view: read(block - store.first, view),
             first=store.first,
             last=store.first + len(store.pages),
         )
 
+    async def _save_pages(self, line: Line, share: PageShare, store: Store) -> PutResult:
+        """The daemon's GPU worker copies. Without its answer nothing was stored; that it may still
+        read the pages harms nobody, whoever writes them."""
+        table = _table(store.pages)
+        result = await line.client.save_pages(store.tokens, share, table, first=store.first)
+        if share.is_in_doubt and line.sharing is not None:
+            self._submit(self._rest, share, line.sharing, ())
+        return result
+
     async def _observe(self, step: Step, seconds: float, begun: Any, ended: Any) -> None:
         if begun is not None:  # on a GPU the forward pass was only started when `after` was called
             await self._reached(ended)
             seconds = begun.elapsed_time(ended) / 1e3
-        await self._storer(step.identity).observe(
+        await self._clients.storer(step.identity).client.observe(
             num_requests=step.num_requests,
             sum_n=step.sum_n,
             sum_nc=step.sum_nc,
@@ -278,44 +340,17 @@ class WorkerSide:
             decode_tokens=step.decode_tokens,
         )
 
-    # --- clients --------------------------------------------------------------------------------
-    # Loads use the leases of the scheduler's side, so their client is of its group, and is replaced
-    # with it when the daemon was started anew. Stores have clients of their own, which are closed
-    # between two stores only: a goodbye says that nobody writes any more.
+    # --- both -----------------------------------------------------------------------------------
 
-    def _loader(self, identity: Identity, lease: Lease) -> BlockClient:
-        known = self._loaders.get(identity)
-        if known is None or known[0] != lease.group:
-            if known is not None:
-                self._submit(known[1].close)
-            client = self._connected(identity, lease.group)
-            known = self._loaders[identity] = (lease.group, client)
-            if len(self._loaders) > MAX_IDENTITIES:
-                _, forgotten = self._loaders.popitem(last=False)
-                self._submit(forgotten[1].close)
-        self._loaders.move_to_end(identity)
-        return known[1]
-
-    def _storer(self, identity: Identity) -> BlockClient:
-        client = self._storers.get(identity)
-        if client is None:
-            client = self._storers[identity] = self._connected(identity, b"")
-        self._storers.move_to_end(identity)
-        return client
-
-    async def _forget_storers(self) -> None:
-        """Called between two stores, by the one task that stores."""
-        while len(self._storers) > MAX_IDENTITIES:
-            _, forgotten = self._storers.popitem(last=False)
-            await forgotten.close()
-
-    def _connected(self, identity: Identity, group: bytes) -> BlockClient:
-        if not self._loaders and not self._storers:
-            self._submit(keep_alive, self._all_clients)
-        return self._connect(spec_of(self._spec, identity), group)
-
-    def _all_clients(self) -> list[BlockClient]:
-        return [*(client for _, client in self._loaders.values()), *self._storers.values()]
+    async def _share_of(self, line: Line) -> PageShare | None:
+        """None: this process copies by itself."""
+        if line.sharing is None or self._num_doubted:
+            return None
+        share = await line.sharing.usable()
+        if line.sharing.how != self._how:
+            self._how = line.sharing.how
+            log.info("hicache: blocks are %s", self._how)
+        return share
 
     async def _reached(self, mark: Any) -> None:
         """The work that was begun before this mark is done; at once where there are no marks."""
@@ -328,5 +363,9 @@ class WorkerSide:
     async def _close(self) -> None:
         if self._stores is not None:
             await self._stores.join()
-        for client in self._all_clients():
-            await client.close()
+        await self._clients.close()
+
+
+def _table(pages: Sequence[int]) -> PageTable:
+    """One page a block."""
+    return np.array(pages, np.int32).reshape(-1, 1)

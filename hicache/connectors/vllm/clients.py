@@ -1,0 +1,133 @@
+"""A worker's clients of the daemon: for each namespace one that loads and one that stores.
+
+Loads use the leases of the scheduler's side, so their client is of its group, and is replaced with
+it when the daemon was started anew. Stores have clients of their own, which are closed between two
+stores only: a goodbye says that nobody writes any more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from hicache.answers import FetchedRun, Greeting, Match, PutResult
+from hicache.connectors.pages import Sharing
+from hicache.connectors.vllm.asking import MAX_IDENTITIES, keep_alive, spec_of
+from hicache.connectors.vllm.background import Background
+from hicache.connectors.vllm.orders import Identity, Lease
+from hicache.connectors.vllm.pages import Bytes
+from hicache.keys import NamespaceSpec
+from hicache.paged import LoadedPart, PageShare, PageTable, SharedPages
+
+
+class BlockClient(Protocol):
+    """What is asked of `hicache.aio.AsyncClient`."""
+
+    @property
+    def greeting(self) -> Greeting | None: ...
+    @property
+    def last_error(self) -> str: ...
+    async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match: ...
+    def fetch_runs(self, match: Match) -> AsyncGenerator[FetchedRun, None]: ...
+    async def release(
+        self, match: Match, *, hop_bytes: float = 0.0, hop_s: float = 0.0, total_s: float = 0.0
+    ) -> None: ...
+    async def put(
+        self, tokens: bytes, blocks: Callable[[int, Bytes], object], *, first: int, last: int
+    ) -> PutResult: ...
+    async def share_pages(self, pages: SharedPages) -> PageShare | None: ...
+    def load_pages_by_part(
+        self, match: Match, share: PageShare, pages: PageTable, *, planes_per_part: int
+    ) -> AsyncGenerator[LoadedPart, None]: ...
+    async def save_pages(
+        self, tokens: bytes, share: PageShare, pages: PageTable, *, first: int
+    ) -> PutResult: ...
+    async def unshare_pages(self, share: PageShare) -> bool: ...
+    async def observe(
+        self,
+        *,
+        num_requests: int,
+        sum_n: float,
+        sum_nc: float,
+        seconds: float,
+        decode_tokens: int,
+    ) -> None: ...
+    async def heartbeat(self) -> bool: ...
+    async def close(self) -> None: ...
+
+
+Connect = Callable[[NamespaceSpec, bytes], BlockClient]
+"""A client for a namespace, of the group with this token (empty: of its own)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Line:
+    """A client, and the pages as it shares them; `sharing` is None where they cannot be."""
+
+    client: BlockClient
+    group: bytes
+    sharing: Sharing | None
+
+    async def close(self) -> None:
+        """The worker lets go of the pages before the session ends, if the daemon answers."""
+        if self.sharing is not None:
+            await self.sharing.close()
+        await self.client.close()
+
+
+class Clients:
+    """Used in the background's thread only. `pages`: this rank's, if they can be shared."""
+
+    def __init__(
+        self,
+        spec: NamespaceSpec,
+        connect: Connect,
+        background: Background,
+        pages: SharedPages | None,
+    ) -> None:
+        self._spec, self._connect = spec, connect
+        self._background, self._pages = background, pages
+        self._loaders: OrderedDict[Identity, Line] = OrderedDict()
+        self._storers: OrderedDict[Identity, Line] = OrderedDict()
+
+    def loader(self, identity: Identity, lease: Lease) -> Line:
+        known = self._loaders.get(identity)
+        if known is None or known.group != lease.group:
+            if known is not None:
+                self._background.submit(known.close)
+            known = self._loaders[identity] = self._connected(identity, lease.group)
+            if len(self._loaders) > MAX_IDENTITIES:
+                _, forgotten = self._loaders.popitem(last=False)
+                self._background.submit(forgotten.close)
+        self._loaders.move_to_end(identity)
+        return known
+
+    def storer(self, identity: Identity) -> Line:
+        line = self._storers.get(identity)
+        if line is None:
+            line = self._storers[identity] = self._connected(identity, b"")
+        self._storers.move_to_end(identity)
+        return line
+
+    async def forget_storers(self) -> None:
+        """Called between two stores, by the one task that stores."""
+        while len(self._storers) > MAX_IDENTITIES:
+            _, forgotten = self._storers.popitem(last=False)
+            await forgotten.close()
+
+    async def close(self) -> None:
+        for line in [*self._loaders.values(), *self._storers.values()]:
+            await line.close()
+
+    def _connected(self, identity: Identity, group: bytes) -> Line:
+        if not self._loaders and not self._storers:
+            self._background.submit(partial(keep_alive, self._all))
+        client = self._connect(spec_of(self._spec, identity), group)
+        sharing = None if self._pages is None else Sharing(client, self._pages)
+        return Line(client, group, sharing)
+
+    def _all(self) -> list[BlockClient]:
+        return [line.client for line in [*self._loaders.values(), *self._storers.values()]]

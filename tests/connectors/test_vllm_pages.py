@@ -1,0 +1,291 @@
+"""The connector's two sides where the daemon's GPU worker copies vLLM's pages: a real daemon and
+its worker, over a GPU that is the stand-in (tests/e2e/stand_in_gpu.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from hicache.aio import AsyncClient
+from hicache.bench.gpu.stand_in import StandIn
+from hicache.connectors.pages import shared_pages
+from hicache.connectors.vllm.pages import layout_of
+from hicache.keys import NamespaceSpec
+from hicache.paged import SharedPages
+from tests.connectors.test_vllm_sides import check, request, tokens
+from tests.connectors.vllm_engine import Engine, Request
+from tests.e2e.household import Household, wait_for
+from tests.e2e.stand_in_gpu import compiled_driver, held, household
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+Make = Callable[..., Engine]
+
+
+class Device:
+    """Of the process that the engine is in."""
+
+    def __init__(self, driver: Path) -> None:
+        self._cupy, self._driver = StandIn(), driver
+        self._memory: list[Any] = []
+
+    def numbers(self, shape: tuple[int, ...]) -> torch.Tensor:
+        self._memory.append(self._cupy.cuda.Memory(8 * prod(shape)))
+        array = np.frombuffer(self._memory[-1].buffer, np.int64).reshape(shape)
+        return torch.from_numpy(array)
+
+    def share(self, layers: Sequence[torch.Tensor]) -> SharedPages:
+        return shared_pages(self._cupy, layout_of(layers), str(self._driver))
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled_driver(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """While this file is locked, the worker's copies stand still half-way."""
+    file = tmp_path / "gate"
+    file.touch()
+    return file
+
+
+@pytest.fixture
+def house(driver: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Household]:
+    with household(monkeypatch, driver, gate) as house:
+        yield house
+
+
+@pytest.fixture
+def engine(house: Household, driver: Path) -> Iterator[Make]:
+    """Makes engines on the daemon, with pages in GPU memory, and closes them."""
+    made: list[Engine] = []
+
+    def make(load_s: float = 30.0, store_s: float = 30.0, **more: Any) -> Engine:
+        def asker(spec: NamespaceSpec) -> AsyncClient:
+            return AsyncClient(spec, house.endpoint, timeout_s=30.0)
+
+        def mover(spec: NamespaceSpec, group: bytes) -> AsyncClient:
+            return AsyncClient(
+                spec,
+                house.endpoint,
+                timeout_s=30.0,
+                fetch_timeout_s=load_s,
+                put_timeout_s=store_s,
+                group=group,
+            )
+
+        device = Device(driver)
+        made.append(Engine(asker, mover, load_s=load_s, device=device, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def until(engine: Engine, asked: Request, status: str) -> None:
+    while asked.status != status:
+        engine.step()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_worker_copies(house: Household, engine: Make, num_ranks: int) -> None:
+    prompts = [tokens(seed, 30 + 11 * seed) for seed in range(3)]
+    one = engine(num_ranks=num_ranks)
+    check(one.run(*(request(f"a{i}", p) for i, p in enumerate(prompts))), num_ranks)
+    two = engine(num_ranks=num_ranks)
+    two.run(request("b", prompts[2][:25]))
+    again = two.run(*(request(f"c{i}", p) for i, p in enumerate(prompts)))
+    check(again, num_ranks)
+    assert [r.num_cached for r in again] == [(len(p) - 1) // 4 * 4 for p in prompts]
+    assert two.num_loads_failed == 0
+    assert house.stats()["leases"] == 0
+    # Each engine's every rank has a client that stores and one that loads, but the first loaded
+    # nothing.
+    assert house.stats()["pages"]["registrations"] == 3 * num_ranks
+    asked = house.stats()["requests"]
+    assert asked["load"] >= 4 * num_ranks
+    assert asked["save"] >= 4 * num_ranks
+    one.close()
+    two.close()
+    assert house.stats()["pages"] == {"registrations": 0, "copies": 0}
+
+
+@pytest.mark.parametrize("num_local", [0, 5])
+def test_pages_in_doubt_are_nobodys_until_they_are_at_rest(
+    house: Household, engine: Make, gate: Path, num_local: int
+) -> None:
+    """The worker stands still in the middle of a load. Its request begins anew by the deadline, on
+    other pages, and the worker goes on writing into pages that nobody has."""
+    prompt = tokens(1, 61)
+    engine().run(request("a", prompt))
+    one = engine(load_s=1.0, num_blocks=64)
+    if num_local:
+        one.run(request("local", prompt[: 4 * num_local + 1], max_tokens=1))
+    caught = request("b", prompt)
+    with held(gate):
+        one.add(caught)
+        until(one, caught, "loading")
+        pages = caught.pages[num_local:15]
+        until(one, caught, "finished")
+        check([caught])
+        assert one.num_loads_failed == 1
+        assert one.side.holds_blocks
+        taken = [one.pool.blocks[page].ref_cnt for page in pages]
+        assert taken == [1] * len(pages), "pages that are written were given to somebody"
+        # Enough for everybody else to use all of the rest, by copies of this process' own.
+        others = [request(f"c{seed}", tokens(seed, 61), max_tokens=1) for seed in range(10, 16)]
+        one.add(*others)
+        for other in others:
+            until(one, other, "finished")
+        check(others)
+        assert [one.pool.blocks[page].ref_cnt for page in pages] == taken
+    one.run()
+    wait_for(lambda: house.stats()["pages"]["copies"] == 0, "the copies' end")
+    one.forget_local()
+    (again,) = one.run(request("d", prompt))
+    check([again])
+    assert again.num_cached == 60
+    assert house.stats()["leases"] == 0
+
+
+def test_a_reset_waits_for_pages_in_doubt(house: Household, engine: Make, gate: Path) -> None:
+    prompt = tokens(1, 61)
+    engine().run(request("a", prompt))
+    one = engine(load_s=1.0)
+    caught = request("b", prompt)
+    with held(gate):
+        one.add(caught)
+        until(one, caught, "finished")
+        assert not one.empty_local(patience_s=0.1)
+    assert one.empty_local(patience_s=60.0)
+    assert not one.side.holds_blocks
+    check([caught])
+
+
+def test_aborted_with_pages_in_doubt(house: Household, engine: Make, gate: Path) -> None:
+    prompt = tokens(1, 61)
+    engine().run(request("a", prompt))
+    one = engine(load_s=1.0)
+    gone = request("b", prompt)
+    with held(gate):
+        one.add(gone)
+        until(one, gone, "loading")
+        pages = list(gone.pages)
+        one.abort(gone)
+        while one.requests:
+            one.step()
+        assert all(one.pool.blocks[page].ref_cnt == 1 for page in pages[:15])
+    one.run()
+
+
+def test_a_save_that_is_not_answered_stores_nothing(
+    house: Household, engine: Make, gate: Path
+) -> None:
+    """And the next one is made by this process, or by the worker again when it has let go."""
+    one = engine(store_s=1.0)
+    first, second = tokens(1, 61), tokens(2, 61)
+    with held(gate):
+        check(one.run(request("a", first)))
+    wait_for(lambda: house.stats()["pages"]["copies"] == 0, "the copy's end")
+    check(one.run(request("b", second)))
+    one.forget_local()
+    again = one.run(request("c", first), request("d", second))
+    check(again)
+    assert again[1].num_cached == 60
+    assert house.stats()["tickets"] == 0
+
+
+def test_the_worker_killed_in_the_middle_of_a_load(
+    house: Household, engine: Make, gate: Path
+) -> None:
+    """Its copies have ended with it; another worker has the pages anew."""
+    prompt = tokens(1, 61)
+    one = engine()
+    one.run(request("a", prompt))
+    house.settle()
+    one.forget_local()
+    caught, pid = request("b", prompt), house.worker("gpu")
+    with held(gate):
+        one.add(caught)
+        until(one, caught, "loading")
+        wait_for(lambda: house.stats()["pages"]["copies"], "the load")
+        psutil.Process(pid).kill()
+        one.run()
+        check([caught])
+    wait_for(lambda: house.worker("gpu") != pid, "another worker")
+    wait_for(lambda: house.ask("health")["healthy"], "the tier")
+    loads = house.stats()["requests"]["load"]
+    one.forget_local()
+    check(one.run(request("c", prompt)))
+    one.forget_local()
+    (again,) = one.run(request("d", prompt))
+    check([again])
+    assert again.num_cached == 60
+    assert house.stats()["requests"]["load"] > loads
+
+
+def test_a_daemon_killed_in_the_middle_of_a_load_and_started_again(
+    house: Household, engine: Make, gate: Path
+) -> None:
+    """Its worker ends with it, which settles the doubt; the pages are registered with the next."""
+    one, prompt = engine(), tokens(1, 61)
+    one.run(request("a", prompt))
+    house.settle()
+    one.forget_local()
+    caught = request("b", prompt)
+    with held(gate):
+        one.add(caught)
+        until(one, caught, "loading")
+        wait_for(lambda: house.stats()["pages"]["copies"], "the load")
+        house.kill()
+        one.run()
+        check([caught])
+    house.start()
+    wait_for(lambda: house.ask("health")["healthy"], "the GPU worker")
+    name = 0
+    while True:  # until the circuit breakers try again
+        name += 1
+        one.forget_local()
+        (again,) = one.run(request(f"c{name}", prompt))
+        check([again])
+        if again.num_cached == 60:
+            break
+    assert house.stats()["requests"]["load"] >= 1
+    assert house.stats()["pages"]["registrations"] >= 1
+
+
+def test_a_daemon_stopped_in_the_middle_of_a_load(
+    house: Household, engine: Make, gate: Path
+) -> None:
+    """Nobody can say what its worker does: the pages stay held, and everybody else goes on."""
+    prompt = tokens(1, 61)
+    engine().run(request("a", prompt))
+    one = engine(load_s=1.0, lookup_s=1.0)
+    caught = request("b", prompt)
+    with held(gate):
+        one.add(caught)
+        until(one, caught, "loading")
+        wait_for(lambda: house.stats()["pages"]["copies"], "the load")
+        os.kill(house.pid, signal.SIGSTOP)
+        try:
+            until(one, caught, "finished")
+            other = request("c", tokens(2, 61))
+            one.add(other)
+            until(one, other, "finished")
+            assert one.side.holds_blocks
+        finally:
+            os.kill(house.pid, signal.SIGCONT)
+        check([caught, other])
+    one.run()

@@ -1,0 +1,67 @@
+"""A daemon whose GPU is the stand-in: GPU memory is host memory, and IPC handles name memory files.
+
+While the gate, a file, is locked, copies stand still half-way (tests/e2e/stand_in/cupy.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.e2e.household import Household, wait_for
+from tests.shared_library import compiled
+
+STAND_IN: Final = Path(__file__).parent / "stand_in"
+# The signatures are those of cuda.h. An allocation is what the kernel has mapped in one piece.
+DRIVER: Final = r"""
+#include <stdio.h>
+#include <stddef.h>
+int cuMemGetAddressRange_v2(unsigned long long *base, size_t *size, unsigned long long at) {
+    unsigned long start, end;
+    char line[4096];
+    int status = 1;
+    FILE *maps = fopen("/proc/self/maps", "r");
+    while (status && fgets(line, sizeof line, maps))
+        if (sscanf(line, "%lx-%lx", &start, &end) == 2 && start <= at && at < end) {
+            *base = start; *size = end - start; status = 0;
+        }
+    fclose(maps);
+    return status;
+}
+int cuGetProcAddress_v2(const char *n, void **f, int v, unsigned long long x, int *s) { return 1; }
+"""
+
+
+def compiled_driver(folder: Path) -> Path:
+    """The library of that name in this folder."""
+    return compiled(DRIVER, folder / "libcuda.so.1")
+
+
+def use_stand_in(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
+    """For every process that is started from now on."""
+    paths = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver.parent))
+
+
+@contextmanager
+def household(monkeypatch: pytest.MonkeyPatch, driver: Path, gate: Path) -> Iterator[Household]:
+    use_stand_in(monkeypatch, driver)
+    monkeypatch.setenv("STAND_IN_GATE", str(gate))
+    hbm, dram = {"size": "24MiB", "device": "cuda:0"}, {"size": "16MiB"}
+    with Household(hbm=hbm, dram=dram, patience_s=120.0) as house:
+        wait_for(lambda: house.ask("health")["healthy"], "the GPU worker", patience_s=120.0)
+        yield house
+
+
+@contextmanager
+def held(gate: Path) -> Iterator[None]:
+    with gate.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
