@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,8 +23,17 @@ from hicache.connectors.vllm.namespace import (
 )
 from hicache.connectors.vllm.options import Options, check_failure_policy
 from hicache.connectors.vllm.orders import Report
-from hicache.connectors.vllm.pages import Unsupported, page_rows, pages_of
+from hicache.connectors.vllm.pages import (
+    DevicePages,
+    Unsupported,
+    layout_of,
+    page_rows,
+    pages_of,
+    share,
+)
 from hicache.connectors.vllm.weights import digest_adapter, digest_files
+from hicache.paged import SharedPages
+from hicache.transfer.ipc import NotShareable
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -242,6 +252,52 @@ def test_pages_that_are_no_piece_of_memory() -> None:
         page_rows(torch.zeros((2, 5, 4, 8)), 5)  # K and V apart, as vLLM once had them
 
 
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLNHC", "BLHNC"])
+def test_the_gpu_worker_is_told_where_each_page_lies(order: str) -> None:
+    """By vLLM's names of its layouts: the logical shape is [layer, block, head, token, content]."""
+    sizes = {"L": 3, "B": 7, "H": 2, "N": 4, "C": 10}
+    whole = torch.arange(3 * 7 * 2 * 4 * 10, dtype=torch.int16)
+    logical = whole.reshape([sizes[name] for name in order]).permute(
+        [order.index(name) for name in "LBHNC"]
+    )
+    layers = [page_rows(layer, 7) for layer in logical]
+    layout = layout_of(layers)
+    assert layout.block_bytes == 3 * 2 * 4 * 10 * 2
+    copied = np.zeros(layout.block_bytes, np.uint8)
+    addresses = np.array([copied.ctypes.data], np.uint64)
+    planes, page = range(3), np.array([[5]], np.int32)
+    for to, source, size in layout.pieces(addresses, page, planes, to_blocks=True).tolist():
+        ctypes.memmove(to, source, size)
+    expected = np.concatenate([rows[5].numpy() for rows in layers])
+    assert np.array_equal(copied, expected)
+
+
+@pytest.mark.parametrize("order", ["LHBNC", "BHLNC"])
+def test_heads_outside_the_blocks_are_refused(order: str) -> None:
+    sizes = {"L": 3, "B": 7, "H": 2, "N": 4, "C": 10}
+    whole = torch.zeros([sizes[name] for name in order])
+    logical = whole.permute([order.index(name) for name in "LBHNC"])
+    with pytest.raises(Unsupported, match="gaps"):
+        page_rows(logical[0], 7)
+
+
+def test_pages_that_are_not_shared(caplog: pytest.LogCaptureFixture) -> None:
+    """Each with a sentence; in host memory nobody expects it."""
+    caplog.set_level("INFO", "hicache.vllm")
+    rows = [page_rows(cache, 5) for cache in caches()]
+    assert share(pages_of(caches(), 5), may_sleep=True) is None
+    assert not caplog.messages
+    assert share(DevicePages(rows), may_sleep=False) is None
+    shared = SharedPages("0000:00:00.0", (), np.zeros((0, 4), np.uint64), 1, 1)
+    assert share(SimpleNamespace(shared=lambda: shared), may_sleep=True) is None
+    assert share(SimpleNamespace(shared=lambda: shared), may_sleep=False) is shared
+    for message, reason in zip(caplog.messages, ("CuPy", "may sleep"), strict=True):
+        assert message.startswith("hicache: blocks are copied by this process itself: ")
+        assert reason in message
+    with pytest.raises(NotShareable, match="several sizes"):
+        layout_of([torch.zeros((5, 16), dtype=torch.uint8), torch.zeros((5, 8), dtype=torch.uint8)])
+
+
 # --- settings ------------------------------------------------------------------------------------
 
 
@@ -262,6 +318,10 @@ def test_the_failure_policy_is_checked_at_the_start() -> None:
 def test_reports_of_ranks_are_added_up() -> None:
     one = Report({1: 1, 2: 1}, {2}, {1: 3})
     assert one.aggregate(Report({1: 1}, {1}, {1: 2})) == Report({1: 2, 2: 1}, {1, 2}, {1: 3})
+    doubts = Report(doubted=[7, 8]).aggregate(Report(doubted=[7], rested=[3]))
+    assert (doubts.doubted, doubts.rested) == ([7, 8, 7], [3])
+    assert doubts
+    assert not Report()
 
 
 def test_the_package_is_importable_without_vllm() -> None:

@@ -13,10 +13,10 @@ Two sides, in two processes or one, each with a thread of its own that talks to 
 
 What each file answers: `connector` vLLM's words for everything below, with `metrics` the only one
 that imports vLLM; `scheduling` and `tracking` what to load and store; `asking` what the daemon says
-of a prompt; `working` loads and stores; `pages` how blocks lie in vLLM's cache; `namespace` and
-`weights` whose blocks they are; `orders` what the two sides tell each other; `announcing` which
-blocks a router hears of; `options` an operator's settings; `background` the thread. The daemon is
-never needed: whatever fails there is a miss.
+of a prompt; `working` loads and stores, by its `clients`; `pages` how blocks lie in vLLM's cache;
+`namespace` and `weights` whose blocks they are; `orders` what the two sides tell each other;
+`announcing` which blocks a router hears of; `options` an operator's settings; `background` the
+thread. The daemon is never needed: whatever fails there is a miss.
 """
 
 from __future__ import annotations

@@ -44,12 +44,11 @@ from hicache.connectors.vllm.namespace import (
 )
 from hicache.connectors.vllm.options import Options, check_failure_policy
 from hicache.connectors.vllm.orders import Orders, Report
-from hicache.connectors.vllm.pages import Pages, Unsupported, pages_of
+from hicache.connectors.vllm.pages import Unsupported, pages_of, share
 from hicache.connectors.vllm.scheduling import Counters, SchedulerSide
 from hicache.connectors.vllm.working import WorkerSide
 from hicache.keys import NamespaceSpec
 from hicache.paged import SharedPages
-from hicache.transfer.ipc import NotShareable
 
 log = logging.getLogger("hicache.vllm")
 
@@ -286,21 +285,12 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
             self._worker.close(CLOSE_S)
         background = Background("hicache-move", TROUBLE)
         rank, load_s = self._spec.tp_rank, self._options.load_s
-        shared = self._shared(pages)
+        shared: SharedPages | None = None
+        with TROUBLE.harmless("sharing vLLM's pages"):
+            may_sleep = self._vllm_config.model_config.enable_sleep_mode
+            shared = share(pages, may_sleep=may_sleep)
         self._worker = WorkerSide(self._spec, rank, pages, self._mover, background, load_s, shared)
         _WORKERS[self._engine] = self._worker
-
-    def _shared(self, pages: Pages) -> SharedPages | None:
-        """The pages for the daemon's GPU worker. Sleep takes their memory away, and nobody tells a
-        worker's connector before: so where vLLM may sleep nobody else maps them."""
-        try:
-            shared = pages.shared()
-            if shared is not None and self._vllm_config.model_config.enable_sleep_mode:
-                raise NotShareable("vLLM may sleep, which takes the memory of its cache away")
-        except NotShareable as why:
-            log.info("hicache: blocks go through host memory: %s", why)
-            return None
-        return shared
 
     def _mover(self, spec: NamespaceSpec, group: bytes) -> AsyncClient:
         options = self._options

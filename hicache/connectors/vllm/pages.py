@@ -13,6 +13,7 @@ then copies; where they are not, they are copied here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from hicache.connectors.pages import shared_pages
 from hicache.paged import SharedPages
 from hicache.transfer.ipc import NotShareable, cupy_for
 from hicache.transfer.pages import PageLayout, Plane
+
+log = logging.getLogger("hicache.vllm")
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -193,6 +196,20 @@ def layout_of(layers: Sequence[torch.Tensor]) -> PageLayout:
         raise NotShareable("its layers have pages of several sizes")
     planes = tuple(Plane(rows.data_ptr(), rows.stride(0), rows.shape[0]) for rows in layers)
     return PageLayout(planes, page_bytes, 1)
+
+
+def share(pages: Pages, *, may_sleep: bool) -> SharedPages | None:
+    """A rank's pages for the daemon's GPU worker; None where it cannot have them, and the log says
+    why. `may_sleep`: sleep takes the cache's memory away, and nobody tells a worker before. So
+    where vLLM may sleep nobody else maps it."""
+    try:
+        shared = pages.shared()
+        if shared is not None and may_sleep:
+            raise NotShareable("vLLM may sleep, which takes the memory of its cache away")
+    except NotShareable as why:
+        log.info("hicache: blocks are copied by this process itself: %s", why)
+        return None
+    return shared
 
 
 def pages_of(caches: Sequence[torch.Tensor], num_blocks: int) -> Pages:
