@@ -106,20 +106,18 @@ class Sharing:
         """Whether something is, or may be, on its way."""
         return any(share is not None and share.is_in_doubt for share in (self._share, self._left))
 
-    def leave(self) -> None:
-        """Use the share no more, since something of it was not answered."""
-        if self._share is not None:
-            self._share, self._left, self._retry_s = None, self._share, 0.0
-
-    async def is_gone(self) -> bool:
-        """Whether the worker has let go of what was left. False: ask again."""
-        left = self._left
-        return left is None or left.is_over or await self._client.unshare_pages(left)
+    def leave(self, share: PageShare) -> None:
+        """Use it no more, since something of it was not answered."""
+        if self._share is share:
+            self._share, self._left, self._retry_s = None, share, 0.0
 
     async def close(self) -> bool:
-        """Whether the tensors may be freed now. False: ask again."""
-        self.leave()
-        return await self.is_gone()
+        """Leave it; whether the worker has let go, so that the tensors may be freed. False: ask
+        again."""
+        if self._share is not None:
+            self.leave(self._share)
+        left = self._left
+        return left is None or left.is_over or await self._client.unshare_pages(left)
 
     async def _share_again(self) -> None:
         self._retry_s = time.monotonic() + RETRY_S

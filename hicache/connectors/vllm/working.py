@@ -30,7 +30,6 @@ from typing import Any, Final
 import numpy as np
 
 from hicache.answers import FetchedRun, Match, PutResult
-from hicache.connectors.pages import Sharing
 from hicache.connectors.vllm.background import Background, in_thread, log
 from hicache.connectors.vllm.clients import BlockClient, Clients, Connect, Line
 from hicache.connectors.vllm.orders import Load, Orders, Report, Step, Store
@@ -56,13 +55,26 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Arrival:
-    """Of one load: `good` is the whole prefix that is there, also when the load is cut short; it
-    came through `share`, if that is not None."""
+class _Loading:
+    """A load under way. `good` is the whole prefix that is there, also when it is cut short.
+    `line`, `share`: by which it comes; without a share this process copies."""
 
+    load: Load
+    started_s: float = 0.0
     good: int = 0
+    line: Line | None = None
     share: PageShare | None = None
-    sharing: Sharing | None = None
+
+    @property
+    def bad_pages(self) -> Sequence[int]:
+        return self.load.pages[self.good :]
+
+    @property
+    def doubted_pages(self) -> list[int]:
+        """Those of them that may still be written."""
+        if self.share is None:
+            return []
+        return sorted(self.share.pages_in_doubt.intersection(self.bad_pages))
 
 
 class WorkerSide:
@@ -161,18 +173,16 @@ class WorkerSide:
     # --- loads ----------------------------------------------------------------------------------
 
     async def _load(self, load: Load, mark: Any) -> None:
-        arrival = _Arrival()
+        loading = _Loading(load)
         try:
             with self.background.trouble.harmless("a load"):
                 async with asyncio.timeout(self._load_s):
                     await self._reached(mark)
-                    await self._fetch(load, arrival)
+                    await self._fetch(loading)
         finally:
-            bad = load.pages[arrival.good :]
+            bad, doubted = loading.bad_pages, loading.doubted_pages
             if bad:
                 self.background.trouble.note(f"{len(bad)} blocks of {load.request} did not come")
-            share = arrival.share
-            doubted = [] if share is None else sorted(share.pages_in_doubt.intersection(bad))
             with self._news:
                 self._num_loading -= 1
                 self._outcome.loaded.add(load.request)
@@ -183,11 +193,11 @@ class WorkerSide:
                 else:
                     self._outcome.bad_pages.update(bad)
                 self._news.notify_all()
-            if share is not None and arrival.sharing is not None and doubted:
-                self._submit(self._rest, share, arrival.sharing, doubted)
+            if doubted:
+                self._submit(self._rest, loading.line, loading.share, doubted)
 
-    async def _fetch(self, load: Load, arrival: _Arrival) -> None:
-        started_s = time.perf_counter()
+    async def _fetch(self, loading: _Loading) -> None:
+        load, loading.started_s = loading.load, time.perf_counter()
         if self._rank >= len(load.leases):
             return
         lease = load.leases[self._rank]
@@ -197,58 +207,61 @@ class WorkerSide:
         if not match.lease:
             self.background.trouble.note(client.last_error or match.decision.sentence)
             return
-        share = await self._share_of(line)
-        if share is not None:
-            arrival.share, arrival.sharing = share, line.sharing
-            try:
-                await self._load_pages(client, match, share, load, arrival)
-            finally:
-                spent_s = time.perf_counter() - started_s
-                self._submit(partial(client.release, match, total_s=spent_s))
-            return
-        num_copied, hop_s = 0, 0.0
+        loading.line, loading.share = line, await self._share_of(line)
+        if loading.share is not None:
+            await self._load_pages(loading, client, loading.share, match)
+        else:
+            await self._load_blocks(loading, client, match)
+
+    async def _load_pages(
+        self, loading: _Loading, client: BlockClient, share: PageShare, match: Match
+    ) -> None:
+        """The daemon's GPU worker copies."""
+        table = _table(loading.load.pages)
+        came: dict[int, int] = {}
+        parts = client.load_pages_by_part(match, share, table, planes_per_part=0)
+        try:
+            async with aclosing(parts):
+                async for part in parts:
+                    came[part.first] = part.blocks
+                    while more := came.get(loading.good, 0):
+                        loading.good += more
+            if loading.bad_pages and client.last_error:
+                self.background.trouble.note(client.last_error)
+        finally:
+            # Not waited for: the request goes on while the daemon hears of it.
+            spent_s = time.perf_counter() - loading.started_s
+            self._submit(partial(client.release, match, total_s=spent_s))
+
+    async def _load_blocks(self, loading: _Loading, client: BlockClient, match: Match) -> None:
+        """This process copies."""
+        arrived: set[int] = set()
+        hop_s = 0.0
         runs = client.fetch_runs(match)
         try:
-            arrived: set[int] = set()
             async for run in runs:
                 copied_s = time.perf_counter()
-                arrived |= await self._copy_in(run, load.pages)
+                arrived |= await self._copy_in(run, loading.load.pages)
                 hop_s += time.perf_counter() - copied_s
-                num_copied = len(arrived)
-                while arrival.good in arrived:
-                    arrival.good += 1
-                if arrival.good == len(load.pages):
+                while loading.good in arrived:
+                    loading.good += 1
+                if not loading.bad_pages:
                     break
             else:
                 if client.last_error:
                     self.background.trouble.note(client.last_error)
         finally:
-            # Not waited for: the request goes on while the daemon hears of it.
-            hop_bytes = float(num_copied * self._spec.block_bytes)
-            spent_s = time.perf_counter() - started_s
+            hop_bytes = float(len(arrived) * self._spec.block_bytes)
+            spent_s = time.perf_counter() - loading.started_s
             self._submit(self._end, runs, client, match, hop_bytes, hop_s, spent_s)
 
-    async def _load_pages(
-        self, client: BlockClient, match: Match, share: PageShare, load: Load, arrival: _Arrival
-    ) -> None:
-        """The daemon's GPU worker copies."""
-        came: dict[int, int] = {}
-        table = _table(load.pages)
-        parts = client.load_pages_by_part(match, share, table, planes_per_part=0)
-        async with aclosing(parts):
-            async for part in parts:
-                came[part.first] = part.blocks
-                while more := came.get(arrival.good, 0):
-                    arrival.good += more
-        if arrival.good < len(load.pages) and client.last_error:
-            self.background.trouble.note(client.last_error)
-
-    async def _rest(self, share: PageShare, sharing: Sharing, doubted: Sequence[int]) -> None:
+    async def _rest(self, line: Line, share: PageShare, doubted: Sequence[int]) -> None:
         """Until the worker has let go of these pages, or has ended."""
-        sharing.leave()
+        if line.sharing is not None:
+            line.sharing.leave(share)
         while not share.is_over:
             with self.background.trouble.harmless("pages in doubt"):
-                await sharing.is_gone()
+                await line.client.unshare_pages(share)
             await asyncio.sleep(0 if share.is_over else REST_S)
         with self._news:
             self._report.rested += doubted
@@ -324,8 +337,8 @@ class WorkerSide:
         read the pages harms nobody, whoever writes them."""
         table = _table(store.pages)
         result = await line.client.save_pages(store.tokens, share, table, first=store.first)
-        if share.is_in_doubt and line.sharing is not None:
-            self._submit(self._rest, share, line.sharing, ())
+        if share.is_in_doubt:
+            self._submit(self._rest, line, share, ())
         return result
 
     async def _observe(self, step: Step, seconds: float, begun: Any, ended: Any) -> None:
@@ -346,7 +359,8 @@ class WorkerSide:
         """None: this process copies by itself."""
         if line.sharing is None or self._num_doubted:
             return None
-        share = await line.sharing.usable()
+        # Where the load's time ends meanwhile, what is being registered must still be known.
+        share = await asyncio.shield(line.sharing.usable())
         if line.sharing.how != self._how:
             self._how = line.sharing.how
             log.info("hicache: blocks are %s", self._how)
