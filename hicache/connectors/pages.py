@@ -11,23 +11,20 @@ read; when either returns, nothing is on its way, unless `load` says so.
 The arena itself is not registered with CUDA here: a daemon that restarts brings another one, and
 memory that is unmapped under its registration can take the inference engine's CUDA context with it.
 
-`Sharing` is the first alone, for a connector that has a way to copy of its own.
-
 For connectors, in the inference engine's own process. Not thread-safe, like its client. CuPy is
 passed in, or what stands in for it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from typing import Any, Final, Protocol
+from math import inf
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.answers import FetchedRun, Greeting, Match, PutResult
-from hicache.channel import run_now
+from hicache.answers import FetchedRun, Match, PutResult
 from hicache.client import Client, LoadedPages, PageShare, SharedPages
 from hicache.keys import Tokens
 from hicache.paged import PageTable
@@ -58,97 +55,6 @@ def shared_pages(cupy: Any, layout: PageLayout, library: str = "libcuda.so.1") -
     return SharedPages(bus_id, tuple(handles), planes, layout.page_bytes, per_block)
 
 
-class Sharer(Protocol):
-    """What is asked of `hicache.aio.AsyncClient`."""
-
-    @property
-    def greeting(self) -> Greeting | None: ...
-    @property
-    def last_error(self) -> str: ...
-    async def share_pages(self, pages: SharedPages) -> PageShare | None: ...
-    async def unshare_pages(self, share: PageShare) -> bool: ...
-
-
-class Sharing:
-    """Pages shared with the daemon's GPU worker by one client: anew where the daemon or the worker
-    is another by now, and after a while where it was refused. `how` says who copies, and why if it
-    is not the worker.
-
-    A share that is left is used no more, and no other takes its place before the worker has let go
-    of it: so no more than what one share had under way is ever in doubt.
-    """
-
-    def __init__(self, client: Sharer, pages: SharedPages) -> None:
-        self.how = ""
-        self._client, self._pages = client, pages
-        self._share: PageShare | None = None
-        self._left: PageShare | None = None
-        self._retry_s = 0.0
-        self._asking = asyncio.Lock()
-
-    async def usable(self) -> PageShare | None:
-        """None: copy yourself."""
-        async with self._asking:
-            if self._left is not None and not self._left.is_over:
-                return None
-            share, greeting = self._share, self._client.greeting
-            if share is not None and not share.is_in_doubt:
-                is_of_before = greeting is not None and greeting.session != share.session
-                if is_of_before or share.is_over:
-                    await self._client.unshare_pages(share)
-                    self._share, self._retry_s = None, 0.0
-            if self._share is None and time.monotonic() >= self._retry_s:
-                await self._share_again()
-            return self._share
-
-    @property
-    def is_in_doubt(self) -> bool:
-        """Whether something is, or may be, on its way."""
-        return any(share is not None and share.is_in_doubt for share in (self._share, self._left))
-
-    def leave(self, share: PageShare) -> None:
-        """Use it no more, since something of it was not answered."""
-        if self._share is share:
-            self._share, self._left, self._retry_s = None, share, 0.0
-
-    async def close(self) -> bool:
-        """Leave it; whether the worker has let go, so that the tensors may be freed. False: ask
-        again."""
-        if self._share is not None:
-            self.leave(self._share)
-        left = self._left
-        return left is None or left.is_over or await self._client.unshare_pages(left)
-
-    async def _share_again(self) -> None:
-        self._retry_s = time.monotonic() + RETRY_S
-        self._share = await self._client.share_pages(self._pages)
-        if self._share is None:
-            self.how = f"copied by this process itself: {self._client.last_error}"
-        else:
-            self.how = "copied by the daemon's GPU worker"
-
-
-class _Blocking:
-    """A blocking client as a sharer: its coroutines never wait."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    @property
-    def greeting(self) -> Greeting | None:
-        return self._client.greeting
-
-    @property
-    def last_error(self) -> str:
-        return self._client.last_error
-
-    async def share_pages(self, pages: SharedPages) -> PageShare | None:
-        return self._client.share_pages(pages)
-
-    async def unshare_pages(self, share: PageShare) -> bool:
-        return self._client.unshare_pages(share)
-
-
 class PagedCache:
     """`runner` runs our kernels where this process copies itself. `how` says who copies, and why
     if it is this process."""
@@ -162,20 +68,14 @@ class PagedCache:
         library: str = "libcuda.so.1",
     ) -> None:
         self._client, self._layout, self._cupy = client, layout, cupy
+        self._library = library
         self._copier = PageCopier(layout, runner)
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._step = max(1, STAGING_BYTES // layout.block_bytes)
         self._pinned: Any = None
-        self._sharing: Sharing | None = None
-        try:
-            self._sharing = Sharing(_Blocking(client), shared_pages(cupy, layout, library))
-        except NotShareable as reason:
-            self._why = f"copied by this process itself: {reason}"
+        self._share: PageShare | None = None
+        self._retry_s = 0.0
         self._usable()
-
-    @property
-    def how(self) -> str:
-        return self._why if self._sharing is None else self._sharing.how
 
     def load(self, match: Match, pages: PageTable) -> LoadedPages:
         """The blocks worth reloading into `pages`: int32 [blocks, pages per block]. Where it is not
@@ -206,18 +106,45 @@ class PagedCache:
     @property
     def is_at_rest(self) -> bool:
         """Whether pages that were in doubt may be used again. Asks the daemon while they are."""
-        if self._sharing is None or not self._sharing.is_in_doubt:
+        if self._share is None or not self._share.is_in_doubt:
             return True
-        return run_now(self._sharing.close())
+        if not self._client.unshare_pages(self._share):
+            return False
+        self._share, self._retry_s = None, 0.0
+        return True
 
     def close(self) -> bool:
         """Before the client is closed. Whether the tensors may be freed now; False: ask again."""
         self._stream.synchronize()
         self._pinned = None
-        return self._sharing is None or run_now(self._sharing.close())
+        return self._share is None or self._client.unshare_pages(self._share)
 
     def _usable(self) -> PageShare | None:
-        return None if self._sharing is None else run_now(self._sharing.usable())
+        """The share, made anew where the daemon or its worker is another by now, or after a while
+        where it was refused. None: copy here. While pages are in doubt it is not touched."""
+        share, greeting = self._share, self._client.greeting
+        if share is not None and not share.is_in_doubt:
+            is_of_before = greeting is not None and greeting.session != share.session
+            if is_of_before or share.is_over:
+                self._client.unshare_pages(share)
+                self._share, self._retry_s = None, 0.0
+        if self._share is None and time.monotonic() >= self._retry_s:
+            self._share_again()
+        return self._share
+
+    def _share_again(self) -> None:
+        """Have the worker copy, if that can be."""
+        try:
+            pages = shared_pages(self._cupy, self._layout, self._library)
+        except NotShareable as reason:  # of this memory, for good
+            self.how, self._retry_s = f"copied by this process itself: {reason}", inf
+            return
+        self._share = self._client.share_pages(pages)
+        self._retry_s = time.monotonic() + RETRY_S
+        if self._share is None:
+            self.how = f"copied by this process itself: {self._client.last_error}"
+        else:
+            self.how = "copied by the daemon's GPU worker"
 
     # --- copying here ---------------------------------------------------------------------------
 

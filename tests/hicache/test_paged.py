@@ -13,7 +13,7 @@ import pytest
 
 from hicache.aio import AsyncClient
 from hicache.answers import Match
-from hicache.connectors.pages import Sharing
+from hicache.connectors.sharing import Sharing
 from hicache.keys import LayerGroup, NamespaceSpec
 from hicache.paged import PageShare, SharedPages
 from tests.hicache.scripted_daemon import HOLD, Many, ScriptedDaemon, Seen, hit

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from hicache.answers import FetchedRun, Greeting, Match, PutResult
-from hicache.connectors.pages import Sharing
+from hicache.connectors.sharing import Sharing
 from hicache.connectors.vllm.asking import MAX_IDENTITIES, keep_alive, spec_of
 from hicache.connectors.vllm.background import Background
 from hicache.connectors.vllm.orders import Identity, Lease
