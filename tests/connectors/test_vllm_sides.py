@@ -4,15 +4,17 @@ vllm_engine.py): what comes out is what a model without a cache says, whatever t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hicache.connectors.vllm.announcing import Announcements
 from hicache.connectors.vllm.scheduling import MAX_LOADING
+from hicache.paged import SharedPages
 from tests.connectors.vllm_engine import BLOCK_TOKENS, Engine, Request, expected_output
 from tests.connectors.vllm_memory import AsyncMemory
 
@@ -119,6 +121,17 @@ def test_chunked_prefill(engine: Make) -> None:
     again = engine(budget=7).run(*(request(f"b{i}", p) for i, p in enumerate(prompts)))
     check(again)
     assert [one.num_cached for one in again] == [48] * 3
+
+
+def test_guessed_tokens_are_not_stored(engine: Make) -> None:
+    """A step of speculative decoding computes more tokens than the request has: four guesses would
+    fill its second block."""
+    one, asked = engine(), request("a", tokens(1, 6))
+    asked.pages = [one.pool.take() for _ in range(3)]
+    one.add(asked)
+    asked.num_computed_tokens = 5
+    orders = one.side.orders({"a": 1 + 4}, lambda name: asked.pages)
+    assert [(store.first, store.pages) for store in orders.stores] == [(0, tuple(asked.pages[:1]))]
 
 
 def test_requests_that_share_a_prompt(memory: AsyncMemory, engine: Make) -> None:
@@ -412,6 +425,32 @@ def test_a_load_ends_by_its_deadline(memory: AsyncMemory, engine: Make) -> None:
     (late,) = one.run(request("b", tokens(1, 41)))
     check([late])
     assert one.num_loads_failed == 1
+
+
+class NotMine:
+    """A GPU that the daemon has no worker for."""
+
+    def numbers(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    def share(self, layers: Sequence[torch.Tensor]) -> SharedPages:
+        return SharedPages("0000:99:00.0", (), np.zeros((len(layers), 4), np.uint64), 1, 1)
+
+
+def test_without_a_gpu_worker_this_process_copies(
+    memory: AsyncMemory, engine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says why, once for each rank."""
+    caplog.set_level("INFO", "hicache.vllm")
+    engine(device=NotMine()).run(request("a", tokens(1, 21)))
+    one = engine(device=NotMine())
+    (again,) = one.run(request("b", tokens(1, 21)))
+    check([again])
+    assert again.num_cached == 20
+    one.forget_local()
+    check(one.run(request("c", tokens(1, 21))))
+    said = [message for message in caplog.messages if "blocks are copied by" in message]
+    assert said == ["hicache: blocks are copied by this process itself: no GPU worker here"] * 2
 
 
 def test_a_daemon_that_was_started_anew(memory: AsyncMemory, engine: Make) -> None:
