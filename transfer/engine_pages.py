@@ -116,7 +116,7 @@ class EnginePages:
         parts: list[tuple[int, Any]] = []
         with ExitStack() as undo:
             undo.callback(self._settle, stream)  # part of it may be on its way
-            for planes in _parts(len(layout.planes), copy.planes_per_part):
+            for planes in layout.parts(copy.planes_per_part):
                 event = self._pool.cupy.cuda.Event(block=True, disable_timing=True)
                 for group in groups:
                     self._enqueue(layout, group, planes, copy.to_blocks, stream)
@@ -208,9 +208,3 @@ class EnginePages:
             awaited.synchronize()
         except self._cuda_error as error:
             raise TierDamaged(f"GPU {self._pool.index}: {error}") from error
-
-
-def _parts(num_planes: int, planes_per_part: int) -> Iterator[range]:
-    step = planes_per_part or num_planes
-    for first in range(0, num_planes, step):
-        yield range(first, min(first + step, num_planes))

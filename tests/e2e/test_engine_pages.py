@@ -177,6 +177,7 @@ def test_a_connector_has_the_worker_copy(house: Household, driver: Path, gate: P
     wait_for(lambda: cache.is_at_rest, "the worker to let go")
     wait_for(client.ping, "the client to ask again after its failure")
     load_into(client, cache, engine, tokens)
+    engine.load_by_layer(client, cache, tokens, engine.pages(8, 3))
     pid = house.worker("gpu")
     psutil.Process(pid).kill()
     wait_for(lambda: house.worker("gpu") != pid, "another worker")
