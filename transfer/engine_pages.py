@@ -187,7 +187,7 @@ class EnginePages:
         if group.is_host:
             to_device = not to_blocks
             pieces = self._cut(pieces, host=0 if to_blocks else 1)
-        self._copies.enqueue(pieces.tolist(), stream.ptr, to_device=to_device)
+        self._copies.enqueue(pieces, stream.ptr, to_device=to_device)
 
     def _cut(self, pieces: npt.NDArray[np.uint64], host: int) -> npt.NDArray[np.uint64]:
         """No piece of the arena lies in two chunks of pinned memory: CUDA refuses such a copy."""
