@@ -215,7 +215,7 @@ def test_the_check_for_a_gpu_machine(
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     rows = [json.loads(line) for line in report.read_text().splitlines()]
     assert {row["status"] for row in rows} == {"ok"}, (rows, ran.stdout, ran.stderr)
-    assert len(rows) == 6
+    assert len(rows) == 7
 
 
 @pytest.mark.parametrize(
