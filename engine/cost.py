@@ -271,5 +271,14 @@ class LoadCost(_CopyCost):
         """Standard deviation of that."""
         return self._doubt_s(self._features(bytes_from)) if any(bytes_from.values()) else 0.0
 
+    @property
+    def bytes_per_s(self) -> dict[int, float]:
+        """From each tier, in long loads."""
+        speeds = self._fit.theta[1:]
+        return {
+            tier: 1.0 / max(per_mb * _PER_BYTE, 1e-18)
+            for tier, per_mb in zip(self._tiers, speeds, strict=True)
+        }
+
     def _features(self, bytes_from: Mapping[int, float]) -> list[float]:
         return [1.0, *(bytes_from.get(tier, 0.0) * _PER_BYTE for tier in self._tiers)]

@@ -28,7 +28,7 @@ def in_hbm_only() -> World:
 def test_the_worker_reads_its_own_memory_and_a_client_waits_for_a_copy() -> None:
     w = in_hbm_only()
     lease = w.match(PROMPT + END).lease
-    fetched = w.do(p.Fetch(lease, w.now_s, w.now_s + 10, by_worker=True))
+    fetched = w.fetch(lease, by_worker=True)
     assert [(run.first, run.tier, len(run.slots)) for run in fetched.ready] == [(0, "hbm", 2)]
     assert not fetched.waiting
     assert not w.moving("hbm", "dram")
@@ -52,7 +52,7 @@ def test_readable_up_to_the_first_that_is_not() -> None:
     lease = w.match(longer + END).lease
     assert [run.tier for run in w.engine.readable_now(lease, 0, 3)] == []
     assert [run.tier for run in w.engine.readable_now(lease, 2, 3)] == ["dram"]
-    w.do(p.Fetch(lease, w.now_s, w.now_s + 10, by_worker=True))
+    w.fetch(lease, by_worker=True)
     assert [run.tier for run in w.engine.readable_now(lease, 0, 3)] == ["hbm", "dram"]
     with pytest.raises(p.UnknownLease):
         w.engine.readable_now(lease + 100, 0, 1)
@@ -64,15 +64,14 @@ SLOW_S = 5.0
 
 
 def asked(w: World, tokens: bytes, *, by_worker: bool = True) -> p.Matched:
-    w.now_s += 1
-    return w.do(p.Match(0, tokens + END, 1, w.now_s, 100.0, by_worker=by_worker))
+    return w.match(tokens + END, by_worker=by_worker)
 
 
 def loaded(w: World, tokens: bytes, seconds: float) -> p.Decision:
     """A request whose pages the worker fills, once all of it is in memory."""
     matched = asked(w, tokens)
     num_blocks = matched.decision.reload_blocks
-    w.do(p.Fetch(matched.lease, w.now_s, w.now_s + 10, by_worker=True))
+    w.fetch(matched.lease, by_worker=True)
     w.finish_all()
     runs = w.engine.readable_now(matched.lease, 0, num_blocks)
     assert sum(len(run.slots) for run in runs) == num_blocks

@@ -19,6 +19,7 @@ from hicache.engine import plan as p
 from hicache.paging import MAX_COPIES
 from hicache.service import Asked
 from hicache.session import Session
+from hicache.statistics import namespace_rows
 from hicache.tiers.block import slot_bytes_for
 from hicache.transfer.messages import Message, Stream
 from hicache.transfer.news import PageNews
@@ -240,6 +241,8 @@ def test_the_planner_learns_what_a_load_took(desk: PageDesk) -> None:
     desk.worker.answer(desk.worker.of("load")[0])
     load = desk.world.engine.estimates.loads[session.namespace]
     assert load.seconds({0: 6.0 * BLOCK_BYTES}) == pytest.approx(0.5, rel=0.3)
+    (row,) = namespace_rows(desk.service)
+    assert row["loads"] == {"measurements": 1, "bytes_per_s": {"dram": load.bytes_per_s[0]}}
     desk.ask("release", s=session.token, lease=lease)
     record = next(desk.world.engine.record.last(1))
     assert record.blocks_came == 6
