@@ -241,7 +241,7 @@ def test_the_planner_learns_what_a_load_took(desk: PageDesk) -> None:
     desk.worker.answer(desk.worker.of("load")[0])
     load = desk.world.engine.estimates.loads[session.namespace]
     assert load.seconds({0: 6.0 * BLOCK_BYTES}) == pytest.approx(0.5, rel=0.3)
-    (row,) = namespace_rows(desk.service)
+    row = namespace_rows(desk.service)[session.namespace]
     assert row["loads"] == {"measurements": 1, "bytes_per_s": {"dram": load.bytes_per_s[0]}}
     desk.ask("release", s=session.token, lease=lease)
     record = next(desk.world.engine.record.last(1))
