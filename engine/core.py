@@ -101,6 +101,7 @@ class CacheEngine:
             p.Match: self.matching.match,
             p.Hint: self._hint,
             p.Fetch: self._fetch,
+            p.Loaded: self._loaded,
             p.CutShort: self._cut_short,
             p.Release: self._release,
             p.Put: self._put,
@@ -178,6 +179,7 @@ class CacheEngine:
             del self._by_digest[idle.digest]
             self.record.forget(number)
             self.memory.forget(number)
+            self.estimates.loads.pop(number, None)
             self.residency.namespaces[number] = self._new_namespace(event, number, idle.root)
             self.prefill[number] = PrefillCost(prior)
             self.hop_s_per_byte[number] = 1.0 / self.settings.hop_bytes_per_s
@@ -244,6 +246,19 @@ class CacheEngine:
             self._release(p.Release(lease, event.now_s))
         self._make_progress()  # what it was writing has made room, even if it held no lease
         return freed
+
+    def _loaded(self, event: p.Loaded) -> None:
+        lease = self.residency.leases.leases.get(event.lease)
+        if lease is None:
+            return
+        lease.took_s = event.now_s - lease.started_s  # unless its client says better
+        block_bytes = self.residency.namespaces[lease.namespace].block_bytes
+        bytes_from: dict[int, float] = {}
+        for run in event.runs:
+            tier = self.residency.number_of(run.tier)
+            bytes_from[tier] = bytes_from.get(tier, 0.0) + len(run.slots) * block_bytes
+        load = self.estimates.load(lease.namespace, self.residency)
+        load.measured(bytes_from, event.seconds)
 
     def _cut_short(self, event: p.CutShort) -> None:
         lease = self.residency.leases.leases.get(event.lease)

@@ -8,8 +8,9 @@ Prefill of n new tokens on context c takes, for r requests in one step,
 
     seconds = latency + bytes / bandwidth
 
-and a hop is the client's own last copy. Coefficients are fitted (`fit.py`), per namespace and per
-link; both say how far off they may be (`doubt_s`, one standard deviation).
+and then comes a last copy into the inference engine's memory: by the client itself (its hop), or by
+the GPU's worker (a load). Coefficients are fitted (`fit.py`), per namespace and per link; they say
+how far off they may be (`doubt_s`, one standard deviation).
 
 Clients send their measurements, and one that errs or lies must not spoil what its namespace is
 planned by: what no machine could have done is not believed, nothing becomes infinite, and whatever
@@ -18,6 +19,7 @@ was learned wrongly is forgotten after a few right ones. Pure: measurements come
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any, Final
@@ -179,7 +181,34 @@ class PrefillCost(_Learned):
         self._per_token_s, self._per_pair_s = per_token * _PER_TOKEN, per_pair * _PER_PAIR
 
 
-class LinkCost(_Learned):
+class _CopyCost(_Learned):
+    """What copies take, by their features."""
+
+    def __init__(self, theta: Sequence[float]) -> None:
+        self._fit = Fit(theta, OF_LINKS)
+        self._num_unchecked = 0
+        self._take_over()
+
+    def _learn(self, x: Sequence[float], seconds: float) -> None:
+        if is_measurable(seconds):
+            self._fit.learn(x, seconds)
+            self._num_unchecked = 0
+            self._take_over()
+
+    def _doubt_s(self, x: Sequence[float]) -> float:
+        """It grows while nothing is copied; and the first copies, or one far off, may have been
+        stragglers."""
+        self._num_unchecked += 1
+        expected_s = self._fit.expect(x)
+        few = 1.0 if self._fit.is_puzzled else 1.0 / max(self._fit.num_fresh, 1)
+        relative = DRIFT * self._num_unchecked + few * few
+        return sqrt(self._fit.variance(x) + relative * expected_s * expected_s)
+
+    def _take_over(self) -> None:
+        self.num_measured = self._fit.num_learned
+
+
+class LinkCost(_CopyCost):
     """How fast one link copies (`bytes_per_s`: long copies). Until it is measured, `num_measured`
     times, its speed is a cautious guess."""
 
@@ -189,17 +218,12 @@ class LinkCost(_Learned):
     def __init__(
         self, latency_s: float = GUESS_LATENCY_S, bytes_per_s: float = GUESS_BYTES_PER_S
     ) -> None:
-        self._fit = Fit((latency_s, 1.0 / bytes_per_s / _PER_BYTE), OF_LINKS)
-        self._num_unchecked = 0
-        self._take_over()
+        super().__init__((latency_s, 1.0 / bytes_per_s / _PER_BYTE))
 
     def measured(self, num_bytes: float, seconds: float) -> None:
         """Learn from a batch."""
-        if num_bytes <= 0 or not is_measurable(seconds):
-            return
-        self._fit.learn((1.0, num_bytes * _PER_BYTE), seconds)
-        self._num_unchecked = 0
-        self._take_over()
+        if num_bytes > 0:
+            self._learn((1.0, num_bytes * _PER_BYTE), seconds)
 
     def seconds(self, num_bytes: float, queued_bytes: float = 0.0) -> float:
         """Expected seconds until `num_bytes` behind `queued_bytes` have arrived."""
@@ -208,19 +232,53 @@ class LinkCost(_Learned):
         return self.latency_s + (queued_bytes + num_bytes) * self._s_per_byte
 
     def doubt_s(self, num_bytes: float, queued_bytes: float = 0.0) -> float:
-        """Standard deviation of that. It grows while nothing is copied; and the first copies, or
-        one far off, may have been stragglers."""
+        """Standard deviation of that."""
         if num_bytes <= 0:
             return 0.0
-        self._num_unchecked += 1
-        x = (1.0, (queued_bytes + num_bytes) * _PER_BYTE)
-        expected_s = self._fit.expect(x)
-        few = 1.0 if self._fit.is_puzzled else 1.0 / max(self._fit.num_fresh, 1)
-        relative = DRIFT * self._num_unchecked + few * few
-        return sqrt(self._fit.variance(x) + relative * expected_s * expected_s)
+        return self._doubt_s((1.0, (queued_bytes + num_bytes) * _PER_BYTE))
 
     def _take_over(self) -> None:
-        self.num_measured = self._fit.num_learned
+        super()._take_over()
         self.latency_s, per_mb = self._fit.theta
         self._s_per_byte = per_mb * _PER_BYTE
         self.bytes_per_s = 1.0 / max(self._s_per_byte, 1e-18)
+
+
+class LoadCost(_CopyCost):
+    """How fast the GPU's worker copies a namespace's blocks into an inference engine's pages: from
+    its own memory, and from the host's over the link. How small the pages are counts as much as the
+    hardware, so each namespace has its own.
+
+    One load may take blocks from both, and tells one time: they are fitted together. `tiers`: the
+    numbers of those that the worker reads. Until a load was measured both cost what `link`, from
+    host memory to the GPU's, does: nothing within the GPU is slower than that.
+    """
+
+    def __init__(self, tiers: Sequence[int], link: LinkCost) -> None:
+        self._tiers = tuple(tiers)
+        super().__init__((link.latency_s, *(1.0 / link.bytes_per_s / _PER_BYTE for _ in tiers)))
+
+    def measured(self, bytes_from: Mapping[int, float], seconds: float) -> None:
+        """Learn from a load of so many bytes from each tier."""
+        if any(bytes_from.values()):
+            self._learn(self._features(bytes_from), seconds)
+
+    def seconds(self, bytes_from: Mapping[int, float]) -> float:
+        """Expected seconds of such a load."""
+        return self._fit.expect(self._features(bytes_from)) if any(bytes_from.values()) else 0.0
+
+    def doubt_s(self, bytes_from: Mapping[int, float]) -> float:
+        """Standard deviation of that."""
+        return self._doubt_s(self._features(bytes_from)) if any(bytes_from.values()) else 0.0
+
+    @property
+    def bytes_per_s(self) -> dict[int, float]:
+        """From each tier, in long loads."""
+        speeds = self._fit.theta[1:]
+        return {
+            tier: 1.0 / max(per_mb * _PER_BYTE, 1e-18)
+            for tier, per_mb in zip(self._tiers, speeds, strict=True)
+        }
+
+    def _features(self, bytes_from: Mapping[int, float]) -> list[float]:
+        return [1.0, *(bytes_from.get(tier, 0.0) * _PER_BYTE for tier in self._tiers)]

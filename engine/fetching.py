@@ -46,7 +46,6 @@ class Fetching:
         self.unplaced: dict[int, None] = {}
         self._ended: list[int] = []
         self._fastest_of: dict[int, Ids] = {}
-        self._landing = [self._landing_of(src) for src in range(len(residency.tiers))]
 
     def fetch(self, lease: Lease, settings: PlannerSettings) -> tuple[list[ReadyRun], float]:
         """Start what has to move. Returns what is readable now and when the rest is expected; the
@@ -77,7 +76,7 @@ class Fetching:
         src = self._fastest(house.up)[house.blocks.tags[ids] & 0xFF]
         expected_s = doubt_s = 0.0
         for number in np.unique(src[src != NO_TIER]).tolist():
-            link = number, self._landing[number]
+            link = number, house.landing[number]
             cost = self.links.get(link)
             if cost is None:
                 continue
@@ -205,7 +204,7 @@ class Fetching:
         namespace = house.namespaces[lease.namespace]
         ids = lease.ids[missing]
         src = self._fastest(house.up)[house.blocks.tags[ids] & 0xFF]
-        landing = [dst if dst != NO_TIER and house.is_up(dst) else NO_TIER for dst in self._landing]
+        landing = [dst if dst != NO_TIER and house.is_up(dst) else NO_TIER for dst in house.landing]
         dst = np.array([*landing, NO_TIER], np.int32)[np.minimum(src, len(landing))]
         lost = np.flatnonzero(dst == NO_TIER)
         if len(lost):
@@ -261,9 +260,9 @@ class Fetching:
         where there is none: a client the mapped tiers, the GPU worker all that is memory."""
         house = self.residency
         usable = 0
-        for number, tier in enumerate(house.tiers):
-            if tier.mapped or (lease.by_worker and not tier.durable):
-                usable |= 1 << number
+        for tier in range(len(house.tiers)):
+            if house.is_readable(tier, by_worker=lease.by_worker):
+                usable |= 1 << tier
         readable: Ids = self._fastest(house.up & usable)[house.blocks.tags[ids] & 0xFF]
         return readable
 
@@ -274,11 +273,3 @@ class Fetching:
             fastest = [self.residency.fastest(bits & usable) for bits in range(256)]
             table = self._fastest_of[usable] = np.array(fastest, np.int32)
         return table
-
-    def _landing_of(self, src: int) -> int:
-        """The mapped tier to which blocks of `src` are copied so that a client can read them."""
-        house = self.residency
-        for dst, tier in enumerate(house.tiers):
-            if tier.mapped and (src, dst) in house.links:
-                return dst
-        return NO_TIER

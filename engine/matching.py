@@ -14,7 +14,7 @@ import msgspec
 
 from hicache.engine import plan as p
 from hicache.engine.blocks import State
-from hicache.engine.cost import LinkCost, PrefillCost
+from hicache.engine.cost import LinkCost, LoadCost, PrefillCost
 from hicache.engine.history import History, symbols_of
 from hicache.engine.ids import ids_along, in_few
 from hicache.engine.index import Path
@@ -22,7 +22,7 @@ from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger
 from hicache.engine.planner import Hit, Planner
 from hicache.engine.record import Recorder
-from hicache.engine.reloading import Way, reload_over
+from hicache.engine.reloading import LastCopy, OwnCopy, Way, reload_over
 from hicache.engine.residency import NO_TIER, TRAVELLING_BYTES, Namespace, Residency
 from hicache.engine.settings import EngineSettings
 from hicache.engine.writedown import WriteDown
@@ -30,11 +30,26 @@ from hicache.engine.writedown import WriteDown
 
 @dataclass(slots=True)
 class Estimates:
-    """What is believed about speeds: links by (from, to), prefill and last hop by namespace."""
+    """What is believed about speeds: links by (from, to), prefill and the last copy by namespace:
+    that of its client, and that of the GPU's worker, of those that it copies for."""
 
     links: dict[tuple[int, int], LinkCost]
     prefill: list[PrefillCost] = field(default_factory=list)
     hop_s_per_byte: list[float] = field(default_factory=list)
+    loads: dict[int, LoadCost] = field(default_factory=dict)
+
+    def load(self, namespace: int, house: Residency) -> LoadCost:
+        """The worker's, of a namespace that may be the first to ask."""
+        cost = self.loads.get(namespace)
+        if cost is None:
+            memory = [n for n, tier in enumerate(house.tiers) if not tier.durable]
+            to_gpu = (
+                link
+                for (src, dst), link in self.links.items()
+                if house.tiers[src].mapped and dst in memory and not house.tiers[dst].mapped
+            )
+            cost = self.loads[namespace] = LoadCost(memory, next(to_gpu, LinkCost()))
+        return cost
 
 
 class _Unsettled(msgspec.Struct, frozen=True):
@@ -88,8 +103,6 @@ class Matching:
         loadable = (num_tokens - 1) // namespace.block_tokens if num_tokens else 0
         last = hit_blocks if hit_blocks < loadable else loadable
         kept = runs if not skipped and last == hit_blocks else _slice_runs(runs, skipped, last)
-        hop = event.hop_bytes_per_s
-        hop_s = 1.0 / hop if hop else self.estimates.hop_s_per_byte[event.namespace]
         prefill = self.estimates.prefill[event.namespace]
         hit = Hit(
             num_tokens,
@@ -103,8 +116,10 @@ class Matching:
             prefill.doubt_s,
             0.0,
             event.namespace,
+            event.by_worker,
         )
-        self._estimate_reload(hit, namespace, path, event, hop_s)
+        if kept:
+            self._estimate_reload(hit, namespace, path, event)
         decision = self.planner.decide(hit)
         lease_id = house.leases.next_id() if decision.reload_blocks else 0
         if path.num_blocks or self.history is not None:
@@ -199,27 +214,33 @@ class Matching:
                 runs.append(p.TierRun(house.tiers[tier].name, count))
         return runs, total
 
-    def _estimate_reload(
-        self, hit: Hit, namespace: Namespace, path: Path, event: p.Match, hop_s_per_byte: float
-    ) -> None:
+    def _estimate_reload(self, hit: Hit, namespace: Namespace, path: Path, event: p.Match) -> None:
         """Fill in what reloading the hit's runs takes."""
-        blocks, seconds = 0, []
-        s_per_block = namespace.block_bytes * hop_s_per_byte
-        for run in hit.runs:
-            if run.tier not in self._in_place:
-                break
-            blocks += run.num_blocks
-            seconds.append(blocks * s_per_block)
-        else:  # only the last hop counts
-            hit.reload_s = seconds
-            return
+        house, hop = self.residency, event.hop_bytes_per_s
+        own_s_per_byte = 1.0 / hop if hop else self.estimates.hop_s_per_byte[hit.namespace]
+        if not hit.by_worker:
+            blocks, seconds = 0, []
+            s_per_block = namespace.block_bytes * own_s_per_byte
+            for run in hit.runs:
+                if run.tier not in self._in_place:
+                    break
+                blocks += run.num_blocks
+                seconds.append(blocks * s_per_block)
+            else:  # only the client's own copy counts
+                hit.reload_s = seconds
+                return
         way_of: dict[str, Way | None] = {}
         for run in hit.runs:
             if run.tier not in way_of:
-                src = self.residency.number_of(run.tier)
+                src = house.number_of(run.tier)
                 way_of[run.tier] = self._way_from(src, hit, namespace, path, event)
-        ways = [way_of[run.tier] for run in hit.runs]
-        reload = reload_over(hit.runs, ways, namespace.block_bytes, hop_s_per_byte)
+        reload = reload_over(
+            hit.runs,
+            [way_of[run.tier] for run in hit.runs],
+            namespace.block_bytes,
+            self._last_copy(hit, own_s_per_byte),
+            [self._read_from(run.tier, hit.by_worker) for run in hit.runs],
+        )
         hit.runs, hit.reload_s, hit.reload_doubt_s = reload.runs, reload.seconds, reload.doubt_s
         hit.start_s = reload.start_s
 
@@ -228,19 +249,38 @@ class Matching:
         then."""
         house = self.residency
         size = house.namespaces[hit.namespace].block_bytes
-        copied: dict[int, float] = {}
+        over: dict[tuple[int, int], float] = {}
+        bytes_from: dict[int, float] = {}
         left = blocks
         for run in hit.runs:
-            src = house.number_of(run.tier)
-            if not house.tiers[src].mapped:
-                copied[src] = copied.get(src, 0.0) + min(run.num_blocks, left) * size
+            src, dst = house.number_of(run.tier), self._read_from(run.tier, hit.by_worker)
+            num_bytes = float(min(run.num_blocks, left) * size)
             left -= min(run.num_blocks, left)
+            bytes_from[dst] = bytes_from.get(dst, 0.0) + num_bytes
+            if src != dst:
+                over[src, dst] = over.get((src, dst), 0.0) + num_bytes
         seconds = 0.0
-        for (src, dst), cost in self.estimates.links.items():
-            if src in copied and house.tiers[dst].mapped:
-                wait_s = max(hit.start_s - cost.latency_s, 0.0)
-                seconds = max(seconds, wait_s + cost.seconds(copied[src]))
-        return seconds + blocks * size * self.estimates.hop_s_per_byte[hit.namespace]
+        for link, num_bytes in over.items():
+            cost = self.estimates.links[link]
+            wait_s = max(hit.start_s - cost.latency_s, 0.0)
+            seconds = max(seconds, wait_s + cost.seconds(num_bytes))
+        own_s_per_byte = self.estimates.hop_s_per_byte[hit.namespace]
+        return seconds + self._last_copy(hit, own_s_per_byte).seconds(bytes_from)
+
+    def _last_copy(self, hit: Hit, own_s_per_byte: float) -> LastCopy:
+        """Into the inference engine's memory, by whoever makes it."""
+        if hit.by_worker:
+            return self.estimates.load(hit.namespace, self.residency)
+        return OwnCopy(own_s_per_byte)
+
+    def _read_from(self, tier: str, by_worker: bool) -> int:
+        """The tier from which the last copy reads what lies in `tier`: another one where it cannot
+        be read in place."""
+        src = self.residency.number_of(tier)
+        if self.residency.is_readable(src, by_worker=by_worker):
+            return src
+        landing = self.residency.landing[src]
+        return src if landing == NO_TIER else landing
 
     def _way_from(
         self, src: int, hit: Hit, namespace: Namespace, path: Path, event: p.Match
@@ -248,26 +288,24 @@ class Matching:
         """Some of the hit's own blocks may be on their way there: they are in that queue, and need
         not be copied once more."""
         house = self.residency
-        if house.tiers[src].mapped:
+        if house.is_readable(src, by_worker=hit.by_worker) or house.landing[src] == NO_TIER:
             return None
-        for link, cost in self.estimates.links.items():
-            if link[0] != src or not house.tiers[link[1]].mapped:
-                continue
-            ahead, late_s = house.bytes_ahead(link), 0.0
-            if ahead:
-                due_s = cost.seconds(min(ahead, TRAVELLING_BYTES))
-                late_s = max(house.silent_s(link, event.now_s) - due_s, 0.0)
-                state = house.blocks.state[link[1]]
-                position, coming = event.skip_blocks, 0
-                for run in hit.runs:
-                    last = position + run.num_blocks
-                    if house.number_of(run.tier) == src:
-                        for span in path.spans(position, last):
-                            coming += int((state[span] == State.FILLING).sum())
-                    position = last
-                ahead -= min(ahead, coming * namespace.block_bytes)
-            return Way(cost, ahead, late_s)
-        return None
+        link = src, house.landing[src]
+        cost = self.estimates.links[link]
+        ahead, late_s = house.bytes_ahead(link), 0.0
+        if ahead:
+            due_s = cost.seconds(min(ahead, TRAVELLING_BYTES))
+            late_s = max(house.silent_s(link, event.now_s) - due_s, 0.0)
+            state = house.blocks.state[link[1]]
+            position, coming = event.skip_blocks, 0
+            for run in hit.runs:
+                last = position + run.num_blocks
+                if house.number_of(run.tier) == src:
+                    for span in path.spans(position, last):
+                        coming += int((state[span] == State.FILLING).sum())
+                position = last
+            ahead -= min(ahead, coming * namespace.block_bytes)
+        return Way(cost, ahead, late_s)
 
 
 def _slice_runs(runs: Sequence[p.TierRun], first: int, last: int) -> list[p.TierRun]:

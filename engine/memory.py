@@ -36,12 +36,8 @@ class Memory:
         }
         namespaces = dict(self._waiting)
         for namespace in self._residency.namespaces:
-            prefill = self._estimates.prefill[namespace.number]
-            if prefill.num_observed:
-                namespaces[namespace.digest.hex()] = {
-                    "prefill": prefill.snapshot(),
-                    "hop_s_per_byte": self._estimates.hop_s_per_byte[namespace.number],
-                }
+            if self._estimates.prefill[namespace.number].num_observed:
+                namespaces[namespace.digest.hex()] = self._learned(namespace.number)
         return {"version": VERSION, "links": links, "namespaces": namespaces}
 
     def recall(self, known: dict[str, Any]) -> None:
@@ -70,12 +66,20 @@ class Memory:
         hop = known.get("hop_s_per_byte")
         if type(hop) is float and hop > 0:
             self._estimates.hop_s_per_byte[number] = 1.0 / plausible_hop(1.0 / hop)
+        if known.get("load") is not None:
+            self._estimates.load(number, self._residency).restore(known["load"], KEPT)
 
     def forget(self, number: int) -> None:
         """The namespace's number goes to another one."""
-        prefill = self._estimates.prefill[number]
-        if prefill.num_observed and len(self._waiting) < MAX_NAMESPACES:
-            self._waiting[self._residency.namespaces[number].digest.hex()] = {
-                "prefill": prefill.snapshot(),
-                "hop_s_per_byte": self._estimates.hop_s_per_byte[number],
-            }
+        is_known = self._estimates.prefill[number].num_observed > 0
+        if is_known and len(self._waiting) < MAX_NAMESPACES:
+            digest = self._residency.namespaces[number].digest.hex()
+            self._waiting[digest] = self._learned(number)
+
+    def _learned(self, number: int) -> dict[str, Any]:
+        load = self._estimates.loads.get(number)
+        return {
+            "prefill": self._estimates.prefill[number].snapshot(),
+            "hop_s_per_byte": self._estimates.hop_s_per_byte[number],
+            "load": load.snapshot() if load is not None and load.num_measured else None,
+        }

@@ -151,7 +151,8 @@ class Matched(msgspec.Struct, frozen=True):
 class Match(Event[Matched], frozen=True):
     """What of this prompt is held, and how much of it should be reloaded? Leases what it plans.
 
-    `is_partial`: the last block is not full, so the next turn's prompt will not contain it."""
+    `is_partial`: the last block is not full, so the next turn's prompt will not contain it.
+    `by_worker`: the GPU's worker is to copy the blocks into the inference engine's own pages."""
 
     namespace: int
     tokens: bytes
@@ -161,6 +162,7 @@ class Match(Event[Matched], frozen=True):
     hop_bytes_per_s: float = 0.0
     skip_blocks: int = 0
     is_partial: bool = False
+    by_worker: bool = False
 
 
 class ReadyRun(msgspec.Struct, frozen=True):
@@ -192,6 +194,16 @@ class Fetch(Event[Fetched], frozen=True):
     now_s: float
     deadline_s: float
     by_worker: bool = False
+
+
+class Loaded(Event[None], frozen=True):
+    """The GPU's worker has copied these runs of a lease into the inference engine's own pages, in
+    so many `seconds`. Nothing to an unknown lease."""
+
+    lease: int
+    runs: Sequence[ReadyRun]
+    seconds: float
+    now_s: float
 
 
 class CutShort(Event[None], frozen=True):

@@ -79,7 +79,8 @@ class Hit(msgspec.Struct):
     `skipped_tokens` at the front are in the engine already; runs begin after them.
     `reload_doubt_s` and `prefill_doubt_s(n, c, n', c')`, standard deviations of a reload and of the
     difference between two prefills, are empty and None where nothing is in doubt. `start_s` passes
-    before the first block of a reload comes. Hits of one `namespace` are alike.
+    before the first block of a reload comes. Hits of one `namespace` are alike. `by_worker`: the
+    last copy is that of the GPU's worker.
     """
 
     prompt_tokens: int
@@ -93,6 +94,7 @@ class Hit(msgspec.Struct):
     prefill_doubt_s: Callable[[float, float, float, float], float] | None = None
     start_s: float = 0.0
     namespace: int = 0
+    by_worker: bool = False
 
 
 class _Cut(msgspec.Struct, frozen=True):

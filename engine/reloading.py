@@ -1,4 +1,4 @@
-"""What reloading takes, run by run: links work side by side, the client's last copy comes on top.
+"""What reloading takes, run by run: links work side by side, the last copy comes on top.
 
 Each run is either readable in place, or comes over one link behind what is queued there. The time
 of the first k runs is the slowest link's time for its share of them. So a run costs nothing more
@@ -9,13 +9,16 @@ in two there (`docs/planner.md`).
     link b   [ run 1          ¦      ]
                               └ stopping here costs no more than run 0 alone
 
-Pure.
+The last copy, into the inference engine's own memory, is the client's or that of the GPU's worker,
+which reads some tiers faster than others. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import hypot
+from typing import Protocol
 
 from hicache.engine.cost import LinkCost
 from hicache.engine.plan import TierRun
@@ -41,6 +44,27 @@ class Way:
         return self.cost.doubt_s(max(self.num_bytes, 1.0), self.ahead_bytes)
 
 
+class LastCopy(Protocol):
+    """Of so many bytes from each tier that they are read from."""
+
+    def seconds(self, bytes_from: Mapping[int, float]) -> float: ...
+    def doubt_s(self, bytes_from: Mapping[int, float]) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCopy:
+    """The client's, wherever the bytes lie."""
+
+    s_per_byte: float
+
+    def seconds(self, bytes_from: Mapping[int, float]) -> float:
+        return sum(bytes_from.values()) * self.s_per_byte
+
+    def doubt_s(self, bytes_from: Mapping[int, float]) -> float:
+        """It is taken at its word."""
+        return 0.0
+
+
 @dataclass(slots=True)
 class Reload:
     """Per run (some cut in two): expected seconds until it and those before it are in the inference
@@ -53,17 +77,21 @@ class Reload:
 
 
 def reload_over(
-    runs: Sequence[TierRun], ways: Sequence[Way | None], block_bytes: int, hop_s_per_byte: float
+    runs: Sequence[TierRun],
+    ways: Sequence[Way | None],
+    block_bytes: int,
+    last_copy: LastCopy,
+    read_from: Sequence[int],
 ) -> Reload:
     """`ways[k]` is that of `runs[k]`, None where it is readable in place; runs of one tier share
-    theirs."""
+    theirs. `read_from[k]`: the tier from which the last copy reads that run."""
     reload = Reload([], [], [], 0.0)
     busy: list[Way] = []
-    num_blocks = 0
-    for run, way in zip(runs, ways, strict=True):
+    bytes_from: dict[int, float] = {}
+    for run, way, tier in zip(runs, ways, read_from, strict=True):
         pieces = [run]
         if way is not None:
-            if not num_blocks:
+            if not bytes_from:
                 reload.start_s = way.seconds
             others_s = max([other.seconds for other in busy if other is not way], default=0.0)
             free = int((others_s - way.seconds) * way.cost.bytes_per_s / block_bytes)
@@ -72,14 +100,15 @@ def reload_over(
             if way not in busy:
                 busy.append(way)
         for piece in pieces:
-            num_blocks += piece.num_blocks
+            num_bytes = piece.num_blocks * block_bytes
             if way is not None:
-                way.num_bytes += piece.num_blocks * block_bytes
-            last = max(busy, key=_seconds_of, default=None)
-            hop_s = num_blocks * block_bytes * hop_s_per_byte
+                way.num_bytes += num_bytes
+            bytes_from[tier] = bytes_from.get(tier, 0.0) + num_bytes
+            slowest = max(busy, key=_seconds_of, default=None)
+            copy_s, copy_doubt_s = last_copy.seconds(bytes_from), last_copy.doubt_s(bytes_from)
             reload.runs.append(piece)
-            reload.seconds.append(hop_s if last is None else last.seconds + hop_s)
-            reload.doubt_s.append(0.0 if last is None else last.doubt_s)
+            reload.seconds.append(copy_s if slowest is None else slowest.seconds + copy_s)
+            reload.doubt_s.append(hypot(slowest.doubt_s if slowest else 0.0, copy_doubt_s))
     return reload
 
 

@@ -91,6 +91,7 @@ class Residency:
         self.evicted = [0] * len(tiers)
         self.corrupt = [0] * len(tiers)
         self._numbers = {tier.name: number for number, tier in enumerate(tiers)}
+        self.landing = tuple(self._landing_of(src) for src in range(len(tiers)))
         self._move_serial = 0
         self.dismissed: list[dict[Node, None]] = [{} for _ in tiers]
         self._parked: list[set[Node]] = [set() for _ in tiers]
@@ -127,6 +128,12 @@ class Residency:
                 return lower
         return None
 
+    def is_readable(self, tier: int, *, by_worker: bool) -> bool:
+        """Whether blocks are read where they lie in this tier: by a client where it maps the tier,
+        by the GPU's worker wherever it is memory."""
+        spec = self.tiers[tier]
+        return spec.mapped or (by_worker and not spec.durable)
+
     def ranks(self, tier: int) -> bool:
         """Whether the tier's policy tells now which blocks are worth more than others, so that not
         everything is let in."""
@@ -154,6 +161,13 @@ class Residency:
         """Those of `ids` whose copy in `tier` is in `state`."""
         found: Ids = ids[self.blocks.state[tier][ids] == state]
         return found
+
+    def _landing_of(self, src: int) -> int:
+        """The mapped tier to which blocks of `src` are copied so that they can be read."""
+        for dst, tier in enumerate(self.tiers):
+            if tier.mapped and (src, dst) in self.links:
+                return dst
+        return NO_TIER
 
     # --- moving -------------------------------------------------------------------------------
 

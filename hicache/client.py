@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from hicache.answers import (
@@ -138,7 +138,7 @@ class Client:
         A miss if this client is not of that group, or the daemon is another by now."""
         return run_now(self._dialogue.adopt(lease, blocks, group, epoch))
 
-    def fetch_runs(self, match: Match) -> Iterator[FetchedRun]:
+    def fetch_runs(self, match: Match) -> Generator[FetchedRun, None, None]:
         """The leased blocks as they become readable, in runs; ends early on any trouble.
 
         Runs may come out of order. Other calls may be made in between.
@@ -195,7 +195,7 @@ class Client:
 
     def load_pages_by_part(
         self, match: Match, share: PageShare, pages: PageTable, *, planes_per_part: int
-    ) -> Iterator[LoadedPart]:
+    ) -> Generator[LoadedPart, None, None]:
         """The same, told after every `planes_per_part` planes: attention of a layer may start while
         the next ones load. Planes are the layers in order, or K and V of each."""
         parts = self._paged.parts(match, share, pages, planes_per_part)

@@ -450,7 +450,7 @@ class Daemon:
             case WorkerUp():
                 self._do(p.TierUp(item.tier, now_s, item.is_restoring))
                 self.condition.notes[item.tier] = " ".join(item.notes)
-                log.info("%s is up (pid %d) %s", item.tier, item.pid, " ".join(item.notes))
+                log.info("%s", " ".join([f"{item.tier} is up (pid {item.pid})", *item.notes]))
             case WorkerRestored():
                 self._do(p.Restored(item.tier, now_s))
                 self.condition.notes[item.tier] = notes = " ".join(item.notes)

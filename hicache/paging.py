@@ -17,6 +17,9 @@ may not be reused, until when, and who sees to it:
 4. The worker dies: its copies have ended with it, and its mappings are gone. Loads and saves are
    answered with an error, and registrations are no more.
 
+What a load took is told to the cache engine, which learns from it; and for whom the worker copies
+(`copies_for`) is what its planner has to know before there is a load.
+
 Used from the daemon's loop only.
 """
 
@@ -52,6 +55,7 @@ MAX_COPIES: Final = 64
 """Of one registration, under way at once."""
 
 Reply = Callable[[Peer, Mapping[str, Any]], None]
+Do = Callable[[p.Event[Any]], Any]
 
 
 class Workers(Protocol):
@@ -63,10 +67,12 @@ class Workers(Protocol):
 
 @dataclass(slots=True)
 class _Registration:
-    """`peer`: who waits for the worker's answer to `map` or `unmap`."""
+    """Of the group `owner`. `peer`: who waits for the worker's answer to `map` or `unmap`."""
 
     number: int
     session: bytes
+    owner: int
+    namespace: int
     pid: int
     device: str
     pages_per_block: int
@@ -92,23 +98,23 @@ class _Copy:
 
 
 class Paging:
-    """`reply` answers a peer. When the last save into its slots has ended, `given_up` is told of a
-    ticket that its client has given up meanwhile, and `owner_at_rest` of its group, which may have
-    ended."""
+    """`reply` answers a peer, `do` takes an event to the cache engine. When the last save into its
+    group's slots has ended, `owner_at_rest` is told of the group, which may have ended."""
 
     def __init__(
         self,
         engine: CacheEngine,
         reply: Reply,
-        given_up: Callable[[int, float], None],
+        do: Do,
         owner_at_rest: Callable[[int, float], None],
     ) -> None:
         self._engine = engine
         self._reply = reply
-        self._given_up, self._owner_at_rest = given_up, owner_at_rest
+        self._do, self._owner_at_rest = do, owner_at_rest
         self._workers: Workers | None = None
         self._devices: list[str] = []
         self._registrations: dict[int, _Registration] = {}
+        self._served: Counter[tuple[int, int]] = Counter()
         self._copies: dict[int, _Copy] = {}
         self._written_tickets: Counter[int] = Counter()
         self._written_owners: Counter[int] = Counter()
@@ -124,6 +130,11 @@ class Paging:
     def is_possible(self) -> bool:
         """Whether there is a GPU worker at all."""
         return bool(self._devices)
+
+    def copies_for(self, session: Session) -> bool:
+        """Whether blocks that it asks for are copied by the worker: some session of its group has
+        shared the pages that they go to. A scheduler asks, and its ranks have the pages."""
+        return (session.group.number, session.namespace) in self._served
 
     def counts(self) -> dict[str, int]:
         """For `stats`."""
@@ -157,6 +168,8 @@ class Paging:
         self._registrations[claim.number] = _Registration(
             claim.number,
             session.token,
+            session.group.number,
+            session.namespace,
             session.pid,
             device,
             body["pages_per_block"],
@@ -244,7 +257,7 @@ class Paging:
         return self._written_owners[owner] > 0
 
     def give_up_later(self, ticket: int) -> None:
-        """Its client writes no more: `given_up` when the worker does not either."""
+        """Its client writes no more: it is aborted when the worker does not either."""
         self._acknowledged.add(ticket)
 
     def end(self, session: Session) -> None:
@@ -276,6 +289,7 @@ class Paging:
             self._answer(registration, told)
         elif registration.state == "mapping":
             registration.state = "mapped"
+            self._served[registration.owner, registration.namespace] += 1
             self._answer(registration, told)
         else:  # the session ended while it was being mapped
             self._unmap_when_idle(registration)
@@ -288,6 +302,7 @@ class Paging:
         for registration in list(self._registrations.values()):
             if registration.device == device:
                 del self._registrations[registration.number]
+                self._serves_no_more(registration)
                 is_asked_for = registration.state in ("closing", "unmapping")
                 self._answer(registration, PageTold("", 0, "" if is_asked_for else error))
 
@@ -297,6 +312,8 @@ class Paging:
 
     def _copied(self, copy: _Copy, told: PageTold, now_s: float) -> None:
         del self._copies[copy.number]
+        if copy.lease and not told.error and self._still_there(copy):
+            self._do(p.Loaded(copy.lease, copy.runs, told.seconds, now_s))
         if copy.peer is not None:
             self._tell_end(copy, told)
         registration = copy.registration
@@ -328,7 +345,7 @@ class Paging:
         self._saved_tickets.add(copy.ticket)
         if not self.is_saving(copy.ticket) and copy.ticket in self._acknowledged:
             self._acknowledged.discard(copy.ticket)
-            self._given_up(copy.ticket, now_s)
+            self._do(p.Abort(copy.ticket, now_s, writer_gone=True))
         if not self.is_writing(copy.owner):
             self._owner_at_rest(copy.owner, now_s)
 
@@ -369,12 +386,20 @@ class Paging:
             registration.state = "closing"  # the rest when it has been mapped
 
     def _unmap_when_idle(self, registration: _Registration) -> None:
+        self._serves_no_more(registration)
         registration.state = "closing"
         if registration.num_copies or self._workers is None:
             return
         registration.state = "unmapping"
         # A worker that is not up has no mappings; `worker_gone` answers whoever waits.
         self._workers.send_pages(registration.device, pack("unmap", n=registration.number))
+
+    def _serves_no_more(self, registration: _Registration) -> None:
+        served = registration.owner, registration.namespace
+        if registration.state == "mapped":
+            self._served[served] -= 1
+            if not self._served[served]:
+                del self._served[served]
 
     def _answer(self, registration: _Registration, told: PageTold) -> None:
         peer, registration.peer = registration.peer, None

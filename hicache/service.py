@@ -103,7 +103,7 @@ class Service:
         self.errors: Counter[str] = Counter()
         self.puts: Counter[str] = Counter({"stored": 0, "present": 0, "busy": 0, "refused": 0})
         self._send = send
-        self.paging = Paging(engine, self._reply_with, self._given_up, self._owner_at_rest)
+        self.paging = Paging(engine, self._reply_with, self.do, self._owner_at_rest)
         self._dispatch = dispatch
         self._describe = describe
         self._handlers: dict[str, Callable[[Asked, Session], None]] = {
@@ -333,6 +333,7 @@ class Service:
                 self.limits.lease_ttl_s,
                 plausible_hop(wanted.hop_bytes_per_s),
                 wanted.skip_blocks,
+                by_worker=self.paging.copies_for(session),
             )
         )
         decision = matched.decision
@@ -514,10 +515,6 @@ class Service:
         if not is_saving or number in book.tickets:
             aborted = self.do(p.Abort(number, asked.now_s, writer_gone=not is_saving))
         self._confirm(asked, aborted=aborted)
-
-    def _given_up(self, ticket: int, now_s: float) -> None:
-        """The GPU worker has written the last byte for an aborted ticket."""
-        self.do(p.Abort(ticket, now_s, writer_gone=True))
 
     def _clear(self, asked: Asked, session: Session) -> None:
         cleared = self.do(p.Clear(session.namespace, asked.now_s))

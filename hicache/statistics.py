@@ -91,9 +91,21 @@ def namespace_rows(service: Service) -> list[dict[str, Any]]:
                 "block_bytes": namespace.block_bytes,
                 "blocks": blocks,
                 "prefill_tokens_per_s": prefill.tokens_per_s() if prefill.num_observed else None,
+                "loads": _loads(service.engine, namespace.number),
             }
         )
     return rows
+
+
+def _loads(engine: CacheEngine, namespace: int) -> dict[str, Any] | None:
+    """What the GPU worker's loads into an inference engine's pages are believed to do; None before
+    there was one."""
+    load = engine.estimates.loads.get(namespace)
+    if load is None or not load.num_measured:
+        return None
+    tiers = engine.residency.tiers
+    speeds = {tiers[tier].name: speed for tier, speed in load.bytes_per_s.items()}
+    return {"measurements": load.num_measured, "bytes_per_s": speeds}
 
 
 def planner_row(service: Service) -> dict[str, Any]:

@@ -36,7 +36,9 @@ from hicache.transfer.cuda_copy import (
     CopyRefused,
     EachCopy,
     Piece,
+    Pieces,
     fastest_by_size,
+    rows_of,
 )
 from hicache.transfer.engine_pages import EnginePages
 from hicache.transfer.link import Forgetful, Link, Measured, failed
@@ -114,7 +116,8 @@ class CudaLink:
             try:
                 with ExitStack() as undo:
                     undo.callback(self.settle, self._stream)  # part of it may be on its way
-                    self._copies.enqueue(pieces, self._stream.ptr, to_device=self._to_device)
+                    rows = rows_of(pieces)
+                    self._copies.enqueue(rows, self._stream.ptr, to_device=self._to_device)
                     undo.pop_all()
             except (CopyRefused, self._pool.cupy.cuda.runtime.CUDARuntimeError) as error:
                 return Started(self, batch, dict.fromkeys(range(len(batch)), error), None)
@@ -238,8 +241,8 @@ class _Trial:
         self._stream = pool.cupy.cuda.Stream(non_blocking=True)
         offsets = range(0, num_blocks * block_bytes, block_bytes)
         gpu = pool.address(0, num_blocks * block_bytes)
-        self._down = [(gpu + at, host + at, block_bytes) for at in offsets]
-        self._up = [(host + at, gpu + at, block_bytes) for at in offsets]
+        self._down = rows_of([(gpu + at, host + at, block_bytes) for at in offsets])
+        self._up = rows_of([(host + at, gpu + at, block_bytes) for at in offsets])
 
     def seconds(self, path: CopyPath) -> tuple[float, float]:
         """The best of a few rounds to the device, and from it; the first ones only warm up."""
@@ -249,7 +252,7 @@ class _Trial:
             up.append(self._time(path, self._up, False))
         return min(down), min(up)
 
-    def _time(self, path: CopyPath, pieces: Sequence[Piece], to_device: bool) -> float:
+    def _time(self, path: CopyPath, pieces: Pieces, to_device: bool) -> float:
         start = time.perf_counter()
         path.enqueue(pieces, self._stream.ptr, to_device=to_device)
         self._stream.synchronize()

@@ -116,7 +116,7 @@ class EnginePages:
         parts: list[tuple[int, Any]] = []
         with ExitStack() as undo:
             undo.callback(self._settle, stream)  # part of it may be on its way
-            for planes in _parts(len(layout.planes), copy.planes_per_part):
+            for planes in layout.parts(copy.planes_per_part):
                 event = self._pool.cupy.cuda.Event(block=True, disable_timing=True)
                 for group in groups:
                     self._enqueue(layout, group, planes, copy.to_blocks, stream)
@@ -187,7 +187,7 @@ class EnginePages:
         if group.is_host:
             to_device = not to_blocks
             pieces = self._cut(pieces, host=0 if to_blocks else 1)
-        self._copies.enqueue(pieces.tolist(), stream.ptr, to_device=to_device)
+        self._copies.enqueue(pieces, stream.ptr, to_device=to_device)
 
     def _cut(self, pieces: npt.NDArray[np.uint64], host: int) -> npt.NDArray[np.uint64]:
         """No piece of the arena lies in two chunks of pinned memory: CUDA refuses such a copy."""
@@ -208,9 +208,3 @@ class EnginePages:
             awaited.synchronize()
         except self._cuda_error as error:
             raise TierDamaged(f"GPU {self._pool.index}: {error}") from error
-
-
-def _parts(num_planes: int, planes_per_part: int) -> Iterator[range]:
-    step = planes_per_part or num_planes
-    for first in range(0, num_planes, step):
-        yield range(first, min(first + step, num_planes))

@@ -18,7 +18,7 @@ Host addresses work as well as the GPU's where host memory is pinned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -62,7 +62,28 @@ class PageLayout:
 
     @property
     def block_bytes(self) -> int:
-        return len(self.planes) * self.pages_per_block * self.page_bytes
+        return len(self.planes) * self.plane_bytes
+
+    @property
+    def plane_bytes(self) -> int:
+        """Of one plane of one block."""
+        return self.pages_per_block * self.page_bytes
+
+    def span(self, planes: range) -> slice:
+        """Where these planes lie in a block's bytes."""
+        return slice(planes.start * self.plane_bytes, planes.stop * self.plane_bytes)
+
+    def only(self, planes: range) -> PageLayout:
+        """Of blocks that are these planes alone."""
+        kept = self.planes[planes.start : planes.stop]
+        return PageLayout(kept, self.page_bytes, self.pages_per_block)
+
+    def parts(self, planes_per_part: int) -> Iterator[range]:
+        """The planes in order, so many at a time (0: all)."""
+        num_planes = len(self.planes)
+        step = planes_per_part or num_planes
+        for first in range(0, num_planes, step):
+            yield range(first, min(first + step, num_planes))
 
     def check(self, num_blocks: int, pages: PageNumbers, *, to_blocks: bool) -> None:
         """ValueError on a table [blocks, pages per block] of another shape, on a page that is not

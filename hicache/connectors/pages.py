@@ -1,12 +1,13 @@
 """An inference engine's paged KV and the cache, whoever copies.
 
     by the daemon's GPU worker     the pages are shared by CUDA IPC; no byte passes through here
-    by this process itself         pages ⇄ pinned memory by kernels of ours (transfer/pages.py),
-                                   pinned memory ⇄ mapped arena by the processor
+    by this process itself         pages ⇄ pinned memory by kernels of ours, pinned memory ⇄ mapped
+                                   arena by the processor (staging.py)
 
 The first where it can be; else `how` says in one sentence why not, and the second serves. Before
 `save`, what the caller's kernels still write has to be over, and before `load`, what they still
-read; when either returns, nothing is on its way, unless `load` says so.
+read; when either returns, nothing is on its way, unless `load` says so. `load_by_part` is a `load`
+that is awaited layer by layer (page_load.py), the same whoever copies.
 
 The arena itself is not registered with CUDA here: a daemon that restarts brings another one, and
 memory that is unmapped under its registration can take the inference engine's CUDA context with it.
@@ -18,25 +19,25 @@ passed in, or what stands in for it.
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
+from contextlib import closing
 from math import inf
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from hicache.answers import FetchedRun, Match, PutResult
-from hicache.client import Client, LoadedPages, PageShare, SharedPages
+from hicache.answers import Match, PutResult
+from hicache.client import Client, LoadedPages, LoadedPart, PageShare, SharedPages
+from hicache.connectors.page_load import PageLoad
+from hicache.connectors.staging import Staging
 from hicache.keys import Tokens
 from hicache.paged import PageTable
-from hicache.storing import Fill
 from hicache.transfer.ipc import NotShareable, share
-from hicache.transfer.pages import PageCopier, PageLayout, Runner
+from hicache.transfer.pages import PageLayout, Runner
 
 STAGING_BYTES: Final = 64 << 20
 RETRY_S: Final = 10.0
 """Until the daemon is asked again to copy, where it would not or could not."""
-GRID: Final = 32
-"""Thread blocks of our kernels: 0.93 of a PCIe link's peak on an H200, and few of its SMs."""
 
 
 def shared_pages(cupy: Any, layout: PageLayout, library: str = "libcuda.so.1") -> SharedPages:
@@ -69,10 +70,7 @@ class PagedCache:
     ) -> None:
         self._client, self._layout, self._cupy = client, layout, cupy
         self._library = library
-        self._copier = PageCopier(layout, runner)
-        self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._step = max(1, STAGING_BYTES // layout.block_bytes)
-        self._pinned: Any = None
+        self._staging = Staging(cupy, layout, runner, STAGING_BYTES)
         self._share: PageShare | None = None
         self._retry_s = 0.0
         self._usable()
@@ -82,14 +80,21 @@ class PagedCache:
         `is_at_rest`, none of these pages may be used before `is_at_rest` of this says so."""
         if (shared := self._usable()) is not None:
             return self._client.load_pages(match, shared, pages)
-        started_s = time.monotonic()
-        wanted = min(match.decision.reload_blocks, len(pages))
-        came = np.zeros(wanted, bool)
-        for run in self._client.fetch_runs(match):
-            rows = pages[run.first : min(run.first + run.num_blocks, wanted)]
-            came[run.first : run.first + self._load(run, rows)] = True
-        blocks = wanted if came.all() else int(came.argmin())
-        return LoadedPages(blocks, time.monotonic() - started_s)
+        return self.load_by_part(match, pages, planes_per_part=0).end()
+
+    def load_by_part(self, match: Match, pages: PageTable, *, planes_per_part: int) -> PageLoad:
+        """The same, to be awaited after every so many planes (0: all of them): attention of a layer
+        may start while the next ones load. Other loads and saves may be made in between."""
+        rows = pages[: match.decision.reload_blocks]
+        num_planes = len(self._layout.planes)
+        if (shared := self._usable()) is not None:
+            parts = self._client.load_pages_by_part(
+                match, shared, rows, planes_per_part=planes_per_part
+            )
+            return PageLoad(parts, len(rows), num_planes, lambda: not shared.is_in_doubt)
+        self._layout.check(len(rows), rows, to_blocks=False)
+        parts = self._parts(match, rows, planes_per_part)
+        return PageLoad(parts, len(rows), num_planes, lambda: True)
 
     def save(
         self, tokens: Tokens, pages: PageTable, *, first: int = 0, durable: bool = False
@@ -98,14 +103,15 @@ class PagedCache:
         if (shared := self._usable()) is not None:
             return self._client.save_pages(tokens, shared, pages, first=first, durable=durable)
 
-        fill, last = self._fill(pages), first + len(pages)
+        fill, last = self._staging.fill(pages), first + len(pages)
         return self._client.put(
             tokens, lambda n, view: fill(n - first, view), first=first, last=last, durable=durable
         )
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether pages that were in doubt may be used again. Asks the daemon while they are."""
+        """Whether pages that were in doubt may be used again. Asks the daemon while they are, and
+        what is loaded by part meanwhile comes to its end first."""
         if self._share is None or not self._share.is_in_doubt:
             return True
         if not self._client.unshare_pages(self._share):
@@ -115,8 +121,7 @@ class PagedCache:
 
     def close(self) -> bool:
         """Before the client is closed. Whether the tensors may be freed now; False: ask again."""
-        self._stream.synchronize()
-        self._pinned = None
+        self._staging.close()
         return self._share is None or self._client.unshare_pages(self._share)
 
     def _usable(self) -> PageShare | None:
@@ -146,45 +151,11 @@ class PagedCache:
         else:
             self.how = "copied by the daemon's GPU worker"
 
-    # --- copying here ---------------------------------------------------------------------------
-
-    def _load(self, run: FetchedRun, rows: PageTable) -> int:
-        """A run's first blocks into pages; how many, fewer where slots were given away."""
-        for first in range(0, len(rows), self._step):
-            part = rows[first : first + self._step]
-            staging = self._staging()[: len(part)]
-            for block, view in zip(staging, run.views[first : first + len(part)], strict=True):
-                block[:] = view
-            if not run.verify():
-                return first
-            self._run(staging, part, to_blocks=False)
-        return len(rows)
-
-    def _fill(self, pages: PageTable) -> Fill:
-        """Writes block n of `pages`; they are gathered many at a time."""
-        staged = range(0)
-
-        def fill(index: int, view: npt.NDArray[np.uint8]) -> None:
-            nonlocal staged
-            if index not in staged:
-                staged = range(index, min(index + self._step, len(pages)))
-                part = pages[staged.start : staged.stop]
-                self._run(self._staging()[: len(part)], part, to_blocks=True)
-            view[:] = self._staging()[index - staged.start]
-
-        return fill
-
-    def _run(self, staging: npt.NDArray[np.uint8], rows: PageTable, *, to_blocks: bool) -> None:
-        start = int(staging.ctypes.data)
-        blocks = start + self._layout.block_bytes * np.arange(len(rows), dtype=np.uint64)
-        table = np.ascontiguousarray(rows)
-        more = {"grid": GRID, "stream": self._stream}
-        self._copier.start(blocks.astype(np.uint64), table, to_blocks=to_blocks, **more)
-        self._stream.synchronize()
-
-    def _staging(self) -> npt.NDArray[np.uint8]:
-        """Pinned memory for so many blocks, made when it is first needed."""
-        size = self._step * self._layout.block_bytes
-        if self._pinned is None:
-            self._pinned = self._cupy.cuda.alloc_pinned_memory(size)
-        return np.frombuffer(self._pinned, np.uint8, size).reshape(self._step, -1)
+    def _parts(
+        self, match: Match, rows: PageTable, planes_per_part: int
+    ) -> Generator[LoadedPart, None, None]:
+        """Copied here, each run as it becomes readable."""
+        with closing(self._client.fetch_runs(match)) as runs:
+            for run in runs:
+                part = rows[run.first : run.first + run.num_blocks]
+                yield from self._staging.load(run, part, planes_per_part)

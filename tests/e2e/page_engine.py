@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from hicache.bench.gpu.stand_in import BUS_ID, StandIn
 from hicache.client import Client, NamespaceSpec, SharedPages
+from hicache.connectors.pages import PagedCache
 from hicache.transfer.pages import PageLayout, Plane
 from tests.e2e.household import SPEC, Blocks, Tokens, blocks_of, prompt
 
@@ -53,6 +54,27 @@ class PageEngine:
         blocks = blocks_of(tokens, spec)[: len(pages)]
         blocks = blocks.reshape(-1, PLANES, PAGES_PER_BLOCK, PAGE_BYTES)
         self.tensors[:, pages] = blocks.swapaxes(0, 1)
+
+    def load_by_layer(
+        self,
+        client: Client,
+        cache: PagedCache,
+        tokens: Tokens,
+        pages: Table,
+        spec: NamespaceSpec = SPEC,
+    ) -> None:
+        """A prompt's blocks into pages, two planes after the other, each compared when it came."""
+        right = blocks_of(tokens, spec).reshape(len(pages), PLANES, -1)
+        self.tensors[:] = 0
+        match = client.match(tokens)
+        with cache.load_by_part(match, pages, planes_per_part=2) as load:
+            for planes in range(2, PLANES + 1, 2):
+                assert load.wait(planes) == len(pages), client.last_error
+                found = self.read(pages).reshape(right.shape)
+                assert np.array_equal(found[:, :planes], right[:, :planes])
+        loaded = load.end()
+        assert (loaded.blocks, loaded.is_at_rest) == (len(pages), True)
+        client.release(match)
 
     def read(self, pages: Table) -> Blocks:
         """The blocks in these pages."""

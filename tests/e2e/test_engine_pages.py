@@ -139,6 +139,7 @@ def test_a_connector_has_the_worker_copy(house: Household, driver: Path, gate: P
     wait_for(lambda: cache.is_at_rest, "the worker to let go")
     wait_for(client.ping, "the client to ask again after its failure")
     load_into(client, cache, engine, tokens)
+    engine.load_by_layer(client, cache, tokens, engine.pages(8, 3))
     pid = house.worker("gpu")
     psutil.Process(pid).kill()
     wait_for(lambda: house.worker("gpu") != pid, "another worker")
@@ -174,7 +175,7 @@ def test_the_check_for_a_gpu_machine(
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     rows = [json.loads(line) for line in report.read_text().splitlines()]
     assert {row["status"] for row in rows} == {"ok"}, (rows, ran.stdout, ran.stderr)
-    assert len(rows) == 6
+    assert len(rows) == 7
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def test_it_copies_itself(
     assert (came.blocks, came.is_at_rest) == (8, True)
     client.release(match)
     assert np.array_equal(engine.read(others), blocks_of(tokens, spec))
+    engine.load_by_layer(client, cache, tokens, engine.pages(8, 3), spec)
     assert runner.launches
     assert cache.is_at_rest
     assert cache.close()

@@ -123,10 +123,10 @@ class EngineMachine(RuleBasedStateMachine):
         if not gone and data.draw(st.booleans()):
             self.world.do(p.Abort(ticket, self.world.now_s, False))
 
-    @rule(tokens=prompts, owner=owners, namespace=namespaces)
-    def match(self, tokens: bytes, owner: int, namespace: int) -> None:
+    @rule(tokens=prompts, owner=owners, namespace=namespaces, by_worker=st.booleans())
+    def match(self, tokens: bytes, owner: int, namespace: int, by_worker: bool) -> None:
         namespace %= self.num_namespaces
-        matched = self.world.match(tokens, owner, namespace)
+        matched = self.world.match(tokens, owner, namespace, by_worker=by_worker)
         keys = self.keys(tokens, namespace)
         assert all(key in self.committed for key in keys[: matched.hit_blocks]), "a false hit"
         assert sum(run.num_blocks for run in matched.runs) == matched.hit_blocks
@@ -139,7 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(sorted(self.leases)))
         if lease in self.got:
             return
-        fetched = self.world.fetch(lease)
+        fetched = self.world.fetch(lease, by_worker=data.draw(st.booleans()))
         self.got[lease] = set()
         self.take(lease, fetched.ready)
 
@@ -150,6 +150,13 @@ class EngineMachine(RuleBasedStateMachine):
             positions = set(range(run.first, run.first + len(run.slots)))
             assert not positions & self.got[lease], "told twice"
             self.got[lease] |= positions
+
+    @precondition(lambda self: self.got.keys() & self.leases.keys())
+    @rule(data=st.data(), seconds=st.floats(0.0, 10.0))
+    def loaded(self, data: st.DataObject, seconds: float) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.got.keys() & self.leases.keys())))
+        runs = self.world.engine.readable_now(lease, 0, len(self.got[lease]))
+        self.world.do(p.Loaded(lease, runs, seconds, self.world.now_s))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.engine.cost import LinkCost, PrefillCost, PrefillPrior, learn_hop, plausible_hop
+from hicache.engine.cost import (
+    LinkCost,
+    LoadCost,
+    PrefillCost,
+    PrefillPrior,
+    learn_hop,
+    plausible_hop,
+)
 
 FIXED_S, PER_TOKEN_S, PER_PAIR_S = 0.004, 3e-5, 1.1e-9
 """About an 8B model on one H100."""
@@ -299,3 +306,54 @@ def test_a_tiny_fast_copy_does_not_look_infinitely_fast() -> None:
     link.measured(4096, 1e-5)  # less than the latency itself
     assert link.bytes_per_s < 2 * LinkCost.GUESS_BYTES_PER_S
     assert link.latency_s < 2e-5
+
+
+# --- loads by the GPU's worker --------------------------------------------------------------------
+
+HBM, DRAM = 0, 1
+PCIE = 5e10
+
+
+def load_of(hbm_mib: float, dram_mib: float) -> dict[int, float]:
+    return {HBM: hbm_mib * (1 << 20), DRAM: dram_mib * (1 << 20)}
+
+
+def taken_s(bytes_from: dict[int, float], latency_s: float = 2e-4) -> float:
+    """On a GPU that copies 1 TB/s within its memory, and 20 GB/s of small pages over the link."""
+    return latency_s + bytes_from[HBM] / 1e12 + bytes_from[DRAM] / 2e10
+
+
+def test_until_a_load_was_measured_it_is_believed_to_come_over_the_link() -> None:
+    load = LoadCost((HBM, DRAM), LinkCost(1e-4, PCIE))
+    for bytes_from in (load_of(512, 0), load_of(0, 512), load_of(256, 256)):
+        assert load.seconds(bytes_from) == pytest.approx(1e-4 + (512 << 20) / PCIE)
+        assert load.doubt_s(bytes_from) >= load.seconds(bytes_from)
+    assert load.seconds({}) == load.doubt_s({}) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_loads_from_both_memories_teach_both_speeds(seed: int) -> None:
+    """A prompt's front in GPU memory and its end in host memory: no load has one tier only."""
+    rng = np.random.default_rng(seed)
+    load = LoadCost((HBM, DRAM), LinkCost(1e-4, PCIE))
+    for _ in range(40):
+        bytes_from = load_of(rng.uniform(16, 1024), rng.uniform(2, 256))
+        load.measured(bytes_from, taken_s(bytes_from) * rng.uniform(0.9, 1.1))
+    for bytes_from in (load_of(1024, 0), load_of(0, 256), load_of(512, 64)):
+        assert load.seconds(bytes_from) == pytest.approx(taken_s(bytes_from), rel=0.3)
+    assert load.num_measured == 40
+
+
+def test_a_load_within_the_gpu_alone_says_so_at_once() -> None:
+    load = LoadCost((HBM, DRAM), LinkCost(1e-4, PCIE))
+    dram_s = load.seconds(load_of(0, 256))
+    load.measured(load_of(1024, 0), taken_s(load_of(1024, 0)))
+    assert load.seconds(load_of(1024, 0)) == pytest.approx(taken_s(load_of(1024, 0)), rel=0.3)
+    assert load.seconds(load_of(0, 256)) == pytest.approx(dram_s, rel=0.3), "the link is as it was"
+
+
+@pytest.mark.parametrize(("bytes_from", "seconds"), [({}, 1.0), (load_of(1, 1), 0.0)])
+def test_loads_that_cannot_be_are_ignored(bytes_from: dict[int, float], seconds: float) -> None:
+    load = LoadCost((HBM, DRAM), LinkCost(1e-4, PCIE))
+    load.measured(bytes_from, seconds)
+    assert load.num_measured == 0

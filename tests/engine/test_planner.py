@@ -13,7 +13,7 @@ from hicache.engine import plan as p
 from hicache.engine.cost import LinkCost
 from hicache.engine.plan import Decision, TierRun
 from hicache.engine.planner import Hit, Mode, Planner, PlannerSettings
-from hicache.engine.reloading import Way, reload_over
+from hicache.engine.reloading import OwnCopy, Way, reload_over
 from hicache.engine.settings import EngineSettings
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, World, tokens_of
 
@@ -52,7 +52,8 @@ class Grid:
             [TierRun(tier, count) for tier, count in runs],
             [way_of[tier] for tier, _ in runs],
             BLOCK * self.kv_bytes,
-            1 / 5e10,
+            OwnCopy(1 / 5e10),
+            [0] * len(runs),
         )
         return Hit(prompt_tokens, BLOCK, skipped, reload.runs, reload.seconds, self.prefill_s)
 

@@ -105,12 +105,14 @@ class World:
         self.digests[number] = digest
         return number
 
-    def match(self, tokens: bytes, owner: int = 1, namespace: int = 0) -> p.Matched:
+    def match(
+        self, tokens: bytes, owner: int = 1, namespace: int = 0, *, by_worker: bool = False
+    ) -> p.Matched:
         self.now_s += 1
-        return self.do(p.Match(namespace, tokens, owner, self.now_s, 100.0))
+        return self.do(p.Match(namespace, tokens, owner, self.now_s, 100.0, by_worker=by_worker))
 
-    def fetch(self, lease: int) -> p.Fetched:
-        return self.do(p.Fetch(lease, self.now_s, self.now_s + 10))
+    def fetch(self, lease: int, *, by_worker: bool = False) -> p.Fetched:
+        return self.do(p.Fetch(lease, self.now_s, self.now_s + 10, by_worker))
 
     def release(self, lease: int) -> bool:
         return self.do(p.Release(lease, self.now_s))

@@ -16,6 +16,7 @@ from hicache.config import (
     probe_machine,
     resolve_sizes,
 )
+from hicache.tiers.hbm import CONTEXT_BYTES
 from hicache.tiers.hbm_probe import Gpu, Gpus, look
 
 GIB = 1 << 30
@@ -46,6 +47,19 @@ def test_shares_become_bytes() -> None:
     on_gpu = resolve_sizes(config, ONE_GPU).tiers
     assert on_gpu.hbm is not None
     assert on_gpu.hbm.size_bytes == 8 * GIB
+
+
+@pytest.mark.parametrize("total_gib", [20, 24, 40, 80, 141, 192])
+def test_a_gpu_of_which_nobody_said_how_much_has_room_for_an_inference_engine(
+    total_gib: int,
+) -> None:
+    """vLLM takes 92% of it, if nobody says more."""
+    gpus = Gpus((Gpu(0, total_gib * GIB, total_gib * GIB),), trouble="")
+    config = resolve_sizes(tiers("{hbm: {}, dram: {size: 1GiB}}"), replace(MACHINE, gpus=gpus))
+    assert config.tiers.hbm is not None
+    used = config.tiers.hbm.size_bytes + CONTEXT_BYTES
+    assert used <= int(0.08 * total_gib * GIB)
+    assert config.tiers.hbm.size_bytes >= GIB
 
 
 @pytest.mark.parametrize(

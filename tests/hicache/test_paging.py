@@ -19,6 +19,7 @@ from hicache.engine import plan as p
 from hicache.paging import MAX_COPIES
 from hicache.service import Asked
 from hicache.session import Session
+from hicache.statistics import namespace_rows
 from hicache.tiers.block import slot_bytes_for
 from hicache.transfer.messages import Message, Stream
 from hicache.transfer.news import PageNews
@@ -26,7 +27,7 @@ from hicache.transfer.page_messages import PageTold, unpack_claim, unpack_copy
 from hicache.waiting import Peer
 from hicache.wire import WireError, decode_request, pack
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS
-from tests.hicache.test_service import PROMPT, Desk, store
+from tests.hicache.test_service import PROMPT, SPEC, Desk, store
 
 PLANES = np.array([[0, 0, BLOCK_BYTES // 2, 16]], "<u8")  # two pages of half a block
 CLAIM: dict[str, Any] = {
@@ -195,6 +196,57 @@ def test_a_load_is_answered_when_it_is_at_rest(desk: PageDesk) -> None:
     assert part == {"id": asked, "ok": True, "more": True, "planes": 3, "blocks": 4}
     desk.worker.answer(order)
     assert desk.reply_to(asked) == {"id": asked, "ok": True, "blocks": 4, "seconds": 0.5}
+
+
+def priced_by_worker(desk: PageDesk, session: Session) -> bool:
+    """Whether the planner counted on the worker when this session asked."""
+    lease = desk.ask("match", s=session.token, tokens=PROMPT)["lease"]
+    desk.ask("release", s=session.token, lease=lease)
+    return next(desk.world.engine.record.last(1)).hit.by_worker
+
+
+def test_whose_blocks_the_worker_copies_is_known_before_they_are_asked_for(desk: PageDesk) -> None:
+    """One session of an inference engine asks, and another one has the pages."""
+    scheduler = desk.hello()
+    spec, group = SPEC.to_wire(), scheduler.group.token
+    reply = desk.ask("hello", protocol=1, spec=spec, transport="frames", group=group)
+    rank, stranger = desk.service.sessions.by_token[reply["session"]], desk.hello()
+    store(desk, scheduler, PROMPT, 6)
+    assert not priced_by_worker(desk, scheduler)
+    first, second = desk.registered(rank), desk.registered(rank)
+    assert priced_by_worker(desk, scheduler)
+    assert not priced_by_worker(desk, stranger)
+    desk.later("unregister", s=rank.token, registration=first)
+    assert priced_by_worker(desk, scheduler)
+    desk.later("unregister", s=rank.token, registration=second)
+    assert not priced_by_worker(desk, scheduler), "nothing is loaded into what is being unmapped"
+    for order in desk.worker.of("unmap"):
+        desk.worker.answer(order)
+    desk.registered(rank)
+    assert priced_by_worker(desk, scheduler)
+    desk.worker.die()
+    assert not priced_by_worker(desk, scheduler)
+
+
+def test_the_planner_learns_what_a_load_took(desk: PageDesk) -> None:
+    session = desk.hello()
+    number = desk.registered(session)
+    store(desk, session, PROMPT, 6)
+    lease = desk.matched(session)
+    desk.loading(session, number, lease, 4)
+    desk.worker.answer(desk.worker.of("load")[0], "CUDA refused")
+    assert not desk.world.engine.estimates.loads[session.namespace].num_measured
+    desk.loading(session, number, lease, 6)
+    desk.world.now_s += 0.75
+    desk.worker.answer(desk.worker.of("load")[0])
+    load = desk.world.engine.estimates.loads[session.namespace]
+    assert load.seconds({0: 6.0 * BLOCK_BYTES}) == pytest.approx(0.5, rel=0.3)
+    row = namespace_rows(desk.service)[session.namespace]
+    assert row["loads"] == {"measurements": 1, "bytes_per_s": {"dram": load.bytes_per_s[0]}}
+    desk.ask("release", s=session.token, lease=lease)
+    record = next(desk.world.engine.record.last(1))
+    assert record.blocks_came == 6
+    assert record.reload_s == pytest.approx(0.75)
 
 
 def test_a_load_whose_lease_ended_meanwhile_has_failed(desk: PageDesk) -> None:

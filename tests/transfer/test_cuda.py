@@ -19,7 +19,7 @@ from hicache.tiers.base import TierDamaged, TierUnavailable
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.hbm import CudaPool
 from hicache.transfer.cuda import CudaLink, CudaMedium, Started, choose_path
-from hicache.transfer.cuda_copy import EachCopy, Piece
+from hicache.transfer.cuda_copy import EachCopy, Pieces
 from hicache.transfer.messages import WorkerConfig
 from hicache.transfer.pinning import PinnedArena
 
@@ -40,8 +40,8 @@ class AllAtOnce:
     def __init__(self, device: StandIn) -> None:
         self._device = device
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool | None) -> None:
-        self._device.enqueue_all(pieces, stream)
+    def enqueue(self, pieces: Pieces, stream: int, *, to_device: bool | None) -> None:
+        self._device.enqueue_all(pieces.tolist(), stream)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,9 @@ from hicache.transfer.cuda_copy import (
     CopyPath,
     CopyRefused,
     EachCopy,
-    Piece,
+    Pieces,
     fastest_by_size,
+    rows_of,
 )
 from hicache.transfer.pinning import PinnedArena
 from tests.shared_library import compiled
@@ -80,16 +80,16 @@ def test_a_batch_is_one_call_of_either_signature(tmp_path: Path, version: int) -
     target = np.zeros(1000, np.uint8)
     places = [(0, 500, 100), (200, 0, 1), (300, 7, 400)]
     to, start = target.ctypes.data, source.ctypes.data
-    copies.enqueue([(to + t, start + s, n) for t, s, n in places], STREAM, to_device=True)
+    copies.enqueue(rows_of([(to + t, start + s, n) for t, s, n in places]), STREAM, to_device=True)
     right = np.zeros(1000, np.uint8)
     for t, s, n in places:
         right[t : t + n] = source[s : s + n]
     assert np.array_equal(target, right)
-    copies.enqueue([], STREAM, to_device=True)
+    copies.enqueue(rows_of([]), STREAM, to_device=True)
     with pytest.raises(CopyRefused, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
-        copies.enqueue([(to, start, 13)], STREAM, to_device=True)
+        copies.enqueue(rows_of([(to, start, 13)]), STREAM, to_device=True)
     with pytest.raises(CopyRefused, match="error 2"):
-        copies.enqueue([(to, start, 1)], 0, to_device=True)
+        copies.enqueue(rows_of([(to, start, 1)]), 0, to_device=True)
 
 
 def test_a_driver_without_the_call(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ class Noted:
         self.name = name
         self.got: list[int] = []
 
-    def enqueue(self, pieces: Sequence[Piece], stream: int, *, to_device: bool | None) -> None:
-        self.got.append(pieces[0][2])
+    def enqueue(self, pieces: Pieces, stream: int, *, to_device: bool | None) -> None:
+        self.got.append(int(pieces[0, 2]))
 
 
 def test_the_faster_path_by_size() -> None:
@@ -129,11 +129,11 @@ def test_the_faster_path_by_size() -> None:
     path = fastest_by_size(times)
     assert path.name == "batch, each from 256 KiB, batch from 2048 KiB"
     for size in (1, 16384, 262143, 262144, 2097151, 2097152, 1 << 30):
-        path.enqueue([(0, 0, size)], 0, to_device=None)
-    path.enqueue([], 0, to_device=True)
+        path.enqueue(rows_of([(0, 0, size)]), 0, to_device=None)
+    path.enqueue(rows_of([]), 0, to_device=True)
     assert each.got == [262144, 2097151]
     assert batch.got == [1, 16384, 262143, 2097152, 1 << 30]
-    path.enqueue([(0, 0, 600000), (0, 0, 1)], 0, to_device=True)  # by their mean
+    path.enqueue(rows_of([(0, 0, 600000), (0, 0, 1)]), 0, to_device=True)  # by their mean
     assert each.got[-1] == 600000
 
 

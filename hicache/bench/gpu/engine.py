@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.bench.gpu.check import Check, Skipped
+from hicache.bench.gpu.cpu_kernels import CpuRunner
 from hicache.bench.gpu.daemon import BLOCK_TOKENS, daemon, wait_for
 from hicache.client import Client, LayerGroup, Match, NamespaceSpec, PageShare
-from hicache.connectors.pages import shared_pages
+from hicache.connectors.pages import PagedCache, shared_pages
 from hicache.demo.daemon import PrivateDaemon
-from hicache.transfer.pages import PageLayout, whole_pages
+from hicache.transfer.pages import CupyRunner, PageLayout, Runner, whole_pages
 
 PAGE_BYTES = 64 << 10  # 16 tokens of a layer of an 8B model, K and V
 BLOCKS = 32
@@ -104,6 +105,8 @@ def run(check: Check) -> None:
             part.value = _there_and_back(house, engine, share, size)
         with check.step("loaded layer by layer") as part:
             part.value = _by_layer(engine, share)
+        with check.step("the same, copied by this process itself") as part:
+            part.value = _by_layer_here(check, engine)
         with check.step("the worker killed in the middle of loads") as part:
             part.value = _killed(check, house, engine, share)
         engine.client.close()
@@ -186,6 +189,27 @@ def _by_layer(engine: Engine, share: PageShare) -> str:
         assert np.array_equal(found, right), f"told of {part.planes} layers, and they are not there"
     engine.client.release(match)
     return f"{len(told)} parts, the first after {told[0]:.1f} ms; each compared when it was told"
+
+
+def _by_layer_here(check: Check, engine: Engine) -> str:
+    """As a connector does where the worker cannot: here because it finds no CUDA library."""
+    runner: Runner = CupyRunner(check.cupy) if hasattr(check.cupy, "RawModule") else CpuRunner()
+    cache = PagedCache(engine.client, engine.layout, engine.cupy, runner, "/dev/null")
+    pages, number = engine.pages(), max(engine.right)
+    match = _matched(engine, number)
+    right = engine.right[number]
+    started_s = time.perf_counter()
+    told: list[float] = []
+    with cache.load_by_part(match, pages, planes_per_part=1) as load:
+        for layers in range(1, engine.layers + 1):
+            blocks = load.wait(layers)
+            told.append((time.perf_counter() - started_s) * 1e3)
+            assert blocks == BLOCKS, f"{blocks} of {BLOCKS} blocks: {engine.client.last_error}"
+            found = engine.holds(pages)[:, :layers]
+            assert np.array_equal(found, right[:, :layers]), f"layer {layers} is not there"
+    engine.client.release(match)
+    cache.close()
+    return f"{cache.how[:40]}…; the first layer after {told[0]:.1f} ms, each compared when it came"
 
 
 def _killed(check: Check, house: PrivateDaemon, engine: Engine, share: PageShare) -> str:

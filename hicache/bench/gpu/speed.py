@@ -29,7 +29,7 @@ from hicache.bench.report import wide_console
 from hicache.engine.plan import Move
 from hicache.tiers.block import PAGE_BYTES
 from hicache.transfer.cuda import CudaLink, Started
-from hicache.transfer.cuda_copy import CopyPath, CopyRefused
+from hicache.transfer.cuda_copy import CopyPath, CopyRefused, rows_of
 from hicache.transfer.lane import GPU_LIMITS
 from hicache.transfer.pinning import CHUNK_BYTES
 
@@ -273,7 +273,9 @@ def _on_the_card(check: Check) -> None:
         ways = {"whole": whole, "each": timed(each)}
         batch = dict(_known(check)).get("batch")
         if batch is not None:
-            ways["batch"] = timed(lambda: batch.enqueue(pieces, stream.ptr, to_device=True))
+            ways["batch"] = timed(
+                lambda: batch.enqueue(rows_of(pieces), stream.ptr, to_device=None)
+            )
         rates = {n: 2 * total / s / 1e9 for n, s in _take_turns(ways, 5).items()}
         text = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
         step.judge(True, f"{text} GB/s read and written; by a kernel: see pages", **rates)

@@ -1,0 +1,137 @@
+"""Blocks between an inference engine's pages and memory that CUDA does not know, by itself.
+
+The processor copies between that memory (the mapped arena, message parts) and pinned memory, and
+kernels of ours (transfer/pages.py) between pinned memory and pages. Each has one half of it:
+
+    processor   [ layer 0 → A ][ layer 1 → B ][ layer 2 → A ]
+    kernels                    [ A → pages   ][ B → pages   ][ A → pages   ]
+    told                             layer 0 ┘      layer 1 ┘      layer 2 ┘
+
+A half is filled again when the event behind the kernel that reads it has completed, and pages are
+told of when the event behind the kernel that writes them has. Several loads may take turns.
+
+For `PagedCache`. Not thread-safe; CuPy is passed in, or what stands in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.answers import FetchedRun
+from hicache.paged import LoadedPart, PageTable
+from hicache.storing import Fill
+from hicache.transfer.pages import PageCopier, PageLayout, Runner
+
+GRID: Final = 32
+"""Thread blocks of our kernels: 0.93 of a PCIe link's peak on an H200, and few of its SMs."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Staging:
+    """`num_bytes` of pinned memory, made when it is first needed, and more where a half of it would
+    not hold one block."""
+
+    def __init__(self, cupy: Any, layout: PageLayout, runner: Runner, num_bytes: int) -> None:
+        self._cupy, self._layout, self._runner = cupy, layout, runner
+        self._half_bytes = max(num_bytes // 2, layout.block_bytes)
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._copiers: dict[range, PageCopier] = {}
+        self._halves: list[tuple[Bytes, Any]] = []  # memory, the event behind its last kernel
+
+    def load(
+        self, run: FetchedRun, rows: PageTable, planes_per_part: int
+    ) -> Generator[LoadedPart, None, None]:
+        """The first blocks of a run into `rows` of pages, so many planes after the other (0: all at
+        once). What is told has come; it ends early where the run's slots were given away. However
+        it ends, nothing of it is on its way then."""
+        views = run.views[: len(rows)]
+        last: tuple[LoadedPart, Any] | None = None
+        try:
+            for planes in self._layout.parts(planes_per_part):
+                for blocks in _chunks(len(rows), self._room(planes)):
+                    staged = self._free_half(len(blocks), planes)
+                    span = self._layout.span(planes)
+                    for row, view in zip(staged, views[blocks.start : blocks.stop], strict=True):
+                        row[:] = view[span]
+                    if not run.verify():
+                        return
+                    event = self._copy(
+                        staged, rows[blocks.start : blocks.stop], planes, to_blocks=False
+                    )
+                    if last is not None:
+                        last[1].synchronize()
+                        yield last[0]
+                    part = LoadedPart(run.first + blocks.start, len(blocks), planes.stop)
+                    last = part, event
+            if last is not None:
+                last[1].synchronize()
+                yield last[0]
+        finally:
+            self.settle()
+
+    def fill(self, pages: PageTable) -> Fill:
+        """Writes block n of `pages` into a view; they are gathered many at a time."""
+        planes = range(len(self._layout.planes))
+        gathered, first = np.empty((0, 0), np.uint8), 0
+
+        def fill(index: int, view: Bytes) -> None:
+            nonlocal gathered, first
+            if not first <= index < first + len(gathered):
+                first, part = index, pages[index : index + self._room(planes)]
+                gathered = self._free_half(len(part), planes)
+                self._copy(gathered, part, planes, to_blocks=True).synchronize()
+            view[:] = gathered[index - first]
+
+        return fill
+
+    def settle(self) -> None:
+        """Until nothing is on its way."""
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        """Nothing is on its way any more, and the pinned memory is free."""
+        self.settle()
+        self._halves.clear()
+
+    def _room(self, planes: range) -> int:
+        """So many blocks' planes go into a half."""
+        return self._half_bytes // (len(planes) * self._layout.plane_bytes)
+
+    def _free_half(self, num_blocks: int, planes: range) -> Bytes:
+        """The half that was used longer ago: uint8 [blocks, bytes of these planes], which no kernel
+        uses any more. The next `_copy` is one from or to it."""
+        if not self._halves:
+            for _ in range(2):
+                pinned = self._cupy.cuda.alloc_pinned_memory(self._half_bytes)
+                self._halves.append((np.frombuffer(pinned, np.uint8, self._half_bytes), None))
+        memory, event = self._halves[0]
+        if event is not None:
+            event.synchronize()
+        size = len(planes) * self._layout.plane_bytes
+        return memory[: num_blocks * size].reshape(num_blocks, size)
+
+    def _copy(self, half: Bytes, rows: PageTable, planes: range, *, to_blocks: bool) -> Any:
+        """Enqueued; the event behind it."""
+        start, size = int(half.ctypes.data), half.shape[1]
+        blocks = np.arange(start, start + len(half) * size, size, dtype=np.uint64)
+        copier = self._copiers.get(planes)
+        if copier is None:
+            copier = PageCopier(self._layout.only(planes), self._runner)
+            self._copiers[planes] = copier
+        more = {"grid": GRID, "stream": self._stream}
+        copier.start(blocks, np.ascontiguousarray(rows), to_blocks=to_blocks, **more)
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        memory, _ = self._halves.pop(0)
+        self._halves.append((memory, event))
+        return event
+
+
+def _chunks(num_blocks: int, step: int) -> Iterator[range]:
+    for first in range(0, num_blocks, step):
+        yield range(first, min(first + step, num_blocks))
