@@ -18,17 +18,17 @@ passed in, or what stands in for it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 from contextlib import closing
-from math import inf
 from typing import Any, Final
 
 import numpy as np
 
-from hicache.answers import Match, PutResult
+from hicache.answers import Greeting, Match, PutResult
+from hicache.channel import run_now
 from hicache.client import Client, LoadedPages, LoadedPart, PageShare, SharedPages
 from hicache.connectors.page_load import PageLoad
+from hicache.connectors.sharing import Sharing
 from hicache.connectors.staging import Staging
 from hicache.keys import Tokens
 from hicache.paged import PageTable
@@ -36,8 +36,6 @@ from hicache.transfer.ipc import NotShareable, share
 from hicache.transfer.pages import PageLayout, Runner
 
 STAGING_BYTES: Final = 64 << 20
-RETRY_S: Final = 10.0
-"""Until the daemon is asked again to copy, where it would not or could not."""
 
 
 def shared_pages(cupy: Any, layout: PageLayout, library: str = "libcuda.so.1") -> SharedPages:
@@ -56,6 +54,27 @@ def shared_pages(cupy: Any, layout: PageLayout, library: str = "libcuda.so.1") -
     return SharedPages(bus_id, tuple(handles), planes, layout.page_bytes, per_block)
 
 
+class _Blocking:
+    """A blocking client as a sharer: its coroutines never wait."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @property
+    def greeting(self) -> Greeting | None:
+        return self._client.greeting
+
+    @property
+    def last_error(self) -> str:
+        return self._client.last_error
+
+    async def share_pages(self, pages: SharedPages) -> PageShare | None:
+        return self._client.share_pages(pages)
+
+    async def unshare_pages(self, share: PageShare) -> bool:
+        return self._client.unshare_pages(share)
+
+
 class PagedCache:
     """`runner` runs our kernels where this process copies itself. `how` says who copies, and why
     if it is this process."""
@@ -68,12 +87,18 @@ class PagedCache:
         runner: Runner,
         library: str = "libcuda.so.1",
     ) -> None:
-        self._client, self._layout, self._cupy = client, layout, cupy
-        self._library = library
+        self._client, self._layout = client, layout
         self._staging = Staging(cupy, layout, runner, STAGING_BYTES)
-        self._share: PageShare | None = None
-        self._retry_s = 0.0
+        self._sharing: Sharing | None = None
+        try:
+            self._sharing = Sharing(_Blocking(client), shared_pages(cupy, layout, library))
+        except NotShareable as reason:  # of this memory, for good
+            self._why = f"copied by this process itself: {reason}"
         self._usable()
+
+    @property
+    def how(self) -> str:
+        return self._why if self._sharing is None else self._sharing.how
 
     def load(self, match: Match, pages: PageTable) -> LoadedPages:
         """The blocks worth reloading into `pages`: int32 [blocks, pages per block]. Where it is not
@@ -112,44 +137,17 @@ class PagedCache:
     def is_at_rest(self) -> bool:
         """Whether pages that were in doubt may be used again. Asks the daemon while they are, and
         what is loaded by part meanwhile comes to its end first."""
-        if self._share is None or not self._share.is_in_doubt:
+        if self._sharing is None or not self._sharing.is_in_doubt:
             return True
-        if not self._client.unshare_pages(self._share):
-            return False
-        self._share, self._retry_s = None, 0.0
-        return True
+        return run_now(self._sharing.close())
 
     def close(self) -> bool:
         """Before the client is closed. Whether the tensors may be freed now; False: ask again."""
         self._staging.close()
-        return self._share is None or self._client.unshare_pages(self._share)
+        return self._sharing is None or run_now(self._sharing.close())
 
     def _usable(self) -> PageShare | None:
-        """The share, made anew where the daemon or its worker is another by now, or after a while
-        where it was refused. None: copy here. While pages are in doubt it is not touched."""
-        share, greeting = self._share, self._client.greeting
-        if share is not None and not share.is_in_doubt:
-            is_of_before = greeting is not None and greeting.session != share.session
-            if is_of_before or share.is_over:
-                self._client.unshare_pages(share)
-                self._share, self._retry_s = None, 0.0
-        if self._share is None and time.monotonic() >= self._retry_s:
-            self._share_again()
-        return self._share
-
-    def _share_again(self) -> None:
-        """Have the worker copy, if that can be."""
-        try:
-            pages = shared_pages(self._cupy, self._layout, self._library)
-        except NotShareable as reason:  # of this memory, for good
-            self.how, self._retry_s = f"copied by this process itself: {reason}", inf
-            return
-        self._share = self._client.share_pages(pages)
-        self._retry_s = time.monotonic() + RETRY_S
-        if self._share is None:
-            self.how = f"copied by this process itself: {self._client.last_error}"
-        else:
-            self.how = "copied by the daemon's GPU worker"
+        return None if self._sharing is None else run_now(self._sharing.usable())
 
     def _parts(
         self, match: Match, rows: PageTable, planes_per_part: int

@@ -3,7 +3,8 @@
     usable ──▶ [register] ──▶ share ──▶ loads and saves ──▶ leave ──▶ let go, and usable again
                   └ None, for a while: copy yourself
 
-For a connector with an asyncio client, and a way of its own to copy. Used in one event loop.
+For a connector that has a way of its own to copy. Used in one event loop, or in none by a blocking
+client, whose coroutines never wait.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class Sharing:
             if self._share is None and time.monotonic() >= self._retry_s:
                 await self._share_again()
             return self._share
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether something is, or may be, on its way."""
+        return any(share is not None and share.is_in_doubt for share in (self._share, self._left))
 
     def leave(self, share: PageShare) -> None:
         """Use it no more, since something of it was not answered."""
