@@ -40,6 +40,36 @@ def test_large_blocks_go_back_at_once(how: str, is_kept: bool) -> None:
     assert (kept_mib >= 15) == is_kept
 
 
+USE_ALL_SIZES = """
+import ctypes, sys
+import numpy as np
+from hicache.freed import fill_small_buffers
+
+class Uses(ctypes.Structure):
+    _fields_ = [(f"field {n}", ctypes.c_size_t) for n in range(7)] + [
+        ("in_use", ctypes.c_size_t), ("free", ctypes.c_size_t), ("at_end", ctypes.c_size_t)]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Uses
+if sys.argv[1] == "filled":
+    fill_small_buffers()
+before = libc.mallinfo2().in_use
+for num_bytes in range(1, 1200):
+    arrays = [np.empty(num_bytes, np.uint8) for _ in range(20)]
+    del arrays
+print((libc.mallinfo2().in_use - before) // 1024)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc, which is asked")
+@pytest.mark.parametrize(("how", "grows"), [("filled", False), ("as it is", True)])
+def test_what_numpy_keeps_of_small_arrays_is_taken_at_once(how: str, grows: bool) -> None:
+    """It took megabytes within a quarter of an hour, a size at a time, between what was used."""
+    command = [sys.executable, "-c", USE_ALL_SIZES, how]
+    grown_kib = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert (grown_kib > 100) == grows
+
+
 def test_once_a_minute() -> None:
     freed = FreedMemory(100.0)
     calls: list[int] = []
