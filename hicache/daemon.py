@@ -30,7 +30,7 @@ from hicache import __version__
 from hicache import statistics as figures
 from hicache.assembly import Parts, engine_settings, new_engine, paces_of, tier_specs
 from hicache.condition import Condition
-from hicache.config import Config, LoadedConfig, diff_live
+from hicache.config import Config, LoadedConfig, diff_live, with_live
 from hicache.config.units import format_size
 from hicache.delivery import Part
 from hicache.doorkeeper import Doorkeeper
@@ -592,18 +592,7 @@ class Daemon:
         """Apply what can change live; what cannot keeps its old value until a restart."""
         diff = diff_live(self.config, config)
         if diff.live:
-            tiers = self.config.tiers.model_copy(
-                update={
-                    spec.name: _with_live_keys(
-                        getattr(self.config.tiers, spec.name), getattr(config.tiers, spec.name)
-                    )
-                    for spec in self.parts.tiers
-                    if getattr(config.tiers, spec.name, None) is not None
-                }
-            )
-            live = ("planner", "deadlines", "limits", "write_policy", "selective_hits")
-            update = {name: getattr(config, name) for name in (*live, "log_level", "debug")}
-            self.config = self.config.model_copy(update={**update, "tiers": tiers})
+            self.config = with_live(self.config, config)
             self.engine.configure(
                 engine_settings(self.config), tier_specs(self.config, self.parts.tiers)
             )
@@ -684,8 +673,3 @@ def _peer_pid(frame: zmq.Frame) -> int:
     except (zmq.ZMQError, ValueError, IndexError):
         return 0
     return pid if pid > 0 else 0
-
-
-def _with_live_keys(old: Any, new: Any) -> Any:
-    live = ("high_watermark", "low_watermark", "write_budget_bytes_per_day", "min_return")
-    return old.model_copy(update={name: getattr(new, name) for name in live if hasattr(new, name)})
