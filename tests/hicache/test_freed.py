@@ -1,4 +1,4 @@
-"""Freed memory goes back: large pieces at once, the rest once a minute."""
+"""Freed memory goes back: large pieces at once, the rest every few seconds."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_numpy_keeps_of_small_arrays_is_taken_at_once(how: str, grows: bool
     assert (grown_kib > 100) == grows
 
 
-def test_once_a_minute() -> None:
+def test_again_and_again() -> None:
     freed = FreedMemory(100.0)
     calls: list[int] = []
     freed._trim = calls.append
