@@ -505,34 +505,12 @@ class Daemon:
         }
 
     def _stats(self, _: Any) -> dict[str, Any]:
-        service, condition = self.service, self.condition
-        notes, states = condition.tier_notes(), condition.tier_states()
-        namespaces = figures.namespace_rows(service)  # walks the index, once
-        index = figures.index_row(self.engine, namespaces)
         return {
             "uptime_s": time.monotonic() - self.started_s,
             "epoch": self.epoch,
             "pid": os.getpid(),
             "version": __version__,
-            "sessions": len(self.sessions),
-            "leases": len(self.engine.residency.leases.leases),
-            "tickets": len(self.engine.residency.leases.tickets),
-            "waiting": len(service.waiting),
-            "namespaces": namespaces,
-            "index": index,
-            "tiers": figures.tier_rows(self.engine, self.parts.media, notes, states),
-            "links": figures.link_rows(self.engine),
-            "planner": figures.planner_row(service),
-            "requests": dict(service.requests),
-            "errors": dict(service.errors),
-            "puts": dict(service.puts),
-            "gate": figures.gate_row(self.engine),
-            "history": figures.history_row(self.engine),
-            "dropped_blocks": self.engine.evictor.dropped,
-            "workers": self.mover.pids(),
-            "memory": figures.memory_row(service, self.mover, index["tokens"]),
-            "pages": self.service.paging.counts(),
-            "queues": figures.queue_rows(service, self.mover),
+            **figures.report(self.service, self.mover, self.condition, self.parts.media),
         }
 
     def _what_if(self, _: Any) -> dict[str, Any]:
