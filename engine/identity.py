@@ -1,8 +1,9 @@
 """Block keys, computed when a block leaves for a durable tier and not kept per block.
 
 A key commits to the whole prefix, so a node's keys start from its parent's last. The chains of the
-nodes moved most recently are kept. A node whose blocks are on their way is split at its front again
-and again, as they arrive; it keeps its end, so what was computed for the whole serves for the rest.
+nodes moved most recently are kept; those of nodes that are no more go soon. A node whose blocks are
+on their way is split at its front again and again, as they arrive; it keeps its end, so what was
+computed for the whole serves for the rest.
 
     computed   [ k0 k1 k2 k3 k4 k5 k6 k7 ]
     node now               [ b4 b5 b6 b7 ]      its keys: the last four
@@ -24,6 +25,7 @@ from hicache.engine.residency import Namespace, Residency
 
 ROOT_KEY: Final = bytes(32)
 MAX_CHAINS: Final = 256
+_FEW_CHAINS: Final = 16
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class Identities:
         self.residency = residency
         self.chains: OrderedDict[int, _Chain] = OrderedDict()
         self.num_hashed = 0
+        self._num_new = 0
         self._durable = {tier.name for tier in residency.tiers if tier.durable}
 
     def fill(self, moves: Iterable[Move]) -> None:
@@ -109,9 +112,20 @@ class Identities:
             chain = _Chain(below, below.depth, parent, keys)
             self.chains[below.number] = chain
             parent = keys[-1]
+        self._num_new += len(missing)
+        if self._num_new > max(_FEW_CHAINS, len(self.chains) // 4):
+            self._tidy()
         while len(self.chains) > max(MAX_CHAINS, len(missing)):
             self.chains.popitem(last=False)
         return chain
+
+    def _tidy(self) -> None:
+        """Nodes come and go all the time: for those that are gone nobody will ask."""
+        self._num_new = 0
+        nodes = self.residency.index.nodes
+        gone = [number for number, chain in self.chains.items() if nodes[number] is not chain.node]
+        for number in gone:
+            del self.chains[number]
 
 
 def keys_along(namespace: bytes, parent: bytes, edge: bytes, step: int) -> list[bytes]:

@@ -6,7 +6,13 @@ or because a client of an earlier daemon may still write there.
                                                 use next time, and one more is begun with
 
 In haste a slab's blocks do not wait for a slower tier: what is only there is forgotten, so that
-slab after slab is free within one call. Leased slabs stay, however short memory is.
+slab after slab is free within one call. Leased slabs stay, however short memory is. How much goes,
+how, and when it is room again (`weigh`):
+
+    available < least            what is missing goes
+    available < least / 2        it goes in haste
+    available > 1.5 × least, and a slab more, of whatever is looked at
+                                 one slab is room again
 
 What may still be written is quarantined, as the slots of an expired ticket are, but whole slabs of
 it, before anything is in the tier.
@@ -16,6 +22,9 @@ Owned by the daemon's one loop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from hicache.engine.evictor import Evictor
@@ -23,6 +32,28 @@ from hicache.engine.lease import Quarantined
 from hicache.engine.plan import SetAside, Shed
 from hicache.engine.residency import Residency
 from hicache.tiers.block import PAGE_BYTES
+
+
+class Wanted(NamedTuple):
+    """What the machine wants of a tier. `tightest`: the look that says so; None: nothing lacks."""
+
+    num_slabs: int
+    in_haste: bool
+    may_regain: bool
+    tightest: int | None
+
+
+def weigh(looks: Sequence[tuple[int, int]], slab_bytes: int) -> Wanted:
+    """`looks`: bytes that are available and that should be, of the host and of each control group;
+    the one that misses most decides. None at all: everything may be room again."""
+    lacks = [least - available for available, least in looks]
+    missing = max(lacks, default=0)
+    if missing > 0:
+        tightest = lacks.index(missing)
+        in_haste = missing > looks[tightest][0]
+        return Wanted(-(-missing // slab_bytes), in_haste, False, tightest)
+    is_plenty = all(available - least - least // 2 > slab_bytes for available, least in looks)
+    return Wanted(0, False, is_plenty, None)
 
 
 def shed(house: Residency, evictor: Evictor, event: Shed) -> list[int]:

@@ -30,7 +30,7 @@ from hicache import __version__
 from hicache import statistics as figures
 from hicache.assembly import Parts, engine_settings, new_engine, paces_of, tier_specs
 from hicache.condition import Condition
-from hicache.config import Config, LoadedConfig, diff_live
+from hicache.config import Config, LoadedConfig, diff_live, with_live
 from hicache.config.units import format_size
 from hicache.delivery import Part
 from hicache.doorkeeper import Doorkeeper
@@ -73,6 +73,8 @@ KEEP_S: Final = 2.0
 """How long the last writing of what was learned may take."""
 MAX_UNSENT_BYTES: Final = 4 << 20
 """Uses are not noted while a worker has so much still to read."""
+_GIVING_BACK: Final = frozenset({"release", "abort", "bye"})
+"""Done however late they come: the client has forgotten what it held, and its process lives on."""
 MAX_DRAIN: Final = 64
 """Requests served between two polls, so that workers and timers get their turn."""
 
@@ -340,7 +342,8 @@ class Daemon:
             request = decode_request(frames[0].buffer)
             peer.request_id = request.id
             late_s = now_s - request.sent_s
-            if request.sent_s and 0 < request.deadline_s < late_s < 3600 and self._is_ipc:
+            is_late = 0 < request.deadline_s < late_s < 3600 and self._is_ipc
+            if request.sent_s and is_late and request.op not in _GIVING_BACK:
                 raise WireError("expired", f"it came {late_s:.3f} s after it was sent")
             if request.op in _ADMIN:
                 self._send(
@@ -505,34 +508,12 @@ class Daemon:
         }
 
     def _stats(self, _: Any) -> dict[str, Any]:
-        service, condition = self.service, self.condition
-        notes, states = condition.tier_notes(), condition.tier_states()
-        namespaces = figures.namespace_rows(service)  # walks the index, once
-        index = figures.index_row(self.engine, namespaces)
         return {
             "uptime_s": time.monotonic() - self.started_s,
             "epoch": self.epoch,
             "pid": os.getpid(),
             "version": __version__,
-            "sessions": len(self.sessions),
-            "leases": len(self.engine.residency.leases.leases),
-            "tickets": len(self.engine.residency.leases.tickets),
-            "waiting": len(service.waiting),
-            "namespaces": namespaces,
-            "index": index,
-            "tiers": figures.tier_rows(self.engine, self.parts.media, notes, states),
-            "links": figures.link_rows(self.engine),
-            "planner": figures.planner_row(service),
-            "requests": dict(service.requests),
-            "errors": dict(service.errors),
-            "puts": dict(service.puts),
-            "gate": figures.gate_row(self.engine),
-            "history": figures.history_row(self.engine),
-            "dropped_blocks": self.engine.evictor.dropped,
-            "workers": self.mover.pids(),
-            "memory": figures.memory_row(service, self.mover, index["tokens"]),
-            "pages": self.service.paging.counts(),
-            "queues": figures.queue_rows(service, self.mover),
+            **figures.report(self.service, self.mover, self.condition, self.parts.media),
         }
 
     def _what_if(self, _: Any) -> dict[str, Any]:
@@ -592,18 +573,7 @@ class Daemon:
         """Apply what can change live; what cannot keeps its old value until a restart."""
         diff = diff_live(self.config, config)
         if diff.live:
-            tiers = self.config.tiers.model_copy(
-                update={
-                    spec.name: _with_live_keys(
-                        getattr(self.config.tiers, spec.name), getattr(config.tiers, spec.name)
-                    )
-                    for spec in self.parts.tiers
-                    if getattr(config.tiers, spec.name, None) is not None
-                }
-            )
-            live = ("planner", "deadlines", "limits", "write_policy", "selective_hits")
-            update = {name: getattr(config, name) for name in (*live, "log_level", "debug")}
-            self.config = self.config.model_copy(update={**update, "tiers": tiers})
+            self.config = with_live(self.config, config)
             self.engine.configure(
                 engine_settings(self.config), tier_specs(self.config, self.parts.tiers)
             )
@@ -684,8 +654,3 @@ def _peer_pid(frame: zmq.Frame) -> int:
     except (zmq.ZMQError, ValueError, IndexError):
         return 0
     return pid if pid > 0 else 0
-
-
-def _with_live_keys(old: Any, new: Any) -> Any:
-    live = ("high_watermark", "low_watermark", "write_budget_bytes_per_day", "min_return")
-    return old.model_copy(update={name: getattr(new, name) for name in live if hasattr(new, name)})

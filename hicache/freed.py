@@ -1,20 +1,30 @@
-"""What was freed goes back to the machine.
+"""What was freed goes back to the machine, so that the daemon's own memory stays as it is.
 
-The C library keeps what ZeroMQ's buffers and large messages leave behind, and raises its own limits
-for that with the largest block it has seen freed: a message of 30 MiB once, and each thread's heap
-may keep 60 MiB from then on. Without what is done here the daemon's own memory creeps up for hours
-although nothing in it grows. Soaks of 30 minutes: by 9.6 % in the last 15 with nothing done, 4.3 %
-with `tick` alone, which reaches the end of one heap only; 6 of 18 MiB of heaps were free then, with
-the limits 2 of 15.
+Three things would let it creep up for hours although nothing in it grows:
+
+- The C library raises its own limits with the largest block it has seen freed: a message of 30 MiB
+  once, and each thread's heap may keep 60 MiB from then on. `limit_heaps` fixes them.
+- numpy keeps small buffers that were freed, and they lie between what else is used, so that what
+  is free around them cannot go back. `fill_small_buffers` puts them in one place.
+- What is free between what is used goes back only when asked for: `FreedMemory`.
+
+docs/faults.md says by how much each of them let it grow.
 """
 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from typing import Final
 
-EVERY_S: Final = 60.0
+import numpy as np
+
+EVERY_S: Final = 10.0
+MAX_SHARE: Final = 1e-3
+"""Of the loop's time."""
+_SMALL_BYTES: Final = 1024
+_NUM_KEPT: Final = 7  # numpy/_core/src/multiarray/alloc.c: NBUCKETS and NCACHE
 _LIMITS: Final = {
     -1: 1 << 20,  # M_TRIM_THRESHOLD: so much may stay free at a heap's end
     -3: 1 << 20,  # M_MMAP_THRESHOLD: what is larger is a mapping of its own
@@ -32,12 +42,25 @@ def limit_heaps() -> None:
         mallopt(name, value)
 
 
+def fill_small_buffers() -> None:
+    """numpy keeps seven freed buffers of each size below 1 KiB, 3.7 MiB in all, and the C library
+    seven of each 16 bytes. Taken one by one, as sizes occur for the first time, they would fill for
+    a quarter of an hour, and lie between what is used so that nothing around them goes back. So all
+    are taken here, side by side. Before what stays is made."""
+    for num_bytes in range(1, _SMALL_BYTES):
+        count = 2 * _NUM_KEPT if num_bytes % 16 == 8 else _NUM_KEPT
+        buffers = [np.empty(num_bytes, np.uint8) for _ in range(count)]
+        buffers.clear()
+
+
 class FreedMemory:
     """`tick`, from the daemon's loop, gives back what lies free between what is used when it is
-    time; a call takes a few milliseconds. Nothing happens where the C library cannot do that."""
+    time. That takes half a millisecond, or some more where very much lies free in small pieces:
+    never more than a thousandth of all time. Nothing happens where the C library cannot do it."""
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._due_s = now_s + EVERY_S
+        self._clock = clock
         self._trim: Callable[[int], object] | None = None
         try:
             self._trim = ctypes.CDLL(None).malloc_trim
@@ -45,7 +68,10 @@ class FreedMemory:
             return  # not glibc
 
     def tick(self, now_s: float) -> None:
-        """Once a minute."""
-        if self._trim is not None and now_s >= self._due_s:
-            self._due_s = now_s + EVERY_S
-            self._trim(0)
+        """Every `EVERY_S` seconds, or more seldom where it takes long."""
+        if self._trim is None or now_s < self._due_s:
+            return
+        began_s = self._clock()
+        self._trim(0)
+        took_s = self._clock() - began_s
+        self._due_s = now_s + max(EVERY_S, took_s / MAX_SHARE)

@@ -1,9 +1,6 @@
 """Memory that the dram tier gives back when the machine runs short of it, before the kernel ends a
-process: slab by slab, and taken again slab by slab when there is plenty.
-
-    available < min_available        give up what is missing; blocks are written down first
-    available < min_available / 2    in haste: what is only in memory is forgotten
-    available > 1.5 × min_available, and a slab more     one slab is room again
+process: slab by slab, and taken again slab by slab when there is plenty. What is looked at comes
+from `pressure.py`; how much goes, and whether in haste, `engine/shedding.py` says.
 
 The pages really go: a hole is cut in the arena's file, although clients map it. A worker that
 starts touches the whole arena once, so holes are cut again while memory is short. Where a GPU's
@@ -19,6 +16,7 @@ from typing import Any, Final
 
 from hicache.config.units import Share, format_size
 from hicache.engine import plan as p
+from hicache.engine.shedding import weigh
 from hicache.pressure import Headroom, look
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import SlotPool
@@ -60,38 +58,18 @@ class Shedding:
         if now_s < self._due_s:
             return
         self._due_s = now_s + EVERY_S
-        missing, spare, tightest = self._judge(min_available)
-        if missing > 0:
-            self._give(missing, tightest)
-        elif spare > self._pool.slab_bytes and self._pool.withheld:
+        headrooms = self._headrooms() if min_available is not None else ()
+        looks = [(h.available_bytes, _least_of(h, min_available)) for h in headrooms]
+        wanted = weigh(looks, self._pool.slab_bytes)
+        if wanted.num_slabs and not self._is_pinned:
+            for page in self._do(p.Shed(TIER, wanted.num_slabs, wanted.in_haste)):
+                self._cut(page)
+                self.num_given += 1
+        elif wanted.may_regain and self._pool.withheld:
             self._take()
-        if missing > 0 or self._pool.withheld:
+        if wanted.num_slabs or self._pool.withheld:
             self._cut_again()
-        self._tell(missing > 0, tightest)
-
-    def _judge(self, min_available: int | Share | None) -> tuple[int, int, Headroom | None]:
-        """Bytes missing, bytes to spare, and where it is tightest."""
-        missing, spare, tightest = 0, 1 << 62, None
-        for headroom in self._headrooms() if min_available is not None else ():
-            least = min_available
-            if isinstance(least, Share):
-                least = least.of(headroom.total_bytes)
-            assert least is not None
-            lack = least - headroom.available_bytes
-            if lack > missing:
-                missing, tightest = lack, headroom
-            spare = min(spare, headroom.available_bytes - least - least // 2)
-        return missing, spare, tightest
-
-    def _give(self, missing: int, tightest: Headroom | None) -> None:
-        if self._is_pinned:
-            return
-        assert tightest is not None
-        num_slabs = -(-missing // self._pool.slab_bytes)
-        in_haste = missing > tightest.available_bytes
-        for page in self._do(p.Shed(TIER, num_slabs, in_haste)):
-            self._cut(page)
-            self.num_given += 1
+        self._tell(None if wanted.tightest is None else headrooms[wanted.tightest])
 
     def _take(self) -> None:
         page = min(self._pool.withheld)
@@ -116,9 +94,10 @@ class Shedding:
         except OSError as error:  # a file system without holes: it is no room all the same
             self.note = f"its memory cannot be given back: {error.strerror}"
 
-    def _tell(self, is_short: bool, tightest: Headroom | None) -> None:
+    def _tell(self, tightest: Headroom | None) -> None:
         """One line when memory becomes short, one when it is plentiful again."""
-        if is_short and not self._is_short and tightest is not None:
+        is_short = tightest is not None
+        if tightest is not None and not self._is_short:
             log.warning(
                 "memory is short: %s of %s are left of %s; %s",
                 format_size(tightest.available_bytes),
@@ -131,3 +110,10 @@ class Shedding:
         if self._is_short and not is_short and not self._pool.withheld:
             log.info("memory is plentiful again: dram has its whole size")
         self._is_short = is_short or (self._is_short and bool(self._pool.withheld))
+
+
+def _least_of(headroom: Headroom, min_available: int | Share | None) -> int:
+    """Bytes that should be available of it."""
+    if isinstance(min_available, Share):
+        return min_available.of(headroom.total_bytes)
+    return min_available or 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from hicache.condition import Condition
 from hicache.engine.blocks import State
 from hicache.engine.core import CacheEngine
 from hicache.engine.plan import Priority
@@ -17,6 +18,38 @@ from hicache.wire import TOKEN_BYTES
 
 NODE_BYTES: Final = 400
 """Of the index, without its symbols: about (`hicache bench index --scale` measures it)."""
+
+
+def report(
+    service: Service, mover: Mover, condition: Condition, media: Mapping[str, str]
+) -> dict[str, Any]:
+    """The answer to `stats`, but for what names the process. `media`: of each tier."""
+    engine = service.engine
+    book = engine.residency.leases
+    notes, states = condition.tier_notes(), condition.tier_states()
+    namespaces = namespace_rows(service)  # walks the index, once
+    index = index_row(engine, namespaces)
+    return {
+        "sessions": len(service.sessions),
+        "leases": len(book.leases),
+        "tickets": len(book.tickets),
+        "waiting": len(service.waiting),
+        "namespaces": namespaces,
+        "index": index,
+        "tiers": tier_rows(engine, media, notes, states),
+        "links": link_rows(engine),
+        "planner": planner_row(service),
+        "requests": dict(service.requests),
+        "errors": dict(service.errors),
+        "puts": dict(service.puts),
+        "gate": gate_row(engine),
+        "history": history_row(engine),
+        "dropped_blocks": engine.evictor.dropped,
+        "workers": mover.pids(),
+        "memory": memory_row(service, mover, index["tokens"]),
+        "pages": service.paging.counts(),
+        "queues": queue_rows(service, mover),
+    }
 
 
 def tier_rows(

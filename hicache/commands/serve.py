@@ -23,7 +23,7 @@ from hicache.config import (
 from hicache.config.errors import Mistake, mistakes_of
 from hicache.config.units import UnitError, parse_size
 from hicache.doorkeeper import check_keys
-from hicache.freed import limit_heaps
+from hicache.freed import fill_small_buffers, limit_heaps
 
 
 def _as_bytes(_: click.Context, param: click.Parameter, value: str) -> int:
@@ -65,6 +65,7 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
     reads the configuration again.
     """
     limit_heaps()
+    fill_small_buffers()
     around = Surroundings.of(os.environ, os.getuid())
 
     def load(other: str) -> LoadedConfig:

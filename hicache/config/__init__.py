@@ -9,7 +9,7 @@
 from hicache.config.display import key_table, key_table_markdown, plain_value, shown_values
 from hicache.config.errors import ConfigError, Mistake
 from hicache.config.fields import Surroundings
-from hicache.config.live import LiveDiff, diff_live
+from hicache.config.live import LiveDiff, diff_live, with_live
 from hicache.config.loading import LoadedConfig, effective_values, load_config, parse_config
 from hicache.config.machine import (
     MachineProbe,
@@ -68,4 +68,5 @@ __all__ = [
     "probe_machine",
     "resolve_sizes",
     "shown_values",
+    "with_live",
 ]

@@ -5,10 +5,15 @@ start, to make something (an arena, a socket, an LMDB map) that lives as long as
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
-from hicache.config.errors import KeyPath
+from pydantic import BaseModel
+
+from hicache.config.errors import KeyPath, yaml_key
 from hicache.config.loading import effective_values
 from hicache.config.models import Config
+
+Model = TypeVar("Model", bound=BaseModel)
 
 _LIVE_KEYS = frozenset({"write_policy", "selective_hits", "log_level"})
 _LIVE_SECTIONS = frozenset({"planner", "deadlines", "limits", "debug"})
@@ -41,6 +46,23 @@ def diff_live(old: Config, new: Config) -> LiveDiff:
         live=tuple(".".join(path) for path in changed if _is_live(path)),
         restart=tuple(".".join(path) for path in restart),
     )
+
+
+def with_live(old: Config, new: Config) -> Config:
+    """`old`, but for what of `new` applies now."""
+    return _with_live(old, new, ())
+
+
+def _with_live(old: Model, new: BaseModel, path: KeyPath) -> Model:
+    update: dict[str, object] = {}
+    for name, field in type(old).model_fields.items():
+        here = (*path, yaml_key(name, field))
+        before, after = getattr(old, name), getattr(new, name)
+        if isinstance(before, BaseModel) and isinstance(after, BaseModel):
+            update[name] = _with_live(before, after, here)
+        elif _is_live(here):
+            update[name] = after
+    return old.model_copy(update=update)
 
 
 def _is_live(path: KeyPath) -> bool:

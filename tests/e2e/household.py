@@ -140,7 +140,7 @@ class Household:
     # --- the daemon -----------------------------------------------------------------------------
 
     def configure(self, **changes: Any) -> None:
-        """Write the configuration file anew."""
+        """Write the configuration file anew, at once: it may be read at this moment."""
         arena = str(self.arena_folder)
         tiers = {
             "hbm": {"size": "32MiB", "device": "host", "path": arena},
@@ -163,7 +163,9 @@ class Household:
                 config[key] = {**config.get(key, {}), **value}
             else:
                 config[key] = value
-        self.file.write_text(json.dumps(config))
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(config))
+        new.replace(self.file)
 
     def start(self) -> None:
         """Start the daemon and wait until it is ready."""

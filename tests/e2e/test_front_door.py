@@ -213,6 +213,22 @@ def test_requests_that_come_too_late(house: Household, peer: Peer) -> None:
     assert put(peer, session)["ticket"]
 
 
+def test_what_is_given_back_too_late_is_taken_back(house: Household, peer: Peer) -> None:
+    """A daemon that stood still for a moment kept the sessions that clients had closed meanwhile,
+    and leases until their time was over: their releases had `expired`."""
+    client, spec = house.model("given back late", block_bytes=4096)
+    tokens = prompt(92, 3)
+    store(client, tokens, spec)
+    session = peer.hello(spec, transport="frames")["session"]
+    late: dict[str, Any] = {"sent_s": time.monotonic() - 10.0, "deadline_s": 1.0}
+    lease = peer.ask("match", s=session, tokens=tokens.tobytes())["lease"]
+    assert peer.ask("release", s=session, lease=lease, **late)["released"]
+    ticket = put(peer, session)["ticket"]
+    assert peer.ask("abort", s=session, ticket=ticket, **late)["ok"]
+    assert peer.ask("bye", s=session, **late)["ok"]
+    assert peer.ask("match", s=session, tokens=WHOLE)["error"] == "unknown_session"
+
+
 EXTREMES = (5e-324, 1e-300, 1e-9, 1e6)
 
 

@@ -5,10 +5,34 @@ from __future__ import annotations
 import pytest
 
 from hicache.engine import plan as p
+from hicache.engine.shedding import Wanted, weigh
 from tests.engine.test_evacuation import DRAM, DRAM_DISK, END, SLAB, THREE, filled, known, world
 from tests.engine.world import World, tokens_of
 
 pytestmark = pytest.mark.thorough
+
+
+ENOUGH = Wanted(0, False, False, None)
+
+
+@pytest.mark.parametrize(
+    ("looks", "wanted"),
+    [
+        ([(100, 100)], ENOUGH),
+        ([(99, 100)], Wanted(1, False, False, 0)),
+        ([(79, 100)], Wanted(3, False, False, 0)),
+        ([(50, 100)], Wanted(5, False, False, 0)),
+        ([(49, 100)], Wanted(6, True, False, 0)),
+        ([(160, 100)], ENOUGH),
+        ([(161, 100)], Wanted(0, False, True, None)),
+        ([(900, 100), (95, 100), (180, 200)], Wanted(2, False, False, 2)),
+        ([(900, 100), (120, 100)], ENOUGH),
+        ([], Wanted(0, False, True, None)),
+    ],
+)
+def test_the_tightest_look_decides(looks: list[tuple[int, int]], wanted: Wanted) -> None:
+    """With slabs of 10 bytes."""
+    assert weigh(looks, 10) == wanted
 
 
 def room(w: World) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from hicache.config import (
     load_config,
     parse_config,
     shown_values,
+    with_live,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,6 +260,11 @@ def test_diff_says_what_applies_live() -> None:
     assert set(diff.live) == {"tiers.dram.high_watermark", "planner.mode", "debug.check"}
     assert set(diff.restart) == {"tiers.dram.size", "block_tokens", "tiers.hbm"}
     assert diff_live(old, old).is_empty
+    applied = with_live(old, new)
+    assert set(diff_live(old, applied).live) == set(diff.live)
+    assert set(diff_live(applied, new).restart) == set(diff.restart)
+    assert not diff_live(old, applied).restart
+    assert not diff_live(applied, new).live
 
 
 def test_every_key_is_described() -> None:

@@ -1,4 +1,4 @@
-"""Freed memory goes back: large pieces at once, the rest once a minute."""
+"""Freed memory goes back: large pieces at once, the rest every few seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hicache.freed import EVERY_S, FreedMemory
+from hicache.freed import EVERY_S, MAX_SHARE, FreedMemory
 
 USE_AND_FREE = """
 import ctypes, sys
@@ -40,16 +40,64 @@ def test_large_blocks_go_back_at_once(how: str, is_kept: bool) -> None:
     assert (kept_mib >= 15) == is_kept
 
 
-def test_once_a_minute() -> None:
-    freed = FreedMemory(100.0)
-    calls: list[int] = []
-    freed._trim = calls.append
-    for now_s in (
-        100.0,
-        100.0 + EVERY_S - 1,
-        100.0 + EVERY_S,
-        101.0 + EVERY_S,
-        100.0 + 2 * EVERY_S,
-    ):
-        freed.tick(now_s)
-    assert calls == [0, 0]
+USE_ALL_SIZES = """
+import ctypes, sys
+import numpy as np
+from hicache.freed import fill_small_buffers
+
+class Uses(ctypes.Structure):
+    _fields_ = [(f"field {n}", ctypes.c_size_t) for n in range(7)] + [
+        ("in_use", ctypes.c_size_t), ("free", ctypes.c_size_t), ("at_end", ctypes.c_size_t)]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Uses
+if sys.argv[1] == "filled":
+    fill_small_buffers()
+before = libc.mallinfo2().in_use
+for num_bytes in range(1, 1200):
+    arrays = [np.empty(num_bytes, np.uint8) for _ in range(20)]
+    del arrays
+print((libc.mallinfo2().in_use - before) // 1024)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc, which is asked")
+@pytest.mark.parametrize(("how", "grows"), [("filled", False), ("as it is", True)])
+def test_what_numpy_keeps_of_small_arrays_is_taken_at_once(how: str, grows: bool) -> None:
+    """It took megabytes within a quarter of an hour, a size at a time, between what was used."""
+    command = [sys.executable, "-c", USE_ALL_SIZES, how]
+    grown_kib = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert (grown_kib > 100) == grows
+
+
+class Trims:
+    """A C library that takes as long for it as the test says."""
+
+    def __init__(self, took_s: float) -> None:
+        self.clock_s = 100.0
+        self.calls_s: list[float] = []
+        self.freed = FreedMemory(self.clock_s, lambda: self.clock_s)
+        self.freed._trim = self.trim
+        self._took_s = took_s
+
+    def trim(self, pad: int) -> None:
+        self.calls_s.append(self.clock_s)
+        self.clock_s += self._took_s
+
+    def during(self, seconds: float) -> list[float]:
+        """Looked after ten times a second: when it happened, from the start on."""
+        end_s = self.clock_s + seconds
+        while self.clock_s < end_s:
+            self.freed.tick(self.clock_s)
+            self.clock_s += 0.1
+        return [round(at_s - 100.0) for at_s in self.calls_s]
+
+
+def test_again_and_again() -> None:
+    assert Trims(0.0005).during(35) == [EVERY_S, 2 * EVERY_S, 3 * EVERY_S]
+
+
+def test_a_thousandth_of_the_time_at_most() -> None:
+    trims = Trims(0.02)
+    assert trims.during(100) == [EVERY_S, EVERY_S + 20, EVERY_S + 40, EVERY_S + 60, EVERY_S + 80]
+    assert len(trims.calls_s) * 0.02 / 100 <= MAX_SHARE
