@@ -39,7 +39,9 @@ class Hints:
         if self.history is not None:
             symbols = symbols_of(event.tokens, namespace.step)
             stop = self._number_of(event)
-            runs = self.history.hinted(event.namespace, symbols, stop, event.return_s)
+            runs = self.history.hinted(
+                event.namespace, symbols, stop, event.return_s, event.answer_tokens
+            )
             house.index.mark(nodes, list(self.history.marks(runs)), namespace.step)
             for node in nodes:
                 house.queue(node)
