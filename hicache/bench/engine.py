@@ -4,6 +4,7 @@
   of a match, then `catch_up`).
 - `answer`, `bookkeeping`: its two parts; the reply leaves between them.
 - `release`: the request is over.
+- `interpreter`: a thousand rounds of an empty loop between them: how fast this machine was.
 
 Prompts of 8,192 to 131,072 tokens in a full tree (`grove.py`), built in chunks of 8,192 tokens, in
 turns of 512, and in turns with a second try after each.
@@ -44,6 +45,7 @@ def run(step: Step, repeat: int = 300) -> list[IndexRow]:
             ("_miss", grove.random(LONG)),
         ):
             rows += _decisions(grove, suffix, query, repeat)
+        rows.append(IndexRow.of("interpreter", page, 0, grove.paces, grove.num_tokens))
         gc.unfreeze()
     return rows
 
@@ -54,6 +56,7 @@ def _decisions(grove: Grove, suffix: str, tokens: bytes, repeat: int) -> list[In
     engine = grove.engine
     whole, answered, noted, released = [], [], [], []
     for _ in range(repeat):
+        grove.note_pace()
         grove.now_s += 1e-3
         event = p.Match(grove.namespace, asked, OWNER, grove.now_s, TTL_S)
         start = clock()

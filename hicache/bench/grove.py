@@ -81,6 +81,7 @@ class Grove:
     """A cache engine with one tier in memory and random prompts.
 
     `forgetting` is its `BlockTable.forget`, timed: states, ids and slots of what is evicted.
+    `paces`: see `note_pace`.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Grove:
         vars(self.house.blocks)["forget"] = self.forgetting
         self.open(0)
         self.num_tokens = 0
+        self.paces: list[float] = []
 
     def open(self, number: int) -> None:
         """Go on in the namespace of this number."""
@@ -112,6 +114,14 @@ class Grove:
         event = p.OpenNamespace(digest, self.page, BLOCK_BYTES)
         self.namespace = self.engine.handle(event).answer
         self.root = self.house.namespaces[self.namespace].root
+
+    def note_pace(self) -> None:
+        """How long a thousand rounds of an empty loop take now. A shared processor runs at half
+        its speed while others use its other half, and changes within milliseconds."""
+        start = clock()
+        for _ in range(1000):
+            pass
+        self.paces.append(clock() - start - CLOCK_S)
 
     def random(self, num_tokens: int) -> bytes:
         """A prompt, as little-endian u32."""

@@ -8,6 +8,8 @@
   hashing them (which happens only when they leave for a disk), are not part of it and stand beside.
 - `evict`: make room: find the coldest leaves, see that nobody leases them, take them out of the
   tree. Their blocks' states, ids and slots are given back beside it.
+- `interpreter`: a thousand rounds of an empty loop, between the samples of the other rows: how fast
+  this machine was meanwhile.
 
 Memory is weighed object by object; what the allocator wastes is not in it.
 """
@@ -76,6 +78,7 @@ def scale(step: Step, repeat: int = 200) -> tuple[list[IndexRow], list[dict[str,
             rows.append(_measured("hit", grove, PROMPT, _cycle(grove.hit, queries), repeat))
             rows += _inserts(grove, 40)
             rows += _evicts(grove, SHARED, 40)
+            rows.append(_pace(grove))
         gc.unfreeze()
     rows += _namespaces(step, repeat)
     return rows, memory
@@ -106,7 +109,7 @@ def _rows(page: int, step: Step, repeat: int) -> tuple[Grove, list[IndexRow]]:
     rows += _evicts(grove, SHARED, 100)
     rows += _evicts(grove, 1_500_000, 5)
     gc.unfreeze()
-    return grove, rows
+    return grove, [*rows, _pace(grove)]
 
 
 def _namespaces(step: Step, repeat: int) -> list[IndexRow]:
@@ -133,6 +136,7 @@ def _measured(
 ) -> IndexRow:
     seconds = []
     for _ in range(repeat):
+        grove.note_pace()
         start = clock()
         for _ in range(BATCH):
             call()
@@ -145,6 +149,7 @@ def _inserts(grove: Grove, repeat: int) -> list[IndexRow]:
     inserted, occupied, hashed = [], [], []
     grove.make_room(repeat * PROMPT)
     for _ in range(repeat):
+        grove.note_pace()
         tokens = grove.random(PROMPT)
         grove.now_s += 1e-3
         start = clock()
@@ -169,6 +174,7 @@ def _evicts(grove: Grove, num_tokens: int, repeat: int) -> list[IndexRow]:
     evicted, freed = [], []
     is_much = num_tokens > PROMPT
     for _ in range(repeat):
+        grove.note_pace()
         grove.forgetting.seconds = 0.0
         evicted.append(grove.make_room(num_tokens))
         freed.append(grove.forgetting.seconds)
@@ -178,6 +184,12 @@ def _evicts(grove: Grove, num_tokens: int, repeat: int) -> list[IndexRow]:
         IndexRow.of("evict", grove.page, num_tokens, evicted, grove.num_tokens),
         IndexRow.of("evict_slots_and_states", grove.page, num_tokens, freed, grove.num_tokens),
     ]
+
+
+def _pace(grove: Grove) -> IndexRow:
+    row = IndexRow.of("interpreter", grove.page, 0, grove.paces, grove.num_tokens)
+    grove.paces.clear()
+    return row
 
 
 def _cycle(call: Callable[[bytes], object], queries: list[bytes]) -> Callable[[], object]:
