@@ -12,7 +12,8 @@ from now on. A class (`kind`, a small number) stands for the levels of these fea
     gap       between the conversation's turns so far (a geometric mean that forgets)
     new       blocks that had not been seen before, of a tail
     stop      why the inference engine's last answer ended, where it says so
-    answer    how long that answer was, where it says so
+    answer    how long that answer was, where it says so and no reason: where both are known the
+              length only thins the classes out
     touches   of a trunk
     due       how soon the inference engine expects the next turn, where it says so
 
@@ -99,8 +100,13 @@ class Context(NamedTuple):
             self.stop,
             1 + bisect_right(_TOUCHES_CUTS, touches) if is_trunk else 0,
             1 + bisect_right(_GAP_CUTS_S, self.due_s) if self.due_s else 0,
-            1 + bisect_right(_ANSWER_CUTS_TOKENS, self.answer_tokens) if self.answer_tokens else 0,
+            self._answer_level(),
         )
+
+    def _answer_level(self) -> int:
+        if self.stop or not self.answer_tokens:
+            return 0
+        return 1 + bisect_right(_ANSWER_CUTS_TOKENS, self.answer_tokens)
 
 
 class History:
