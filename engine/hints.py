@@ -11,6 +11,7 @@ other. Owned by the daemon's one loop.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from hicache.engine.evictor import Evictor
 from hicache.engine.history import MAX_STOP, History, symbols_of
 from hicache.engine.node import Node
 from hicache.engine.residency import Residency
+
+_SAYS_NOTHING: Final = ("", "stop")
 
 
 class Hints:
@@ -39,7 +42,9 @@ class Hints:
         if self.history is not None:
             symbols = symbols_of(event.tokens, namespace.step)
             stop = self._number_of(event)
-            runs = self.history.hinted(event.namespace, symbols, stop, event.return_s)
+            runs = self.history.hinted(
+                event.namespace, symbols, stop, event.return_s, event.answer_tokens
+            )
             house.index.mark(nodes, list(self.history.marks(runs)), namespace.step)
             for node in nodes:
                 house.queue(node)
@@ -53,8 +58,10 @@ class Hints:
             self._give_up_unasked(own)
 
     def _number_of(self, event: p.Hint) -> int:
-        """The same number for the same reason, as long as there are few."""
-        if not event.ended and not event.finish_reason:
+        """The same number for the same reason, as long as there are few; 0 for what says nothing:
+        an inference engine's plain "stop" stands for turns and tool calls alike, and the answer's
+        length tells more of which it was."""
+        if not event.ended and event.finish_reason in _SAYS_NOTHING:
             return 0
         reason = (event.ended, event.finish_reason)
         number = self._stops.get(reason, len(self._stops) + 1)

@@ -12,6 +12,8 @@ from now on. A class (`kind`, a small number) stands for the levels of these fea
     gap       between the conversation's turns so far (a geometric mean that forgets)
     new       blocks that had not been seen before, of a tail
     stop      why the inference engine's last answer ended, where it says so
+    answer    how long that answer was, where it says so and no reason: where both are known the
+              length only thins the classes out
     touches   of a trunk
     due       how soon the inference engine expects the next turn, where it says so
 
@@ -47,13 +49,14 @@ MAX_TURN: Final = 4
 _BLOCKS_CUTS: Final = (6, 16, 48, 128)
 _GAP_CUTS_S: Final = (10.0, 25.0, 60.0, 150.0)
 _NEW_CUTS: Final = (2, 6, 20)
+_ANSWER_CUTS_TOKENS: Final = (64, 256, 1024)
 _TOUCHES_CUTS: Final = (3, 9, 33, 129)
 _GAP_KEPT: Final = 0.6
 MAX_STOP: Final = 7
 """Reasons to stop are small numbers, 0: not known, and so many are told apart."""
 
 _TAIL, _TRUNK, _PARTIAL = range(3)
-Levels = tuple[int, int, int, int, int, int, int, int]
+Levels = tuple[int, int, int, int, int, int, int, int, int]
 
 
 _MULTIPLIERS: Final = np.random.default_rng(1).integers(1, 1 << 63, 4096, np.uint64) | np.uint64(1)
@@ -81,11 +84,12 @@ class Context(NamedTuple):
     num_new: int
     stop: int = 0
     due_s: float = 0.0
+    answer_tokens: int = 0
 
     def levels(self, role: int, touches: int) -> Levels:
         """The levels of a run of this request."""
         if role == _PARTIAL:
-            return (_PARTIAL, 0, 0, 0, 0, 0, 0, 0)
+            return (_PARTIAL, 0, 0, 0, 0, 0, 0, 0, 0)
         is_trunk = role == _TRUNK
         return (
             role,
@@ -96,7 +100,13 @@ class Context(NamedTuple):
             self.stop,
             1 + bisect_right(_TOUCHES_CUTS, touches) if is_trunk else 0,
             1 + bisect_right(_GAP_CUTS_S, self.due_s) if self.due_s else 0,
+            self._answer_level(),
         )
+
+    def _answer_level(self) -> int:
+        if self.stop or not self.answer_tokens:
+            return 0
+        return 1 + bisect_right(_ANSWER_CUTS_TOKENS, self.answer_tokens)
 
 
 class History:
@@ -150,13 +160,22 @@ class History:
         self.ghost.trim()
         return path
 
-    def hinted(self, namespace: int, symbols: bytes, stop: int, due_s: float = 0.0) -> list[Run]:
-        """The answer to a request has ended, for this reason, and is expected to go on in `due_s`
-        seconds (0: not known). Returns its path."""
+    def hinted(
+        self,
+        namespace: int,
+        symbols: bytes,
+        stop: int,
+        due_s: float = 0.0,
+        answer_tokens: int = 0,
+    ) -> list[Run]:
+        """The answer to a request has ended, for this reason, after so many tokens (0: as said
+        before, if it was), and is expected to go on in `due_s` seconds (0: not known). Returns its
+        path."""
         path = self.ghost.find(namespace, symbols)
         ends = [run for run in path if run.context is not None]
-        if ends and ends[-1].context is not None:
-            context = ends[-1].context._replace(stop=stop, due_s=due_s)
+        if ends and (before := ends[-1].context) is not None:
+            answer_tokens = answer_tokens or before.answer_tokens
+            context = before._replace(stop=stop, due_s=due_s, answer_tokens=answer_tokens)
             ends[-1].context = context
             self._classify(path, context)
         return path
@@ -266,13 +285,13 @@ class History:
         kind = self._kinds.get(levels)
         if kind is not None:
             return kind
-        role, turn, blocks, gap, new, stop, _, due = levels
+        role, turn, blocks, gap, new, stop, _, due, answer = levels
         coarser: tuple[Levels, ...] = (
             levels,
-            (role, turn, blocks, gap, new, stop, 0, due),
-            (role, turn, 0, gap, new, stop, 0, due),
-            (role, turn, 0, gap, 0, stop, 0, due),
-            (role, turn, 0, 0, 0, 0, 0, 0),
+            (role, turn, blocks, gap, new, stop, 0, due, answer),
+            (role, turn, 0, gap, new, stop, 0, due, answer),
+            (role, turn, 0, gap, 0, stop, 0, due, answer),
+            (role, turn, 0, 0, 0, 0, 0, 0, 0),
         )
         for told, limit in zip(coarser, _KIND_LIMITS, strict=True):
             known = self._kinds.get(told, len(self._levels))

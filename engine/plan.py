@@ -244,7 +244,8 @@ class Hint(Event[None], frozen=True):
 
     `ended`: what has ended with the answer to it; `finish_reason`: why, in the inference engine's
     own word; `return_s`: the prompt is expected again in so many seconds (0: not known); not to
-    `keep`: what nobody has asked for since it was stored is given up."""
+    `keep`: what nobody has asked for since it was stored is given up; `answer_tokens`: how long the
+    answer was (0: not known)."""
 
     namespace: int
     tokens: bytes
@@ -253,6 +254,7 @@ class Hint(Event[None], frozen=True):
     finish_reason: str = ""
     return_s: float = 0.0
     keep: bool = True
+    answer_tokens: int = 0
 
 
 class Put(Event[Placed], frozen=True):

@@ -311,8 +311,11 @@ class AsyncClient:
         finish_reason: str = "",
         return_s: float = 0.0,
         keep: bool = True,
+        answer_tokens: int = 0,
     ) -> None:
-        await self._dialogue.hint(tokens, conversation, ended, finish_reason, return_s, keep)
+        await self._dialogue.hint(
+            tokens, conversation, ended, finish_reason, return_s, keep, answer_tokens
+        )
 
     async def ping(self) -> Ping | None:
         return await self._dialogue.ping()

@@ -247,6 +247,7 @@ class Client:
         finish_reason: str = "",
         return_s: float = 0.0,
         keep: bool = True,
+        answer_tokens: int = 0,
     ) -> None:
         """Say what is known about when, and whether, this prompt will go on. Advice only: a wrong
         hint costs hits, never correctness. Sent without waiting.
@@ -255,9 +256,13 @@ class Client:
         `ended`: with this answer ended a turn, a turn that waits for a tool call, or the whole
         conversation. `finish_reason`: why the answer ended, in the inference engine's own word.
         `return_s`: the next turn is expected in so many seconds. `keep=False`: what was stored of
-        it, and nobody has asked for since, need not be kept.
+        it, and nobody has asked for since, need not be kept. `answer_tokens`: how long the answer
+        was.
         """
-        run_now(self._dialogue.hint(tokens, conversation, ended, finish_reason, return_s, keep))
+        hint = self._dialogue.hint(
+            tokens, conversation, ended, finish_reason, return_s, keep, answer_tokens
+        )
+        run_now(hint)
 
     def ping(self) -> Ping | None:
         """None if no daemon answers."""

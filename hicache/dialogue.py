@@ -223,6 +223,7 @@ class Dialogue:
         finish_reason: str,
         return_s: float,
         keep: bool,
+        answer_tokens: int,
     ) -> None:
         """Sent, not waited for, like `observe`."""
         started_s = time.monotonic()
@@ -237,6 +238,8 @@ class Dialogue:
             body["return_s"] = float(return_s)
         if not keep:
             body["keep"] = False
+        if answer_tokens:
+            body["answer_tokens"] = answer_tokens
         try:
             self._connection.begin(started_s)
             deadline_s = started_s + self._connection.timeouts.call_s

@@ -2,7 +2,7 @@
 
     {"block_tokens": 16, "block_bytes": 2097152}
     {"timestamp": 1764463406123, "input_length": 812, "output_length": 0, "hash_ids": [81…, 17…, …]}
-    {"timestamp": 1764463409876, "session": "5b…", "stop": "tool_call"}
+    {"timestamp": 1764463409876, "session": "5b…", "stop": "tool_call", "output_length": 112}
 
 Hashes, not prompts: an id is the block's key (BLAKE2b over all before it) under a secret that is
 never written, so nobody can try prompts against a file, and ids of two runs of the daemon do not
@@ -84,11 +84,15 @@ class Recorder:
             row["session"] = self._alias(session, conversation)
         self._note(_encoder.encode(row) + b"\n")
 
-    def hinted(self, session: Session, conversation: str, stop: str, now_s: float) -> None:
-        """An answer of a conversation ended, for this reason."""
-        if conversation and stop and self._block_tokens:
+    def hinted(
+        self, session: Session, conversation: str, stop: str, answer_tokens: int, now_s: float
+    ) -> None:
+        """An answer of a conversation ended, for this reason, after so many tokens."""
+        if conversation and (stop or answer_tokens) and self._block_tokens:
             alias = self._alias(session, conversation)
             row = {"timestamp": self._at(now_s), "session": alias, "stop": stop}
+            if answer_tokens:
+                row["output_length"] = answer_tokens
             self._note(_encoder.encode(row) + b"\n")
 
     def tick(self, now_s: float) -> None:

@@ -84,7 +84,9 @@ class Sample:
         if self._num_blocks > self._max_blocks:
             self._make_room(slot_bytes)
 
-    def hinted(self, session: Session, conversation: str, stop: str, now_s: float) -> None:
+    def hinted(
+        self, session: Session, conversation: str, stop: str, answer_tokens: int, now_s: float
+    ) -> None:
         """Hints are not sampled."""
 
     def hashes(self, namespace: int, tokens: bytes, step: int) -> Hashes:

@@ -62,8 +62,10 @@ class Witness(Protocol):
     def asked(self, session: Session, tokens: bytes, conversation: str, now_s: float) -> None:
         """A prompt came."""
 
-    def hinted(self, session: Session, conversation: str, stop: str, now_s: float) -> None:
-        """An answer of a conversation ended, for this reason."""
+    def hinted(
+        self, session: Session, conversation: str, stop: str, answer_tokens: int, now_s: float
+    ) -> None:
+        """An answer of a conversation ended, for this reason, after so many tokens."""
 
 
 class Service:
@@ -567,10 +569,12 @@ class Service:
                     body["finish_reason"],
                     body["return_s"],
                     body["keep"],
+                    body["answer_tokens"],
                 )
             )
         stop = " ".join(filter(None, (ended, body["finish_reason"])))
-        self._note(lambda witness: witness.hinted(session, conversation, stop, asked.now_s))
+        told = session, conversation, stop, body["answer_tokens"], asked.now_s
+        self._note(lambda witness: witness.hinted(*told))
         if conversation and ended == "conversation":
             self.conversations.ended(session.namespace, conversation)
         self._confirm(asked, known=bool(known))

@@ -134,6 +134,7 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
         "finish_reason": NAME,
         "return_s": Field(float, 0.0, high=1e9),
         "keep": Field(bool, True, high=1),
+        "answer_tokens": Field(int, 0),
         "quiet": QUIET,
     },
     "heartbeat": {},

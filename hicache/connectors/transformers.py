@@ -70,6 +70,7 @@ class CacheClient(Protocol):
         *,
         conversation: str = "",
         finish_reason: str = "",
+        answer_tokens: int = 0,
     ) -> None: ...
     def close(self) -> None: ...
 
@@ -178,7 +179,8 @@ class CachedModel:
         finally:
             self._release(loaded)
         if keep:
-            self._hint(prompt, conversation, "stop" if generated[-1] in stop else "length")
+            reason = "stop" if generated[-1] in stop else "length"
+            self._hint(prompt, conversation, reason, len(generated))
         self._observe(len(prompt) - loaded.tokens, loaded.tokens, prefill_s)
         return Generation(
             tokens=generated,
@@ -322,13 +324,21 @@ class CachedModel:
                 total_s=loaded.total_s,
             )
 
-    def _hint(self, prompt: list[int], conversation: str, finish_reason: str) -> None:
-        """Why the answer ended says something about whether the prompt will go on."""
+    def _hint(
+        self, prompt: list[int], conversation: str, finish_reason: str, answer_tokens: int
+    ) -> None:
+        """Why an answer ended, and how long it was, says something about whether the prompt will go
+        on."""
         if self.client is None:
             return
         with self._harmless("hint"):
             tokens = None if conversation else prompt
-            self.client.hint(tokens, conversation=conversation, finish_reason=finish_reason)
+            self.client.hint(
+                tokens,
+                conversation=conversation,
+                finish_reason=finish_reason,
+                answer_tokens=answer_tokens,
+            )
 
     def _observe(self, new: int, context: int, seconds: float) -> None:
         if self.client is None:

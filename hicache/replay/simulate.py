@@ -85,8 +85,9 @@ def replay(
     """Replay a trace with tiers of these sizes in blocks; a tier of size 0 is absent.
 
     `policy` is one for all tiers, or each tier's. Reports on the requests after the first `warm`
-    share. `saved_s(tokens, hit tokens)` gives the seconds of prefill that a hit saves; `step` is
-    told the number of requests done."""
+    share. Without `hints` what the trace says in `session` and `stop` is left out; how long answers
+    were is told either way. `saved_s(tokens, hit tokens)` gives the seconds of prefill that a hit
+    saves; `step` is told the number of requests done."""
     first = int(len(trace.requests) * warm)
     tiers = {name: blocks_of[name] for name in TIERS if blocks_of.get(name, 0) > 0}
     if not tiers:
@@ -158,8 +159,17 @@ class Household:
             self.do(p.Fetch(matched.lease, now_s, now_s + _TTL_S))
             self.do(p.Release(matched.lease, now_s))
         self._put(tokens, matched.hit_blocks, request.num_blocks)
-        if hints and request.stop:
-            self.do(p.Hint(self.namespace, tokens, now_s, finish_reason=request.stop))
+        stop = request.stop if hints else ""
+        if stop or request.output_tokens:
+            self.do(
+                p.Hint(
+                    self.namespace,
+                    tokens,
+                    now_s,
+                    finish_reason=stop,
+                    answer_tokens=request.output_tokens,
+                )
+            )
         self._learn()
         return [(run.tier, run.num_blocks) for run in matched.runs]
 

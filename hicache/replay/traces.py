@@ -6,10 +6,11 @@ One line is one request:
      "session": "a", "stop": "tool_use"}
 
 `timestamp` in milliseconds; every hash id names one block and commits to all before it (equal id =
-same block after the same prefix). `session` and `stop` are optional. A first line with
-`block_tokens` instead says how many tokens a block has, Mooncake's have 512, and may say its
-`block_bytes`. A line with a `stop` and no `hash_ids` is about the request of its `session` before
-it. A last line that is not whole is left out: who wrote it has not finished, or was killed.
+same block after the same prefix). `session` and `stop` are optional, an `output_length` of 0 is not
+known. A first line with `block_tokens` instead says how many tokens a block has, Mooncake's have
+512, and may say its `block_bytes`. A line with a `stop` and no `hash_ids` is about the request of
+its `session` before it, and may say its `output_length`. A last line that is not whole is left out:
+who wrote it has not finished, or was killed.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ def read_trace(path: Path) -> Trace:
             elif "stop" in row:
                 about = newest.get(str(row["session"]))
                 if about is not None:
-                    requests[about] = replace(requests[about], stop=str(row["stop"]))
+                    output_tokens = row.get("output_length") or requests[about].output_tokens
+                    requests[about] = replace(
+                        requests[about], stop=str(row["stop"]), output_tokens=int(output_tokens)
+                    )
             else:
                 sizes.update({name: int(row[name]) for name in sizes if name in row})
                 if "block_tokens" not in row:

@@ -47,7 +47,7 @@ class Memory:
     backwards: bool = False
     leases: int = 0
     observed: list[tuple[float, float, float]] = field(default_factory=list)
-    hinted: list[tuple[int | None, str, str]] = field(default_factory=list)
+    hinted: list[tuple[int | None, str, str, int]] = field(default_factory=list)
     released: list[tuple[float, float, float]] = field(default_factory=list)
 
     def connect(self, spec: NamespaceSpec) -> "MemoryClient":
@@ -128,10 +128,11 @@ class MemoryClient:
         *,
         conversation: str = "",
         finish_reason: str = "",
+        answer_tokens: int = 0,
     ) -> None:
         self._check("hint")
         said = None if tokens is None else len(tokens)
-        self.memory.hinted.append((said, conversation, finish_reason))
+        self.memory.hinted.append((said, conversation, finish_reason, answer_tokens))
 
     def close(self) -> None:
         pass

@@ -216,12 +216,12 @@ def test_measurements_are_reported() -> None:
     assert 0 < hop_s <= total_s
 
 
-def test_it_says_why_an_answer_ended_and_of_which_conversation() -> None:
+def test_it_says_why_an_answer_ended_after_how_much_and_of_which_conversation() -> None:
     model, memory, prompt = make_model(), Memory(), prompt_of(23)
     served = serve(model, memory)
     (first,) = served.generate(prompt, 1).tokens
     served.generate(prompt, 4, stop={first}, conversation="a")
-    assert memory.hinted == [(23, "", "length"), (None, "a", "stop")]
+    assert memory.hinted == [(23, "", "length", 1), (None, "a", "stop", 1)]
 
 
 def test_what_is_not_to_be_kept_is_not_stored() -> None:

@@ -514,12 +514,12 @@ def test_steps_with_prefill_are_observed(memory: AsyncMemory, engine: Make) -> N
     ]
 
 
-def test_why_an_answer_ended_is_told(memory: AsyncMemory, engine: Make) -> None:
+def test_why_an_answer_ended_and_how_long_it_was_is_told(memory: AsyncMemory, engine: Make) -> None:
     one = engine()
     one.run(request("a", tokens(1, 9), session_id="a talk"))
     one.run(request("b", tokens(2, 5), mm_features=["an image"]))
     one.close()
-    assert memory.hints == [(13, "a talk", "length")]
+    assert memory.hints == [(13, "a talk", "length", 4)]
 
 
 def test_sources_of_a_hit(memory: AsyncMemory, engine: Make) -> None:

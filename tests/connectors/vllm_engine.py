@@ -68,6 +68,10 @@ class Request:
         return len(self.prompt) + len(self.output)
 
     @property
+    def num_output_tokens(self) -> int:
+        return len(self.output)
+
+    @property
     def block_hashes(self) -> list[bytes]:
         """Of the whole blocks, each with its prefix."""
         ids = self.all_token_ids

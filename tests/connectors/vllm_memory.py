@@ -38,7 +38,7 @@ class AsyncMemory:
     groups: dict[bytes, str] = field(default_factory=dict)
     calls: list[tuple[str, str]] = field(default_factory=list)
     observed: list[tuple[int, float, float, int]] = field(default_factory=list)
-    hints: list[tuple[int, str, str]] = field(default_factory=list)
+    hints: list[tuple[int, str, str, int]] = field(default_factory=list)
     specs: set[NamespaceSpec] = field(default_factory=set)
 
     def asker(self, spec: NamespaceSpec) -> AsyncMemoryClient:
@@ -165,8 +165,16 @@ class AsyncMemoryClient:
     ) -> None:
         self.memory.observed.append((num_requests, sum_n, sum_nc, decode_tokens))
 
-    async def hint(self, tokens: bytes, *, conversation: str = "", finish_reason: str = "") -> None:
-        self.memory.hints.append((len(tokens) // 4, conversation, finish_reason))
+    async def hint(
+        self,
+        tokens: bytes,
+        *,
+        conversation: str = "",
+        finish_reason: str = "",
+        answer_tokens: int = 0,
+    ) -> None:
+        said = len(tokens) // 4, conversation, finish_reason, answer_tokens
+        self.memory.hints.append(said)
 
     async def heartbeat(self) -> bool:
         return not self.memory.absent

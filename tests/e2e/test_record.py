@@ -26,8 +26,8 @@ def test_the_record_and_what_if_agree_and_hints_are_kept(tmp_path: Path) -> None
             match = client.match(tokens, conversation=f"talk {number}")
             client.release(match)
             store(client, tokens)
-            client.hint(conversation=f"talk {number}", ended="tool_call", return_s=2.0)
-        client.hint(conversation="talk 59", ended="conversation", keep=False)
+            client.hint(conversation=f"talk {number}", ended="tool_call", answer_tokens=7)
+        client.hint(conversation="talk 59", ended="conversation", return_s=2.0, keep=False)
         asked = ["--endpoint", house.endpoint, "--what-if", "--json"]
         told = json.loads(CliRunner().invoke(stats, asked).stdout)
         capacities = {tier["name"]: tier["capacity_bytes"] for tier in house.stats()["tiers"]}
@@ -35,6 +35,7 @@ def test_the_record_and_what_if_agree_and_hints_are_kept(tmp_path: Path) -> None
     assert (trace.block_tokens, trace.block_bytes) == (SPEC.block_tokens, SPEC.block_bytes)
     assert told["requests"] == len(trace.requests) == 60
     assert [request.stop for request in trace.requests] == ["tool_call"] * 59 + ["conversation"]
+    assert [request.output_tokens for request in trace.requests] == [7] * 60
     sizes = {name: num_bytes / SPEC.block_bytes for name, num_bytes in capacities.items()}
     for row in told["estimates"]:
         changed = {**sizes, row["tier"]: sizes[row["tier"]] * row["scale"]}

@@ -309,6 +309,7 @@ class EngineMachine(RuleBasedStateMachine):
         finish_reason=st.sampled_from(["", "stop", "length"]),
         return_s=st.sampled_from([0.0, 1.0, 1e9]),
         keep=st.booleans(),
+        answer_tokens=st.sampled_from([0, 7, 1 << 40]),
     )
     def hint(
         self,
@@ -318,12 +319,13 @@ class EngineMachine(RuleBasedStateMachine):
         finish_reason: str,
         return_s: float,
         keep: bool,
+        answer_tokens: int,
     ) -> None:
         """Whatever is said, true or not, nothing may break: what is leased stays, what is found is
         right, what is held has room."""
         namespace %= self.num_namespaces
         now_s = self.world.now_s
-        said = p.Hint(namespace, tokens, now_s, ended, finish_reason, return_s, keep)
+        said = p.Hint(namespace, tokens, now_s, ended, finish_reason, return_s, keep, answer_tokens)
         self.world.engine.matching.settle()
         house = self.world.engine.residency
         ids = [block for lease in house.leases.leases.values() for block in lease.ids.tolist()]

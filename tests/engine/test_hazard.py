@@ -69,7 +69,7 @@ def test_classes_never_exceed_their_number() -> None:
         blocks = rng.integers(0, 3, int(rng.integers(1, 200)), np.uint64)
         history.used(0, blocks.tobytes(), float(number) ** 1.3, is_partial=bool(number % 3))
         if number % 2:
-            history.hinted(0, blocks.tobytes(), number % 8)
+            history.hinted(0, blocks.tobytes(), number % 8, answer_tokens=number % 3000)
     snapshot = history.snapshot()
     assert len(snapshot.levels) <= MAX_KINDS
     assert fit(snapshot) is not None
@@ -105,6 +105,25 @@ def test_what_all_begin_with_is_no_turn_before() -> None:
     again = history.used(0, blocks_of(0, 5, 60), 30.0)
     assert again[-1].context is not None
     assert again[-1].context.turn == 1, "the answer was asked for again: no further turn"
+
+
+def test_how_long_an_answer_was_says_what_is_asked_for_again() -> None:
+    history = History()
+    for number in range(1, 201):
+        history.used(0, blocks_of(number), 100.0 * number)
+        is_long = number % 2
+        history.hinted(0, blocks_of(number), 0, answer_tokens=2000 if is_long else 20)
+        if not is_long:
+            history.used(0, blocks_of(number, 1000 + number), 100.0 * number + 30.0)
+    model = fit(history.snapshot())
+    assert model is not None
+    kinds = []
+    for number, answer_tokens in ((501, 2000), (502, 20)):
+        history.used(0, blocks_of(number), 30_000.0)
+        (run,) = history.hinted(0, blocks_of(number), 0, answer_tokens=answer_tokens)
+        kinds.append(run.kind)
+    long, short = kinds
+    assert model.rank(short, 0.0) > 3 * model.rank(long, 0.0)
 
 
 def test_a_trunk_is_one_whoever_ended_there_last() -> None:

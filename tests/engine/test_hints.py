@@ -91,6 +91,22 @@ def test_a_hint_about_an_unknown_prompt_changes_nothing() -> None:
     assert num_held(world, tokens_of(1, 1)) == 2
 
 
+@pytest.mark.parametrize(("finish_reason", "num_kinds"), [("", 2), ("stop", 2), ("tool_calls", 1)])
+def test_the_length_counts_where_no_reason_says_more(finish_reason: str, num_kinds: int) -> None:
+    world = World(ONE_TIER, eviction="hazard")
+    history = world.engine.history
+    assert history is not None
+    tokens = tokens_of(1, 1)
+    world.match(tokens)
+    kinds = set()
+    for answer_tokens in (10, 2000, 0):  # 0: what was said before still holds
+        world.do(
+            p.Hint(0, tokens, world.now_s, finish_reason=finish_reason, answer_tokens=answer_tokens)
+        )
+        kinds.add(history.marks_of(0, symbols_of(tokens, STEP))[-1][1])
+    assert len(kinds) == num_kinds
+
+
 def test_reasons_are_told_apart_and_are_few() -> None:
     world = World(ONE_TIER, eviction="hazard")
     history, hints = world.engine.history, world.engine.hints

@@ -462,7 +462,7 @@ def test_a_hint_says_only_what_is_known(connect: Any, daemon: ScriptedDaemon) ->
     daemon.on("match", hit(0))
     client.match(TOKENS, conversation="a")
     client.hint(conversation="a", ended="tool_call", return_s=3)
-    client.hint(TOKENS, finish_reason="length", keep=False)
+    client.hint(TOKENS, finish_reason="length", keep=False, answer_tokens=7)
     assert daemon.wait_for("match").body["conversation"] == "a"
     about = daemon.wait_for("hint", 2).body
     assert about == {
@@ -472,6 +472,7 @@ def test_a_hint_says_only_what_is_known(connect: Any, daemon: ScriptedDaemon) ->
         "finish_reason": "length",
         "return_s": 0.0,
         "keep": False,
+        "answer_tokens": 7,
         "quiet": True,
     }
     first = daemon.wait_for("hint").body

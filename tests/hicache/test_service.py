@@ -256,14 +256,18 @@ def test_witnesses_are_told_in_order_and_once(desk: Desk) -> None:
         def asked(self, session: Session, tokens: bytes, conversation: str, now_s: float) -> None:
             told.append(conversation)
 
-        def hinted(self, session: Session, conversation: str, stop: str, now_s: float) -> None:
-            told.append(stop)
+        def hinted(
+            self, session: Session, conversation: str, stop: str, answer_tokens: int, now_s: float
+        ) -> None:
+            told.append(f"{stop} {answer_tokens}")
 
     desk.service.witnesses = [Witness()]
     session = desk.hello()
     desk.send("match", s=session.token, tokens=PROMPT, conversation="c")
-    desk.send("hint", s=session.token, tokens=PROMPT, conversation="c", ended="turn")
+    desk.send(
+        "hint", s=session.token, tokens=PROMPT, conversation="c", ended="turn", answer_tokens=7
+    )
     assert not told, "nobody waits for a record"
     desk.service.tell_witnesses()
     desk.service.tell_witnesses()
-    assert told == ["c", "turn"]
+    assert told == ["c", "turn 7"]

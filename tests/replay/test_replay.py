@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from hicache.commands.replay import replay as replay_command
 from hicache.engine.policies.catalog import POLICIES
 from hicache.replay.bound import hit_blocks
-from hicache.replay.simulate import replay
+from hicache.replay.simulate import Household, replay
 from hicache.replay.traces import Request, Trace, TraceError, read_trace
 
 
@@ -49,6 +50,18 @@ def random_trace(seed: int, num_requests: int = 60) -> Trace:
             fresh += 1
         prompts.append(prompt)
     return trace_of(*prompts)
+
+
+@pytest.mark.parametrize("hints", [True, False])
+def test_hints_are_left_out_and_how_long_answers_were_is_not(hints: bool) -> None:
+    request = replace(trace_of([1, 2]).requests[0], stop="tool_use")
+    household = Household({"hbm": 8}, ["hazard"], 512)
+    household.serve(request, hints)
+    history = household.engine.history
+    assert history is not None
+    (run,) = history.ghost.runs()
+    assert run.context is not None
+    assert (run.context.stop > 0, run.context.answer_tokens) == (hints, 10)
 
 
 def test_lru_by_hand() -> None:

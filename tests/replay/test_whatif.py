@@ -135,8 +135,8 @@ def test_a_record_tells_hashes_and_no_prompts(tmp_path: Path) -> None:
     tokens = np.arange(50, dtype="<u4").tobytes()
     recorder.asked(session, tokens, "a secret name", 1.0)
     recorder.asked(session, tokens[:64] + bytes(64), "", 2.0)
-    recorder.hinted(session, "a secret name", "tool_call", 3.0)
-    recorder.hinted(session, "never heard of", "stop", 3.0)
+    recorder.hinted(session, "a secret name", "tool_call", 7, 3.0)
+    recorder.hinted(session, "never heard of", "stop", 7, 3.0)
     recorder.close()
     assert path.stat().st_mode & 0o777 == 0o600
     header, first, second, *_ = [json.loads(line) for line in path.read_text().splitlines()]
@@ -148,7 +148,8 @@ def test_a_record_tells_hashes_and_no_prompts(tmp_path: Path) -> None:
     assert "secret" not in path.read_text()
     trace = read_trace(path)
     assert (trace.block_tokens, trace.block_bytes) == (16, 4096)
-    assert [request.stop for request in trace.requests] == ["tool_call", ""]
+    said = [(request.stop, request.output_tokens) for request in trace.requests]
+    assert said == [("tool_call", 7), ("", 0)]
     again = Recorder(path)
     again.asked(session, tokens, "", 1.0)
     again.close()

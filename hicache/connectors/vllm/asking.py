@@ -40,7 +40,12 @@ class MatchClient(Protocol):
         self, tokens: bytes, *, request: str = "", skip_blocks: int = 0, conversation: str = ""
     ) -> Match: ...
     async def hint(
-        self, tokens: bytes, *, conversation: str = "", finish_reason: str = ""
+        self,
+        tokens: bytes,
+        *,
+        conversation: str = "",
+        finish_reason: str = "",
+        answer_tokens: int = 0,
     ) -> None: ...
     async def release(self, match: Match) -> None: ...
     async def heartbeat(self) -> bool: ...
@@ -116,9 +121,18 @@ class Asking:
         """Nobody takes up this answer."""
         self.background.submit(partial(self._release, question))
 
-    def ended(self, identity: Identity, tokens: bytes, conversation: str, reason: str) -> None:
-        """An answer is complete, for this reason: advice to the daemon, if it can be asked."""
-        self.background.submit(partial(self._hint, identity, tokens, conversation, reason))
+    def ended(
+        self,
+        identity: Identity,
+        tokens: bytes,
+        conversation: str,
+        reason: str,
+        answer_tokens: int,
+    ) -> None:
+        """An answer of so many tokens is complete, for this reason: advice to the daemon, if it can
+        be asked. `tokens`: the prompt and the answer."""
+        hint = partial(self._hint, identity, tokens, conversation, reason, answer_tokens)
+        self.background.submit(hint)
 
     def wait_a_little(self, seconds: float) -> None:
         """Where the scheduler has nothing else to do: until an answer comes. Otherwise an engine in
@@ -189,12 +203,21 @@ class Asking:
                 await client.release(match)
 
     async def _hint(
-        self, identity: Identity, tokens: bytes, conversation: str, reason: str
+        self,
+        identity: Identity,
+        tokens: bytes,
+        conversation: str,
+        reason: str,
+        answer_tokens: int,
     ) -> None:
         for client in self._clients_of(identity):
             if client.greeting is not None:
-                name = conversation[-200:]
-                await client.hint(tokens, conversation=name, finish_reason=reason)
+                await client.hint(
+                    tokens,
+                    conversation=conversation[-200:],
+                    finish_reason=reason,
+                    answer_tokens=answer_tokens,
+                )
 
     async def _read_adapter(self, key: tuple[int, str]) -> None:
         digest = ""

@@ -221,7 +221,7 @@ class SchedulerSide:
         identity = self._identity(tracked) if tracked.is_cached and self.asking else None
         if identity is not None and self.asking is not None:
             told = tracked.encoded(request.num_tokens), request.session_id or "", reason
-            self.asking.ended(identity, *told)
+            self.asking.ended(identity, *told, request.num_output_tokens)
 
     # --- a step ---------------------------------------------------------------------------------
 
