@@ -2,7 +2,7 @@
 
 A path-compressed tree per namespace over 8-byte symbols, like the radix index but without blocks:
 a run remembers when it was last used, how often, and of which class it has been since (`kind`, see
-`forecast.py`). Runs whose history is the same are one. The runs unused for longest are forgotten
+`history.py`). Runs whose history is the same are one. The runs unused for longest are forgotten
 when there are too many blocks. It is advice only: a wrong or lost run costs hits.
 Owned by the daemon's one loop.
 """

@@ -101,6 +101,7 @@ class _Class:
         "num_slabs",
         "num_used",
         "open",
+        "per_slab",
         "quarantined",
         "slot_bytes",
         "spans",
@@ -108,8 +109,11 @@ class _Class:
         "used",
     )
 
-    def __init__(self, slot_bytes: int, code: int, stride: int, spans: list[int]) -> None:
+    def __init__(
+        self, slot_bytes: int, code: int, stride: int, spans: list[int], slab_pages: int
+    ) -> None:
         self.slot_bytes = slot_bytes
+        self.per_slab = slab_pages // stride if spans[:1] == [1] else 0  # 0: of no one slab
         self.used, self.quarantined = code, code + 1
         self.stride = stride
         self.spans = spans  # how many slabs a region takes: the best first, then what still fits
@@ -200,11 +204,13 @@ class SlotPool:
         cls = self._classes.get(slot_bytes) or self._class(slot_bytes)
         if cls is None or not cls.spans:
             return 0
+        if cls.per_slab and self.clearing is None:  # nearly always
+            return cls.num_free + self._num_free_slabs * cls.per_slab
         cleared = None if self.clearing is None else self._cleared_for(cls)
         best, room = cls.spans[0], cls.num_free
-        if best == 1:
+        if cls.per_slab:
             num_slabs = self._num_free_slabs + (len(cleared) if cleared else 0)
-            return room + num_slabs * (self.slab_pages // cls.stride)
+            return room + num_slabs * cls.per_slab
         least, slabs = cls.spans[-1], self._free_slabs
         if cleared:
             slabs = slabs.copy()
@@ -420,7 +426,9 @@ class SlotPool:
             stride, code = self._stride(slot_bytes), self._free_code()
             if code is None:
                 return None
-            cls = self._classes[slot_bytes] = _Class(slot_bytes, code, stride, self._spans(stride))
+            spans = self._spans(stride)
+            cls = _Class(slot_bytes, code, stride, spans, self.slab_pages)
+            self._classes[slot_bytes] = cls
         return cls
 
     def _class_in_use(self, slot_bytes: int) -> _Class:
