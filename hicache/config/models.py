@@ -202,6 +202,12 @@ class TiersConfig(Section):
     dram: DramConfig = Field(description="Host memory shared with the clients.")
     disk: DiskConfig | None = Field(default=None, description="A local disk, kept across restarts.")
 
+    @field_validator("hbm", mode="before")
+    @classmethod
+    def _all_defaults(cls, hbm: object) -> object:
+        """`hbm: auto`, all of it as its defaults say."""
+        return {} if hbm == "auto" else hbm
+
 
 class PlannerConfig(Section):
     mode: Literal["measured", "always_reload", "always_recompute"] = Field(

@@ -55,7 +55,7 @@ def test_a_gpu_of_which_nobody_said_how_much_has_room_for_an_inference_engine(
 ) -> None:
     """vLLM takes 92% of it, if nobody says more."""
     gpus = Gpus((Gpu(0, total_gib * GIB, total_gib * GIB),), trouble="")
-    config = resolve_sizes(tiers("{hbm: {}, dram: {size: 1GiB}}"), replace(MACHINE, gpus=gpus))
+    config = resolve_sizes(tiers("{hbm: auto, dram: {size: 1GiB}}"), replace(MACHINE, gpus=gpus))
     assert config.tiers.hbm is not None
     used = config.tiers.hbm.size_bytes + CONTEXT_BYTES
     assert used <= int(0.08 * total_gib * GIB)
