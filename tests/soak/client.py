@@ -94,9 +94,9 @@ class SoakClient:
         last = (len(tokens) - 1) // self.spec.block_tokens
         if first == last:
             return
-        started_s = time.monotonic()
         new = load.blocks(self.spec, tokens, first, last)
         durable = self.rng.random() < 0.1
+        started_s = time.monotonic()
         result = self.client.put(tokens, new, first=first, last=last, durable=durable)
         self.judge("put", started_s, PUT_S)
         self.told["stored"] += result.stored
