@@ -321,11 +321,13 @@ def test_a_fetch_waits_for_what_others_are_reading() -> None:
     w = World((("dram", 4, True, False), ("disk", 64, False, True)))
     big, small = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)
     on_disk_only(w, big)
-    w.store(small)
+    on_disk_only(w, small)
     reader = w.match(small + END).lease
-    assert w.fetch(reader).waiting == 0
+    w.fetch(reader)
+    w.finish_all()
     lease = w.match(big + END).lease
     fetched = w.fetch(lease)
+    assert not w.in_flight
     assert (fetched.waiting, fetched.unplaced, fetched.ready) == (0, 4, ())
     w.release(reader)
     w.finish_all()
