@@ -11,7 +11,7 @@ import pytest
 
 from hicache.aio import AsyncClient
 from hicache.keys import NamespaceSpec
-from tests.connectors.test_vllm_sides import check, request, tokens
+from tests.connectors.test_vllm_sides import check, request, store_and_load, tokens
 from tests.connectors.vllm_engine import Engine
 from tests.e2e.household import Household
 
@@ -56,15 +56,7 @@ def engine(house: Household) -> Iterator[Make]:
 def test_ranks_load_with_the_schedulers_leases(
     house: Household, engine: Make, num_ranks: int
 ) -> None:
-    prompts = [tokens(seed, 30 + 11 * seed) for seed in range(3)]
-    one = engine(num_ranks=num_ranks)
-    check(one.run(*(request(f"a{i}", p) for i, p in enumerate(prompts))), num_ranks)
-    two = engine(num_ranks=num_ranks)
-    two.run(request("b", prompts[2][:25]))
-    again = two.run(*(request(f"c{i}", p) for i, p in enumerate(prompts)))
-    check(again, num_ranks)
-    assert [r.num_cached for r in again] == [(len(p) - 1) // 4 * 4 for p in prompts]
-    assert two.num_loads_failed == 0
+    store_and_load(engine(num_ranks=num_ranks), engine(num_ranks=num_ranks))
     assert house.stats()["leases"] == 0
 
 

@@ -22,10 +22,10 @@ from hicache.connectors.pages import shared_pages
 from hicache.connectors.vllm.pages import layout_of
 from hicache.keys import NamespaceSpec
 from hicache.paged import SharedPages
-from tests.connectors.test_vllm_sides import check, request, tokens
+from tests.connectors.test_vllm_sides import check, request, store_and_load, tokens
 from tests.connectors.vllm_engine import Engine, Request
 from tests.e2e.household import Household, wait_for
-from tests.e2e.stand_in_gpu import compiled_driver, held, household
+from tests.e2e.stand_in_gpu import held
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -51,27 +51,13 @@ class Device:
         return shared_pages(self._cupy, layout_of(layers), str(self._driver))
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled_driver(tmp_path_factory.mktemp("driver"))
+@pytest.fixture
+def house(gpu_house: Household) -> Household:
+    return gpu_house
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Path:
-    """While this file is locked, the worker's copies stand still half-way."""
-    file = tmp_path / "gate"
-    file.touch()
-    return file
-
-
-@pytest.fixture
-def house(driver: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Household]:
-    with household(monkeypatch, driver, gate) as house:
-        yield house
-
-
-@pytest.fixture
-def engine(house: Household, driver: Path) -> Iterator[Make]:
+def engine(house: Household, stand_in_driver: Path) -> Iterator[Make]:
     """Makes engines on the daemon, with pages in GPU memory, and closes them."""
     made: list[Engine] = []
 
@@ -89,7 +75,7 @@ def engine(house: Household, driver: Path) -> Iterator[Make]:
                 group=group,
             )
 
-        device = Device(driver)
+        device = Device(stand_in_driver)
         made.append(Engine(asker, mover, load_s=load_s, device=device, **more))
         return made[-1]
 
@@ -117,18 +103,11 @@ def until(engine: Engine, asked: Request, status: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_worker_copies(house: Household, engine: Make, num_ranks: int) -> None:
-    prompts = [tokens(seed, 30 + 11 * seed) for seed in range(3)]
-    one = engine(num_ranks=num_ranks)
-    check(one.run(*(request(f"a{i}", p) for i, p in enumerate(prompts))), num_ranks)
-    two = engine(num_ranks=num_ranks)
-    two.run(request("b", prompts[2][:25]))
-    again = two.run(*(request(f"c{i}", p) for i, p in enumerate(prompts)))
-    check(again, num_ranks)
-    assert [r.num_cached for r in again] == [(len(p) - 1) // 4 * 4 for p in prompts]
-    assert two.num_loads_failed == 0
+    one, two = engine(num_ranks=num_ranks), engine(num_ranks=num_ranks)
+    store_and_load(one, two)
     assert house.stats()["leases"] == 0
-    # Each engine's every rank has a client that stores and one that loads, but the first loaded
-    # nothing.
+    # Each engine's every rank has a client that stores and one that loads, but the first engine
+    # loaded nothing.
     assert house.stats()["pages"]["registrations"] == 3 * num_ranks
     asked = house.stats()["requests"]
     assert asked["load"] >= 4 * num_ranks

@@ -56,6 +56,18 @@ def check(requests: list[Request], num_ranks: int = 1) -> None:
         assert one.output == expected_output(one, num_ranks), one.request_id
 
 
+def store_and_load(one: Engine, two: Engine) -> None:
+    """What one engine stored serves another, which has the front of one prompt itself."""
+    num_ranks = len(one.ranks)
+    prompts = [tokens(seed, 30 + 11 * seed) for seed in range(3)]
+    check(one.run(*(request(f"a{i}", p) for i, p in enumerate(prompts))), num_ranks)
+    two.run(request("b", prompts[2][:25]))
+    again = two.run(*(request(f"c{i}", p) for i, p in enumerate(prompts)))
+    check(again, num_ranks)
+    assert [r.num_cached for r in again] == [(len(p) - 1) // 4 * 4 for p in prompts]
+    assert two.num_loads_failed == 0
+
+
 # --- store and load -----------------------------------------------------------------------------
 
 

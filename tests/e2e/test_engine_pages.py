@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,28 +18,14 @@ from hicache.connectors.pages import PagedCache
 from hicache.transfer.pages import Launch
 from tests.e2e.household import SPEC, Household, Tokens, blocks_of, prompt, read, store, wait_for
 from tests.e2e.page_engine import PLANES, PageEngine
-from tests.e2e.stand_in_gpu import compiled_driver, held, household, use_stand_in
+from tests.e2e.stand_in_gpu import held, use_stand_in
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled_driver(tmp_path_factory.mktemp("driver"))
-
-
 @pytest.fixture
-def gate(tmp_path: Path) -> Path:
-    """While this file is locked, copies stand still half-way."""
-    file = tmp_path / "gate"
-    file.touch()
-    return file
-
-
-@pytest.fixture
-def house(driver: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Household]:
-    with household(monkeypatch, driver, gate) as house:
-        yield house
+def house(gpu_house: Household) -> Household:
+    return gpu_house
 
 
 LOADED = prompt(2, 8)
@@ -120,10 +105,12 @@ def test_layer_by_layer(house: Household) -> None:
     client.release(match)
 
 
-def test_a_connector_has_the_worker_copy(house: Household, driver: Path, gate: Path) -> None:
+def test_a_connector_has_the_worker_copy(
+    house: Household, stand_in_driver: Path, gate: Path
+) -> None:
     """Where its pages were in doubt, or its worker is another by now, it shares them anew."""
     client, engine = house.client(), PageEngine()
-    cache = PagedCache(client, engine.layout, engine.device, NoRunner(), str(driver))
+    cache = PagedCache(client, engine.layout, engine.device, NoRunner(), str(stand_in_driver))
     assert cache.how == "copied by the daemon's GPU worker"
     tokens, pages = prompt(1, 8), engine.pages(8, 1)
     engine.write(pages, tokens)
@@ -165,10 +152,10 @@ class NoRunner:
 
 @pytest.mark.thorough
 def test_the_check_for_a_gpu_machine(
-    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stand_in_driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`hicache gpu-check` has this to run on hardware: here, all of it on the stand-in."""
-    use_stand_in(monkeypatch, driver)
+    use_stand_in(monkeypatch, stand_in_driver)
     report = tmp_path / "rows"
     command = [sys.executable, "-m", "hicache.bench.gpu", "engine", "--small"]
     command += ["--report", str(report), "--folder", str(tmp_path)]

@@ -22,10 +22,20 @@ from typing import Any, Final
 import msgspec
 import zmq
 
+from hicache.keys import LayerGroup, NamespaceSpec
 from hicache.wire import OPS, Request, decode_request, error_reply, pack
 
 HOLD: Final = object()
 DIE: Final = object()
+SPEC: Final = NamespaceSpec(
+    model_digest="m",
+    weights_digest="w",
+    dtype="float16",
+    groups=(LayerGroup(2, 1, 4, "any"),),
+    block_tokens=4,
+    block_bytes=64,
+)
+"""Of a client that talks to it, if nothing else is said."""
 _SESSION: Final = bytes(range(16))
 
 

@@ -27,7 +27,6 @@ from hicache.client import (
     DaemonAbsent,
     DaemonError,
     FetchedRun,
-    LayerGroup,
     Match,
     NamespaceSpec,
     PutResult,
@@ -38,6 +37,7 @@ from hicache.wire import NEEDS_SESSION
 from tests.hicache.scripted_daemon import (
     DIE,
     HOLD,
+    SPEC,
     Many,
     ScriptedDaemon,
     Seen,
@@ -46,14 +46,6 @@ from tests.hicache.scripted_daemon import (
     refuse,
 )
 
-SPEC = NamespaceSpec(
-    model_digest="m",
-    weights_digest="w",
-    dtype="float16",
-    groups=(LayerGroup(2, 1, 4, "any"),),
-    block_tokens=4,
-    block_bytes=64,
-)
 TOKENS = list(range(16))
 PLENTY_S = 8.0
 """No call that should return at once may take this long, however busy the machine is."""

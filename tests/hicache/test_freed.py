@@ -32,7 +32,9 @@ print(own_mib() - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc, whose limits these are")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="needs glibc: a Linux with no other C library"
+)
 @pytest.mark.parametrize(("how", "is_kept"), [("limited", False), ("as it is", True)])
 def test_large_blocks_go_back_at_once(how: str, is_kept: bool) -> None:
     command = [sys.executable, "-c", USE_AND_FREE, how]
@@ -61,7 +63,9 @@ print((libc.mallinfo2().in_use - before) // 1024)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc, which is asked")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="needs glibc: a Linux with no other C library"
+)
 @pytest.mark.parametrize(("how", "grows"), [("filled", False), ("as it is", True)])
 def test_what_numpy_keeps_of_small_arrays_is_taken_at_once(how: str, grows: bool) -> None:
     """It took megabytes within a quarter of an hour, a size at a time, between what was used."""

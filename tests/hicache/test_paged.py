@@ -14,18 +14,9 @@ import pytest
 from hicache.aio import AsyncClient
 from hicache.answers import Match
 from hicache.connectors.sharing import Sharing
-from hicache.keys import LayerGroup, NamespaceSpec
 from hicache.paged import PageShare, SharedPages
-from tests.hicache.scripted_daemon import HOLD, Many, ScriptedDaemon, Seen, hit
+from tests.hicache.scripted_daemon import HOLD, SPEC, Many, ScriptedDaemon, Seen, hit
 
-SPEC = NamespaceSpec(
-    model_digest="m",
-    weights_digest="w",
-    dtype="float16",
-    groups=(LayerGroup(2, 1, 4, "any"),),
-    block_tokens=4,
-    block_bytes=64,
-)
 PAGES = SharedPages("0000:00:00.0", (bytes(64),), np.array([[0, 0, 64, 32]], np.uint64), 64, 1)
 
 

@@ -56,6 +56,16 @@ Connect = Callable[[NamespaceSpec], MatchClient]
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """An answer is complete. `tokens`: the prompt and the answer, whose last so many it is."""
+
+    tokens: bytes
+    conversation: str
+    reason: str
+    answer_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """`blocks` blocks behind the skipped ones are worth loading and are leased, for every rank and
     for `lease_s` from the question on.
@@ -121,18 +131,9 @@ class Asking:
         """Nobody takes up this answer."""
         self.background.submit(partial(self._release, question))
 
-    def ended(
-        self,
-        identity: Identity,
-        tokens: bytes,
-        conversation: str,
-        reason: str,
-        answer_tokens: int,
-    ) -> None:
-        """An answer of so many tokens is complete, for this reason: advice to the daemon, if it can
-        be asked. `tokens`: the prompt and the answer."""
-        hint = partial(self._hint, identity, tokens, conversation, reason, answer_tokens)
-        self.background.submit(hint)
+    def ended(self, identity: Identity, ending: Ending) -> None:
+        """Advice to the daemon, if it can be asked."""
+        self.background.submit(partial(self._hint, identity, ending))
 
     def wait_a_little(self, seconds: float) -> None:
         """Where the scheduler has nothing else to do: until an answer comes. Otherwise an engine in
@@ -202,21 +203,14 @@ class Asking:
             if match.lease:
                 await client.release(match)
 
-    async def _hint(
-        self,
-        identity: Identity,
-        tokens: bytes,
-        conversation: str,
-        reason: str,
-        answer_tokens: int,
-    ) -> None:
+    async def _hint(self, identity: Identity, ending: Ending) -> None:
         for client in self._clients_of(identity):
             if client.greeting is not None:
                 await client.hint(
-                    tokens,
-                    conversation=conversation[-200:],
-                    finish_reason=reason,
-                    answer_tokens=answer_tokens,
+                    ending.tokens,
+                    conversation=ending.conversation[-200:],
+                    finish_reason=ending.reason,
+                    answer_tokens=ending.answer_tokens,
                 )
 
     async def _read_adapter(self, key: tuple[int, str]) -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from hicache.connectors.vllm.announcing import Announcements
-from hicache.connectors.vllm.asking import Asking, Question, salted
+from hicache.connectors.vllm.asking import Asking, Ending, Question, salted
 from hicache.connectors.vllm.background import Trouble
 from hicache.connectors.vllm.orders import Identity, Load, Orders, Report, Step, Store
 from hicache.connectors.vllm.tracking import Request, Tracked, is_told_by_tokens
@@ -220,8 +220,9 @@ class SchedulerSide:
             self._store(tracked, known // self._block_tokens, pages)
         identity = self._identity(tracked) if tracked.is_cached and self.asking else None
         if identity is not None and self.asking is not None:
-            told = tracked.encoded(request.num_tokens), request.session_id or "", reason
-            self.asking.ended(identity, *told, request.num_output_tokens)
+            said, conversation = tracked.encoded(request.num_tokens), request.session_id or ""
+            ending = Ending(said, conversation, reason, request.num_output_tokens)
+            self.asking.ended(identity, ending)
 
     # --- a step ---------------------------------------------------------------------------------
 
