@@ -483,6 +483,7 @@ class CacheEngine:
     def _tick(self, event: p.Tick) -> p.Arrivals:
         self.residency.backoff.tick(event.now_s)
         self.gate.pass_time(event.now_s)
+        self.fetching.now_s = event.now_s
         leases, tickets = self.residency.leases.expired(event.now_s)
         for ticket in tickets:
             self.storing.abort(p.Abort(ticket, event.now_s, writer_gone=False))

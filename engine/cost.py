@@ -255,30 +255,43 @@ class LoadCost(_CopyCost):
     """
 
     def __init__(self, tiers: Sequence[int], link: LinkCost) -> None:
-        self._tiers = tuple(tiers)
-        super().__init__((link.latency_s, *(1.0 / link.bytes_per_s / _PER_BYTE for _ in tiers)))
+        self._tiers, self._link = tuple(tiers), link
+        super().__init__(self._as_the_link())
 
     def measured(self, bytes_from: Mapping[int, float], seconds: float) -> None:
         """Learn from a load of so many bytes from each tier."""
         if any(bytes_from.values()):
+            self._follow_link()
             self._learn(self._features(bytes_from), seconds)
 
     def seconds(self, bytes_from: Mapping[int, float]) -> float:
         """Expected seconds of such a load."""
+        self._follow_link()
         return self._fit.expect(self._features(bytes_from)) if any(bytes_from.values()) else 0.0
 
     def doubt_s(self, bytes_from: Mapping[int, float]) -> float:
         """Standard deviation of that."""
+        self._follow_link()
         return self._doubt_s(self._features(bytes_from)) if any(bytes_from.values()) else 0.0
 
     @property
     def bytes_per_s(self) -> dict[int, float]:
         """From each tier, in long loads."""
+        self._follow_link()
         speeds = self._fit.theta[1:]
         return {
             tier: 1.0 / max(per_mb * _PER_BYTE, 1e-18)
             for tier, per_mb in zip(self._tiers, speeds, strict=True)
         }
+
+    def _as_the_link(self) -> list[float]:
+        per_mb = 1.0 / self._link.bytes_per_s / _PER_BYTE
+        return [self._link.latency_s, *(per_mb for _ in self._tiers)]
+
+    def _follow_link(self) -> None:
+        """While no load was measured: the link may have been measured since it was asked last."""
+        if not self.num_measured:
+            self._fit = Fit(self._as_the_link(), OF_LINKS)
 
     def _features(self, bytes_from: Mapping[int, float]) -> list[float]:
         return [1.0, *(bytes_from.get(tier, 0.0) * _PER_BYTE for tier in self._tiers)]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,10 @@ from hicache.tiers.block import Ids
 Positions = npt.NDArray[np.intp]
 """Positions within a lease: shape [n]."""
 
+READING_S: Final = 0.5
+"""Who has all that will come has mostly read it by then. Some keep their lease far longer: a model
+that reads in place, one that releases at the end of its answer."""
+
 
 class Fetching:
     """The leases that wait, and the blocks they wait for."""
@@ -44,6 +49,7 @@ class Fetching:
         self.links = links
         self.waiters: dict[int, set[int]] = {}
         self.unplaced: dict[int, None] = {}
+        self.now_s = 0.0
         self._ended: list[int] = []
         self._fastest_of: dict[int, Ids] = {}
 
@@ -54,6 +60,7 @@ class Fetching:
         The runs are numbered by blocks of the prompt (the lease's first block is `first_block`).
         """
         lease.fetching = True
+        self.now_s = lease.started_s
         mapped = self.readable_tier(lease, lease.ids)
         ready = self.ready_runs(lease.ids, mapped)
         missing = np.flatnonzero(mapped == NO_TIER)
@@ -96,7 +103,7 @@ class Fetching:
             missing = missing[missing >= lease.unplaced]
             self._place(lease, missing)
             while lease.unplaced < len(lease.ids) and not (
-                house.moves or any(house.draining_bytes) or self._others_are_read()
+                house.moves or any(house.draining_bytes) or self._others_are_read(lease)
             ):  # nothing else will make room any more: the lease's own end must
                 self._shorten(lease)
                 missing = missing[(missing >= lease.unplaced) & (missing < len(lease.ids))]
@@ -183,12 +190,13 @@ class Fetching:
                 runs.append(ReadyRun(first, house.tiers[tier].name, slots))
         return runs
 
-    def _others_are_read(self) -> bool:
-        """Whether somebody has all blocks that will come, and reads them: such leases end soon."""
-        leases = self.residency.leases.leases.values()
-        return any(
-            lease.fetching and not lease.awaited and lease.id not in self.unplaced
-            for lease in leases
+    def _others_are_read(self, lease: Lease) -> bool:
+        """Whether somebody has all blocks that will come, and reads them: mostly such leases end
+        soon, so that is waited for, but not long, and not the most of what the load may take."""
+        patience_s = min(READING_S, (lease.deadline_s - lease.started_s) / 2)
+        return self.now_s < lease.started_s + patience_s and any(
+            other.fetching and not other.awaited and other.id not in self.unplaced
+            for other in self.residency.leases.leases.values()
         )
 
     def _shorten(self, lease: Lease) -> None:

@@ -56,7 +56,20 @@ MAX_STOP: Final = 7
 """Reasons to stop are small numbers, 0: not known, and so many are told apart."""
 
 _TAIL, _TRUNK, _PARTIAL = range(3)
-Levels = tuple[int, int, int, int, int, int, int, int, int]
+
+
+class Levels(NamedTuple):
+    """Of each feature, a row of the fit's matrix. 0: not told apart."""
+
+    role: int
+    turn: int = 0
+    blocks: int = 0
+    gap: int = 0
+    new: int = 0
+    stop: int = 0
+    touches: int = 0
+    due: int = 0
+    answer: int = 0
 
 
 _MULTIPLIERS: Final = np.random.default_rng(1).integers(1, 1 << 63, 4096, np.uint64) | np.uint64(1)
@@ -89,9 +102,9 @@ class Context(NamedTuple):
     def levels(self, role: int, touches: int) -> Levels:
         """The levels of a run of this request."""
         if role == _PARTIAL:
-            return (_PARTIAL, 0, 0, 0, 0, 0, 0, 0, 0)
+            return Levels(_PARTIAL)
         is_trunk = role == _TRUNK
-        return (
+        return Levels(
             role,
             min(self.turn, MAX_TURN),
             0 if is_trunk else 1 + bisect_right(_BLOCKS_CUTS, self.num_blocks),
@@ -285,14 +298,10 @@ class History:
         kind = self._kinds.get(levels)
         if kind is not None:
             return kind
-        role, turn, blocks, gap, new, stop, _, due, answer = levels
-        coarser: tuple[Levels, ...] = (
-            levels,
-            (role, turn, blocks, gap, new, stop, 0, due, answer),
-            (role, turn, 0, gap, new, stop, 0, due, answer),
-            (role, turn, 0, gap, 0, stop, 0, due, answer),
-            (role, turn, 0, 0, 0, 0, 0, 0, 0),
-        )
+        untouched = levels._replace(touches=0)
+        short = untouched._replace(blocks=0)
+        plain = short._replace(new=0)
+        coarser = levels, untouched, short, plain, Levels(levels.role, levels.turn)
         for told, limit in zip(coarser, _KIND_LIMITS, strict=True):
             known = self._kinds.get(told, len(self._levels))
             if known < len(self._levels) or known < limit:

@@ -289,16 +289,12 @@ class Index:
     def trim(self, node: Node, count: int, step: int) -> Span:
         """Cut the last `count` blocks, not all, off a childless node. Returns them; they are the
         caller's to forget."""
-        kept, span = node.num_blocks - count, node.span
+        kept = node.num_blocks - count
         assert 0 < kept < node.num_blocks
         assert not node.children
         node.num_blocks = kept
         node.stem.shorten(count * step)
-        if span.__class__ is slice:  # nearly always: `cut_at`, without the call
-            middle = span.start + kept
-            node.span = slice(span.start, middle)
-            return slice(middle, span.stop)
-        node.span, gone = cut_at(span, kept)
+        node.span, gone = cut_at(node.span, kept)
         return gone
 
     def remove(self, node: Node, step: int) -> Node:

@@ -239,7 +239,7 @@ class Dialogue:
         if not keep:
             body["keep"] = False
         if answer_tokens:
-            body["answer_tokens"] = answer_tokens
+            body["answer_tokens"] = int(answer_tokens)
         try:
             self._connection.begin(started_s)
             deadline_s = started_s + self._connection.timeouts.call_s

@@ -114,7 +114,6 @@ class Paging:
         self._workers: Workers | None = None
         self._devices: list[str] = []
         self._registrations: dict[int, _Registration] = {}
-        self._served: Counter[tuple[int, int]] = Counter()
         self._copies: dict[int, _Copy] = {}
         self._written_tickets: Counter[int] = Counter()
         self._written_owners: Counter[int] = Counter()
@@ -134,7 +133,11 @@ class Paging:
     def copies_for(self, session: Session) -> bool:
         """Whether blocks that it asks for are copied by the worker: some session of its group has
         shared the pages that they go to. A scheduler asks, and its ranks have the pages."""
-        return (session.group.number, session.namespace) in self._served
+        asked = session.group.number, session.namespace
+        return any(
+            known.state == "mapped" and (known.owner, known.namespace) == asked
+            for known in self._registrations.values()
+        )
 
     def counts(self) -> dict[str, int]:
         """For `stats`."""
@@ -289,7 +292,6 @@ class Paging:
             self._answer(registration, told)
         elif registration.state == "mapping":
             registration.state = "mapped"
-            self._served[registration.owner, registration.namespace] += 1
             self._answer(registration, told)
         else:  # the session ended while it was being mapped
             self._unmap_when_idle(registration)
@@ -302,7 +304,6 @@ class Paging:
         for registration in list(self._registrations.values()):
             if registration.device == device:
                 del self._registrations[registration.number]
-                self._serves_no_more(registration)
                 is_asked_for = registration.state in ("closing", "unmapping")
                 self._answer(registration, PageTold("", 0, "" if is_asked_for else error))
 
@@ -312,10 +313,11 @@ class Paging:
 
     def _copied(self, copy: _Copy, told: PageTold, now_s: float) -> None:
         del self._copies[copy.number]
-        if copy.lease and not told.error and self._still_there(copy):
-            self._do(p.Loaded(copy.lease, copy.runs, told.seconds, now_s))
+        is_there = self._still_there(copy)
         if copy.peer is not None:
-            self._tell_end(copy, told)
+            self._tell_end(copy, told, is_there)
+        if copy.lease and is_there and not told.error:
+            self._do(p.Loaded(copy.lease, copy.runs, told.seconds, now_s))
         registration = copy.registration
         registration.num_copies -= 1
         if registration.state == "closing":
@@ -323,11 +325,11 @@ class Paging:
         if copy.ticket:
             self._saved(copy, now_s)
 
-    def _tell_end(self, copy: _Copy, told: PageTold) -> None:
+    def _tell_end(self, copy: _Copy, told: PageTold, is_there: bool) -> None:
         assert copy.peer is not None
         if told.error:
             self._fail(copy.peer, "refused", told.error)
-        elif not self._still_there(copy):
+        elif not is_there:
             self._fail(copy.peer, "unknown_lease", "the lease ended while its blocks were copied")
         else:
             self._reply(copy.peer, {"blocks": copy.num_blocks, "seconds": told.seconds})
@@ -386,20 +388,12 @@ class Paging:
             registration.state = "closing"  # the rest when it has been mapped
 
     def _unmap_when_idle(self, registration: _Registration) -> None:
-        self._serves_no_more(registration)
         registration.state = "closing"
         if registration.num_copies or self._workers is None:
             return
         registration.state = "unmapping"
         # A worker that is not up has no mappings; `worker_gone` answers whoever waits.
         self._workers.send_pages(registration.device, pack("unmap", n=registration.number))
-
-    def _serves_no_more(self, registration: _Registration) -> None:
-        served = registration.owner, registration.namespace
-        if registration.state == "mapped":
-            self._served[served] -= 1
-            if not self._served[served]:
-                del self._served[served]
 
     def _answer(self, registration: _Registration, told: PageTold) -> None:
         peer, registration.peer = registration.peer, None

@@ -204,13 +204,10 @@ class SlotPool:
         cls = self._classes.get(slot_bytes) or self._class(slot_bytes)
         if cls is None or not cls.spans:
             return 0
-        if cls.per_slab and self.clearing is None:  # nearly always
-            return cls.num_free + self._num_free_slabs * cls.per_slab
-        cleared = None if self.clearing is None else self._cleared_for(cls)
+        cleared = range(0) if self.clearing is None else self._cleared_for(cls)
         best, room = cls.spans[0], cls.num_free
-        if cls.per_slab:
-            num_slabs = self._num_free_slabs + (len(cleared) if cleared else 0)
-            return room + num_slabs * cls.per_slab
+        if cls.per_slab:  # nearly always
+            return room + (self._num_free_slabs + len(cleared)) * cls.per_slab
         least, slabs = cls.spans[-1], self._free_slabs
         if cleared:
             slabs = slabs.copy()

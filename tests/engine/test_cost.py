@@ -323,6 +323,17 @@ def taken_s(bytes_from: dict[int, float], latency_s: float = 2e-4) -> float:
     return latency_s + bytes_from[HBM] / 1e12 + bytes_from[DRAM] / 2e10
 
 
+def test_before_a_load_was_measured_it_costs_what_the_link_is_known_to() -> None:
+    """Asked for before the link was measured: it must not stay with the guess of then."""
+    link = LinkCost()
+    load = LoadCost((HBM, DRAM), link)
+    assert load.seconds({DRAM: 1e9}) == pytest.approx(link.seconds(1e9))
+    for _ in range(30):
+        link.measured(1e8, 1e8 / PCIE)
+    assert load.seconds({DRAM: 1e9}) == pytest.approx(link.seconds(1e9), rel=0.01)
+    assert load.bytes_per_s[HBM] == pytest.approx(link.bytes_per_s, rel=0.01)
+
+
 def test_until_a_load_was_measured_it_is_believed_to_come_over_the_link() -> None:
     load = LoadCost((HBM, DRAM), LinkCost(1e-4, PCIE))
     for bytes_from in (load_of(512, 0), load_of(0, 512), load_of(256, 256)):

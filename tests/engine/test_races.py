@@ -335,6 +335,23 @@ def test_a_fetch_waits_for_what_others_are_reading() -> None:
     assert lease in w.finished
 
 
+def test_a_reader_that_keeps_its_lease_is_not_waited_for_long() -> None:
+    """1. All of dram is leased by somebody who has read it and goes on, the path is on disk. 2. The
+    fetch waits for room. 3. It ends before its deadline: half of that time is for a prefill."""
+    w = World((("dram", 4, True, False), ("disk", 64, False, True)))
+    big, small = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)
+    on_disk_only(w, big)
+    on_disk_only(w, small)
+    w.fetch(w.match(small + END).lease)
+    w.finish_all()
+    lease = w.match(big + END).lease
+    fetched = w.fetch(lease)
+    assert fetched.unplaced == 4
+    w.now_s += 0.6 * (fetched.deadline_s - w.now_s)
+    assert lease in w.do(p.Tick(w.now_s)).finished
+    assert not w.engine.fetching.unplaced
+
+
 def test_two_fetches_with_half_the_room_each_do_not_wait_for_each_other() -> None:
     """1. Two paths of four on disk, four slots in dram: two blocks of each come. 2. Nobody
     reads, so nobody is waited for: at least one gives up its end, and nothing waits for ever."""

