@@ -22,7 +22,7 @@ from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger
 from hicache.engine.planner import Hit, Planner
 from hicache.engine.record import Recorder
-from hicache.engine.reloading import LastCopy, OwnCopy, Way, reload_over
+from hicache.engine.reloading import LastCopy, OwnCopy, Route, Way, reload_over
 from hicache.engine.residency import NO_TIER, TRAVELLING_BYTES, Namespace, Residency
 from hicache.engine.settings import EngineSettings
 from hicache.engine.writedown import WriteDown
@@ -42,7 +42,8 @@ class Estimates:
         """The worker's, of a namespace that may be the first to ask."""
         cost = self.loads.get(namespace)
         if cost is None:
-            memory = [n for n, tier in enumerate(house.tiers) if not tier.durable]
+            tiers = range(len(house.tiers))
+            memory = [n for n in tiers if house.is_readable(n, by_worker=True)]
             to_gpu = (
                 link
                 for (src, dst), link in self.links.items()
@@ -216,7 +217,7 @@ class Matching:
 
     def _estimate_reload(self, hit: Hit, namespace: Namespace, path: Path, event: p.Match) -> None:
         """Fill in what reloading the hit's runs takes."""
-        house, hop = self.residency, event.hop_bytes_per_s
+        hop = event.hop_bytes_per_s
         own_s_per_byte = 1.0 / hop if hop else self.estimates.hop_s_per_byte[hit.namespace]
         if not hit.by_worker:
             blocks, seconds = 0, []
@@ -229,18 +230,13 @@ class Matching:
             else:  # only the client's own copy counts
                 hit.reload_s = seconds
                 return
-        way_of: dict[str, Way | None] = {}
+        routes: dict[str, Route] = {}
         for run in hit.runs:
-            if run.tier not in way_of:
-                src = house.number_of(run.tier)
-                way_of[run.tier] = self._way_from(src, hit, namespace, path, event)
-        reload = reload_over(
-            hit.runs,
-            [way_of[run.tier] for run in hit.runs],
-            namespace.block_bytes,
-            self._last_copy(hit, own_s_per_byte),
-            [self._read_from(run.tier, hit.by_worker) for run in hit.runs],
-        )
+            if run.tier not in routes:
+                link = self._link_of(run.tier, hit.by_worker)
+                routes[run.tier] = Route(link[1], self._way_over(link, hit, namespace, path, event))
+        last_copy = self._last_copy(hit, own_s_per_byte)
+        reload = reload_over(hit.runs, routes, namespace.block_bytes, last_copy)
         hit.runs, hit.reload_s, hit.reload_doubt_s = reload.runs, reload.seconds, reload.doubt_s
         hit.start_s = reload.start_s
 
@@ -253,7 +249,7 @@ class Matching:
         bytes_from: dict[int, float] = {}
         left = blocks
         for run in hit.runs:
-            src, dst = house.number_of(run.tier), self._read_from(run.tier, hit.by_worker)
+            src, dst = self._link_of(run.tier, hit.by_worker)
             num_bytes = float(min(run.num_blocks, left) * size)
             left -= min(run.num_blocks, left)
             bytes_from[dst] = bytes_from.get(dst, 0.0) + num_bytes
@@ -273,24 +269,23 @@ class Matching:
             return self.estimates.load(hit.namespace, self.residency)
         return OwnCopy(own_s_per_byte)
 
-    def _read_from(self, tier: str, by_worker: bool) -> int:
-        """The tier from which the last copy reads what lies in `tier`: another one where it cannot
-        be read in place."""
+    def _link_of(self, tier: str, by_worker: bool) -> tuple[int, int]:
+        """The tier, and that from which the last copy reads what lies there: the same one, or
+        another where it cannot be read in place."""
         src = self.residency.number_of(tier)
-        if self.residency.is_readable(src, by_worker=by_worker):
-            return src
         landing = self.residency.landing[src]
-        return src if landing == NO_TIER else landing
+        if landing == NO_TIER or self.residency.is_readable(src, by_worker=by_worker):
+            return src, src
+        return src, landing
 
-    def _way_from(
-        self, src: int, hit: Hit, namespace: Namespace, path: Path, event: p.Match
+    def _way_over(
+        self, link: tuple[int, int], hit: Hit, namespace: Namespace, path: Path, event: p.Match
     ) -> Way | None:
-        """Some of the hit's own blocks may be on their way there: they are in that queue, and need
-        not be copied once more."""
-        house = self.residency
-        if house.is_readable(src, by_worker=hit.by_worker) or house.landing[src] == NO_TIER:
+        """None where nothing has to come. Some of the hit's own blocks may be on their way there:
+        they are in that queue, and need not be copied once more."""
+        house, src = self.residency, link[0]
+        if src == link[1]:
             return None
-        link = src, house.landing[src]
         cost = self.estimates.links[link]
         ahead, late_s = house.bytes_ahead(link), 0.0
         if ahead:

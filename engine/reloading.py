@@ -76,19 +76,24 @@ class Reload:
     start_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a tier's blocks come: the last copy reads them from tier `read_from`, and they come there
+    over `way`; None: they are there."""
+
+    read_from: int
+    way: Way | None
+
+
 def reload_over(
-    runs: Sequence[TierRun],
-    ways: Sequence[Way | None],
-    block_bytes: int,
-    last_copy: LastCopy,
-    read_from: Sequence[int],
+    runs: Sequence[TierRun], routes: Mapping[str, Route], block_bytes: int, last_copy: LastCopy
 ) -> Reload:
-    """`ways[k]` is that of `runs[k]`, None where it is readable in place; runs of one tier share
-    theirs. `read_from[k]`: the tier from which the last copy reads that run."""
+    """`routes`: of each tier that has one of the runs."""
     reload = Reload([], [], [], 0.0)
     busy: list[Way] = []
     bytes_from: dict[int, float] = {}
-    for run, way, tier in zip(runs, ways, read_from, strict=True):
+    for run in runs:
+        tier, way = routes[run.tier].read_from, routes[run.tier].way
         pieces = [run]
         if way is not None:
             if not bytes_from:

@@ -24,7 +24,7 @@ from hicache.bench.report import Step
 from hicache.engine.cost import LinkCost, PrefillCost, PrefillPrior
 from hicache.engine.plan import TierRun
 from hicache.engine.planner import Hit, Planner, PlannerSettings
-from hicache.engine.reloading import OwnCopy, Way, reload_over
+from hicache.engine.reloading import OwnCopy, Route, Way, reload_over
 
 FLOP_PER_S: Final = 4.95e14
 MODELS: Final = {  # FLOP per token, FLOP per pair of tokens, KV bytes per token
@@ -139,8 +139,8 @@ class Pupil:
             self.link.measured(BATCH_BYTES, self._noisy(machine.copy_s(BATCH_BYTES)))
         runs = [TierRun(cell.link, cell.prefix // BLOCK)]
         start = clock()
-        way = Way(self.link, machine.queued_bytes)
-        reload = reload_over(runs, [way], machine.block_bytes, OwnCopy(0.0), [0])
+        routes = {cell.link: Route(0, Way(self.link, machine.queued_bytes))}
+        reload = reload_over(runs, routes, machine.block_bytes, OwnCopy(0.0))
         decision = self.planner.decide(
             Hit(
                 cell.context + cell.prefix + new,

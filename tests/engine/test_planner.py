@@ -13,7 +13,7 @@ from hicache.engine import plan as p
 from hicache.engine.cost import LinkCost
 from hicache.engine.plan import Decision, TierRun
 from hicache.engine.planner import Hit, Mode, Planner, PlannerSettings
-from hicache.engine.reloading import OwnCopy, Way, reload_over
+from hicache.engine.reloading import OwnCopy, Route, Way, reload_over
 from hicache.engine.settings import EngineSettings
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, World, tokens_of
 
@@ -45,15 +45,14 @@ class Grid:
         return total + len(blocks) * BLOCK * self.kv_bytes / 5e10
 
     def hit(self, runs: Sequence[tuple[str, int]], prompt_tokens: int, skipped: int = 0) -> Hit:
-        way_of: dict[str, Way | None] = {"mapped": None}
+        routes = {"mapped": Route(0, None)}
         for tier, (bytes_per_s, latency_s) in LINKS.items():
-            way_of[tier] = Way(LinkCost(latency_s, bytes_per_s), self.queued_bytes)
+            routes[tier] = Route(0, Way(LinkCost(latency_s, bytes_per_s), self.queued_bytes))
         reload = reload_over(
             [TierRun(tier, count) for tier, count in runs],
-            [way_of[tier] for tier, _ in runs],
+            routes,
             BLOCK * self.kv_bytes,
             OwnCopy(1 / 5e10),
-            [0] * len(runs),
         )
         return Hit(prompt_tokens, BLOCK, skipped, reload.runs, reload.seconds, self.prefill_s)
 
