@@ -42,6 +42,7 @@ class Staging:
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._copiers: dict[range, PageCopier] = {}
         self._halves: list[tuple[Bytes, Any]] = []  # memory, the event behind its last kernel
+        self._num_given = 0
 
     def load(
         self, run: FetchedRun, rows: PageTable, planes_per_part: int
@@ -75,15 +76,18 @@ class Staging:
             self.settle()
 
     def fill(self, pages: PageTable) -> Fill:
-        """Writes block n of `pages` into a view; they are gathered many at a time."""
+        """Writes block n of `pages` into a view; they are gathered many at a time, and anew when
+        others have been given their half since."""
         planes = range(len(self._layout.planes))
-        gathered, first = np.empty((0, 0), np.uint8), 0
+        gathered, first, given = np.empty((0, 0), np.uint8), 0, 0
 
         def fill(index: int, view: Bytes) -> None:
-            nonlocal gathered, first
-            if not first <= index < first + len(gathered):
+            nonlocal gathered, first, given
+            is_overwritten = self._num_given - given >= 2
+            if is_overwritten or not first <= index < first + len(gathered):
                 first, part = index, pages[index : index + self._room(planes)]
                 gathered = self._free_half(len(part), planes)
+                given = self._num_given
                 self._copy(gathered, part, planes, to_blocks=True).synchronize()
             view[:] = gathered[index - first]
 
@@ -112,6 +116,7 @@ class Staging:
         memory, event = self._halves[0]
         if event is not None:
             event.synchronize()
+        self._num_given += 1
         size = len(planes) * self._layout.plane_bytes
         return memory[: num_blocks * size].reshape(num_blocks, size)
 

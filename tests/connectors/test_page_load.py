@@ -104,11 +104,14 @@ def test_what_is_told_has_come(
     assert not pages.device.waiting
 
 
+@pytest.mark.parametrize("staged_blocks", [3.0, 8.0])
 @pytest.mark.parametrize("is_lazy", [True, False])
-def test_loads_and_saves_take_turns_with_the_pinned_memory(is_lazy: bool) -> None:
-    pages = Pages(4, seed=1, is_lazy=is_lazy)
-    mine, other, kept = pages.tables(8, 8, 6)
-    blocks, others, saved = pages.blocks(8), pages.blocks(8), pages.blocks(6)
+def test_loads_and_saves_take_turns_with_the_pinned_memory(
+    is_lazy: bool, staged_blocks: float
+) -> None:
+    pages = Pages(4, seed=1, staged_blocks=staged_blocks, is_lazy=is_lazy)
+    mine, other, kept = pages.tables(16, 8, 6)
+    blocks, others, saved = pages.blocks(16), pages.blocks(8), pages.blocks(6)
     pages.tensors[:, kept] = saved.reshape(6, 4, PAGES_PER_BLOCK, PAGE_BYTES).swapaxes(0, 1)
     loads = [
         pages.staging.load(run_of(blocks), mine, 1),
@@ -149,10 +152,11 @@ def test_a_run_whose_slots_were_given_away_is_not_told_of() -> None:
 
 
 def test_a_load_that_is_given_up_leaves_nothing_on_its_way() -> None:
-    pages = Pages(4, seed=3)
+    pages = Pages(4, seed=3, is_lazy=True)
     (rows,), blocks = pages.tables(5), pages.blocks(5)
     load = pages.staging.load(run_of(blocks), rows, 1)
     next(load)
+    assert pages.device.waiting
     load.close()
     assert not pages.device.waiting
     pages.staging.close()
