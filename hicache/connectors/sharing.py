@@ -49,7 +49,9 @@ class Sharing:
         self._asking = asyncio.Lock()
 
     async def usable(self) -> PageShare | None:
-        """None: copy yourself."""
+        """None: copy yourself. At once where somebody else is asking already."""
+        if self._asking.locked():
+            return None
         async with self._asking:
             if self._left is not None and not self._left.is_over:
                 return None

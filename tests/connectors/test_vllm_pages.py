@@ -19,6 +19,7 @@ import torch
 from hicache.aio import AsyncClient
 from hicache.bench.gpu.stand_in import StandIn
 from hicache.connectors.pages import shared_pages
+from hicache.connectors.vllm import working
 from hicache.connectors.vllm.pages import layout_of
 from hicache.keys import NamespaceSpec
 from hicache.paged import SharedPages
@@ -57,8 +58,12 @@ def house(gpu_house: Household) -> Household:
 
 
 @pytest.fixture
-def engine(house: Household, stand_in_driver: Path) -> Iterator[Make]:
-    """Makes engines on the daemon, with pages in GPU memory, and closes them."""
+def engine(
+    house: Household, stand_in_driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
+    """Makes engines on the daemon, with pages in GPU memory, and closes them. However busy this
+    machine is, they wait for the worker."""
+    monkeypatch.setattr(working, "share_patience_s", lambda load_s: load_s)
     made: list[Engine] = []
 
     def make(load_s: float = 30.0, store_s: float = 30.0, **more: Any) -> Engine:

@@ -465,6 +465,18 @@ def test_without_a_gpu_worker_this_process_copies(
     assert said == ["hicache: blocks are copied by this process itself: no GPU worker here"] * 2
 
 
+def test_a_gpu_worker_that_hangs_is_not_waited_for(memory: AsyncMemory, engine: Make) -> None:
+    """Whatever has been asked of it: nothing comes too late."""
+    prompts = [tokens(seed, 21) for seed in range(3)]
+    engine().run(*(request(f"a{i}", p) for i, p in enumerate(prompts)))
+    memory.gates["share pages"] = threading.Event()
+    one = engine(device=NotMine(), load_s=8.0)
+    again = one.run(*(request(f"b{i}", p) for i, p in enumerate(prompts)))
+    check(again)
+    assert [r.num_cached for r in again] == [20, 20, 20]
+    assert one.num_loads_failed == 0
+
+
 def test_a_daemon_that_was_started_anew(memory: AsyncMemory, engine: Make) -> None:
     """Leases of the one before are not used; sessions and groups are made anew by themselves."""
     one = engine()

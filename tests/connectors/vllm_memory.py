@@ -144,6 +144,7 @@ class AsyncMemoryClient:
         return result
 
     async def share_pages(self, pages: SharedPages) -> PageShare | None:
+        await self._begin("share pages", "")
         self.last_error = "no GPU worker here"
         return None
 

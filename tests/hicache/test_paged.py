@@ -102,6 +102,25 @@ def test_pages_in_doubt_are_those_without_an_answer(play: Callable[[Scene], None
     play(scene)
 
 
+def test_two_at_once_register_once(play: Callable[[Scene], None]) -> None:
+    """Who comes second copies by itself, and does not wait for the first."""
+
+    async def scene(daemon: ScriptedDaemon, client: AsyncClient) -> None:
+        sharing = Sharing(client, PAGES)
+        daemon.on("register", HOLD)
+        first = asyncio.ensure_future(sharing.usable())
+        held = await asyncio.to_thread(daemon.wait_for, "register")
+        assert await sharing.usable() is None
+        assert not first.done()
+        daemon.answer(held, {"registration": 5, "pid": os.getpid()})
+        share = await first
+        assert share is not None
+        assert await sharing.usable() is share
+        assert [seen.op for seen in daemon.seen].count("register") == 1
+
+    play(scene)
+
+
 def test_a_share_that_is_left_is_replaced_when_it_is_gone(play: Callable[[Scene], None]) -> None:
     async def scene(daemon: ScriptedDaemon, client: AsyncClient) -> None:
         sharing = Sharing(client, PAGES)

@@ -44,6 +44,12 @@ COPY_BLOCKS: Final = 64
 """At most so many blocks are copied between two looks at the deadline."""
 
 
+def share_patience_s(load_s: float) -> float:
+    """So long a load of at most `load_s` waits for its pages to be shared: a GPU worker that hangs
+    must leave it time to be copied by this process."""
+    return min(1.0, load_s / 4)
+
+
 @dataclass(slots=True)
 class Outcome:
     """What has ended since the last time: requests whose loads have; those of them that have to
@@ -97,6 +103,7 @@ class WorkerSide:
         self._pages = pages
         self._load_s = load_s
         self._clients = Clients(spec, connect, background, shared)
+        self._sharing: set[asyncio.Task[PageShare | None]] = set()
         self._how = ""
         self._stores: asyncio.Queue[tuple[Store, Any]] | None = None
         self._news = threading.Condition()
@@ -359,12 +366,17 @@ class WorkerSide:
         """None: this process copies by itself."""
         if line.sharing is None or self._num_doubted:
             return None
-        # Where the load's time ends meanwhile, what is being registered must still be known.
-        share = await asyncio.shield(line.sharing.usable())
-        if line.sharing.how != self._how:
+        # What is being registered must still be known when nobody waits for it any more.
+        sharing = asyncio.ensure_future(line.sharing.usable())
+        self._sharing.add(sharing)
+        sharing.add_done_callback(self._sharing.discard)
+        await asyncio.wait([sharing], timeout=share_patience_s(self._load_s))
+        if not sharing.done():
+            return None
+        if line.sharing.how not in ("", self._how):
             self._how = line.sharing.how
             log.info("hicache: blocks are %s", self._how)
-        return share
+        return sharing.result()
 
     async def _reached(self, mark: Any) -> None:
         """The work that was begun before this mark is done; at once where there are no marks."""
