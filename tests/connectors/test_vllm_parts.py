@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,8 @@ import pytest
 import torch
 
 import hicache.connectors.vllm as package
+from hicache.connectors.vllm.background import Background, Trouble
+from hicache.connectors.vllm.clients import Clients
 from hicache.connectors.vllm.namespace import (
     EngineFacts,
     namespace_spec,
@@ -22,7 +26,7 @@ from hicache.connectors.vllm.namespace import (
     refuse_by_config,
 )
 from hicache.connectors.vllm.options import Options, check_failure_policy
-from hicache.connectors.vllm.orders import Report
+from hicache.connectors.vllm.orders import Identity, Report
 from hicache.connectors.vllm.pages import (
     DevicePages,
     Unsupported,
@@ -32,8 +36,10 @@ from hicache.connectors.vllm.pages import (
     share,
 )
 from hicache.connectors.vllm.weights import digest_adapter, digest_files
+from hicache.keys import NamespaceSpec
 from hicache.paged import SharedPages
 from hicache.transfer.ipc import NotShareable
+from tests.connectors.vllm_memory import AsyncMemory, AsyncMemoryClient
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -322,6 +328,41 @@ def test_reports_of_ranks_are_added_up() -> None:
     assert (doubts.doubted, doubts.rested) == ([7, 8, 7], [3])
     assert doubts
     assert not Report()
+
+
+class Leaving(AsyncMemoryClient):
+    """One of several, whose goodbye takes for ever, fails or is said."""
+
+    number, said = 0, False
+
+    async def close(self) -> None:
+        if self.number == 0:
+            await asyncio.Event().wait()
+        if self.number == 1:
+            raise RuntimeError("no goodbye")
+        self.said = True
+
+
+def test_a_goodbye_that_hangs_or_fails_costs_no_other() -> None:
+    memory, trouble, made = AsyncMemory(), Trouble(), list[Leaving]()
+    background = Background("test-close", trouble)
+
+    def connect(spec: NamespaceSpec, group: bytes) -> Leaving:
+        made.append(Leaving(memory, spec, group))
+        made[-1].number = len(made) - 1
+        return made[-1]
+
+    clients = Clients(namespace_spec(FACTS, caches()), connect, background, None)
+
+    async def close() -> None:
+        for version in range(3):
+            clients.storer(Identity(weights_version=version))
+        await clients.close()
+
+    background.submit(partial(asyncio.sleep, 0))
+    background.close(close, 0.2)
+    assert [one.said for one in made] == [False, False, True]
+    assert trouble.count == 2, "the first and the second"
 
 
 def test_the_package_is_importable_without_vllm() -> None:

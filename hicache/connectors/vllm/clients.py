@@ -7,6 +7,7 @@ stores only: a goodbye says that nobody writes any more.
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -119,7 +120,13 @@ class Clients:
             await forgotten.close()
 
     async def close(self) -> None:
-        for line in [*self._loaders.values(), *self._storers.values()]:
+        """All at once: one whose pages the worker does not let go of must not cost the others their
+        goodbye."""
+        lines = [*self._loaders.values(), *self._storers.values()]
+        await asyncio.gather(*(self._close(line) for line in lines))
+
+    async def _close(self, line: Line) -> None:
+        with self._background.trouble.harmless("closing"):
             await line.close()
 
     def _connected(self, identity: Identity, group: bytes) -> Line:
