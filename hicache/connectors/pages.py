@@ -103,8 +103,6 @@ class PagedCache:
     def load(self, match: Match, pages: PageTable) -> LoadedPages:
         """The blocks worth reloading into `pages`: int32 [blocks, pages per block]. Where it is not
         `is_at_rest`, none of these pages may be used before `is_at_rest` of this says so."""
-        if (shared := self._usable()) is not None:
-            return self._client.load_pages(match, shared, pages)
         return self.load_by_part(match, pages, planes_per_part=0).end()
 
     def load_by_part(self, match: Match, pages: PageTable, *, planes_per_part: int) -> PageLoad:
