@@ -96,10 +96,12 @@ class PageShare:
     @property
     def is_over(self) -> bool:
         """Whether the worker has let go, or ended: nothing is on its way; share the pages anew."""
-        return self._is_let_go or self._is_worker_dead()
+        if self._is_worker_dead():
+            self.close()
+        return self._is_let_go
 
     def close(self) -> None:
-        """The worker has let go."""
+        """The worker has let go, or ended, or there is nothing that it should let go of."""
         self._is_let_go = True
         if self._worker >= 0:
             os.close(self._worker)

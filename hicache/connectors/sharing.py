@@ -60,6 +60,7 @@ class Sharing:
                 is_of_before = greeting is not None and greeting.session != share.session
                 if is_of_before or share.is_over:
                     await self._client.unshare_pages(share)
+                    share.close()  # also where nobody knows it any more
                     self._share, self._retry_s = None, 0.0
             if self._share is None and time.monotonic() >= self._retry_s:
                 await self._share_again()

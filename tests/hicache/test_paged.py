@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ def play(tmp_path: Path) -> Callable[[Scene], None]:
     return run
 
 
+def num_pidfds() -> int:
+    links = [str(Path(f"/proc/self/fd/{name}").resolve()) for name in os.listdir("/proc/self/fd")]
+    return sum(link.endswith("anon_inode:[pidfd]") for link in links)
+
+
 async def shared(client: AsyncClient) -> tuple[PageShare, Match]:
     share = await client.share_pages(PAGES)
     assert share is not None, client.last_error
@@ -98,6 +104,24 @@ def test_pages_in_doubt_are_those_without_an_answer(play: Callable[[Scene], None
         assert share.pages_in_doubt == {7, 8}
         assert await client.unshare_pages(share)
         assert not share.pages_in_doubt
+
+    play(scene)
+
+
+def test_a_share_whose_worker_has_ended_keeps_nothing_open(play: Callable[[Scene], None]) -> None:
+    """Nobody can be asked to let go: the daemon may have ended with its worker."""
+
+    async def scene(daemon: ScriptedDaemon, client: AsyncClient) -> None:
+        before = num_pidfds()
+        with subprocess.Popen(["sleep", "60"]) as worker:
+            daemon.on("register", {"registration": 5, "pid": worker.pid})
+            share, _ = await shared(client)
+            assert not share.is_over
+            assert num_pidfds() == before + 1
+            worker.kill()
+        assert share.is_over
+        assert num_pidfds() == before
+        assert share.is_over
 
     play(scene)
 
