@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
@@ -177,11 +177,8 @@ class Paged:
         came: dict[int, int] = {}
         async for part in self.parts(match, share, pages, 0):
             came[part.first] = part.blocks
-        blocks = 0
-        while more := came.get(blocks, 0):
-            blocks += more
         seconds = time.monotonic() - started_s
-        return LoadedPages(blocks, seconds, is_at_rest=not share.is_in_doubt)
+        return LoadedPages(reach(came, 0), seconds, is_at_rest=not share.is_in_doubt)
 
     async def parts(
         self, match: Match, share: PageShare, pages: PageTable, planes_per_part: int
@@ -331,6 +328,14 @@ class _PageSource:
             async for _ in parts:
                 pass
         return []
+
+
+def reach(came: Mapping[int, int], blocks: int) -> int:
+    """How far it goes without a gap from the front, of which so many blocks are known to have come;
+    `came`: runs by their first block."""
+    while more := came.get(blocks, 0):
+        blocks += more
+    return blocks
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -35,7 +35,7 @@ from hicache.connectors.vllm.clients import BlockClient, Clients, Connect, Line
 from hicache.connectors.vllm.orders import Load, Orders, Report, Step, Store
 from hicache.connectors.vllm.pages import Pages
 from hicache.keys import NamespaceSpec
-from hicache.paged import PageShare, PageTable, SharedPages
+from hicache.paged import PageShare, PageTable, SharedPages, reach
 
 IDLE_WAIT_S: Final = 0.001
 REST_S: Final = 0.05
@@ -78,7 +78,7 @@ class _Loading:
     @property
     def doubted_pages(self) -> list[int]:
         """Those of them that may still be written."""
-        if self.share is None:
+        if self.share is None or not self.bad_pages:
             return []
         return sorted(self.share.pages_in_doubt.intersection(self.bad_pages))
 
@@ -231,8 +231,7 @@ class WorkerSide:
             async with aclosing(parts):
                 async for part in parts:
                     came[part.first] = part.blocks
-                    while more := came.get(loading.good, 0):
-                        loading.good += more
+                    loading.good = reach(came, loading.good)
             if loading.bad_pages and client.last_error:
                 self.background.trouble.note(client.last_error)
         finally:
