@@ -267,6 +267,30 @@ def test_pages_are_held_while_they_are_being_stored(memory: AsyncMemory, engine:
     assert again[0].num_cached == 28
 
 
+def test_a_worker_that_is_replaced_owes_nothing(memory: AsyncMemory, engine: Make) -> None:
+    """vLLM registers other tensors while blocks of two requests are stored, and one's are loaded:
+    who waits for a load is told of it, and pages that are held come back."""
+    engine().run(request("a", tokens(1, 21)))
+    for op in ("put", "fetch"):
+        memory.gates[op] = threading.Event()
+    one = engine()
+    stored, loading = (
+        [request(f"b{i}", tokens(2 + i, 21)) for i in range(2)],
+        request("c", tokens(1, 21)),
+    )
+    one.add(*stored, loading)
+    while any(r.status != "finished" for r in stored) or loading.status != "loading":
+        one.step()
+    assert one.side.holds_blocks
+    one.replace_workers(patience_s=0.1)
+    for gate in memory.gates.values():
+        gate.set()
+    one.run()
+    check([*stored, loading])
+    assert one.num_loads_failed == 1
+    assert one.side.counters.stores_refused
+
+
 def test_a_reset_waits_for_stores(memory: AsyncMemory, engine: Make) -> None:
     """vLLM ends with the last request, and steps no more: its last blocks are still to be stored,
     and a cache of which blocks are held cannot be emptied."""

@@ -226,18 +226,8 @@ class Engine:
         self.side.pool = self.pool
         specs = [rank.spec for rank in self.ranks]
         self.side.asking = Asking(specs, connect_asker, Background("test-ask", self.trouble))
-        self.workers = [
-            WorkerSide(
-                rank.spec,
-                rank.number,
-                rank.pages,
-                connect_mover,
-                Background(f"test-move-{rank.number}", self.trouble),
-                load_s,
-                rank.shared,
-            )
-            for rank in self.ranks
-        ]
+        self._connect_mover, self._load_s = connect_mover, load_s
+        self.workers = [self._worker(rank) for rank in self.ranks]
         self.budget = budget
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
@@ -287,6 +277,25 @@ class Engine:
             return False
         self.pool.forget_names()
         return True
+
+    def replace_workers(self, patience_s: float) -> None:
+        """As where vLLM registers its KV caches again."""
+        before, self.workers = self.workers, [self._worker(rank) for rank in self.ranks]
+        for old, new in zip(before, self.workers, strict=True):
+            old.close(patience_s)
+            new.take_over(old)
+
+    def _worker(self, rank: Rank) -> WorkerSide:
+        background = Background(f"test-move-{rank.number}", self.trouble)
+        return WorkerSide(
+            rank.spec,
+            rank.number,
+            rank.pages,
+            self._connect_mover,
+            background,
+            self._load_s,
+            rank.shared,
+        )
 
     def check_quiet(self) -> None:
         assert self.pool.num_free == len(self.pool.blocks) - 1, "a block was never given back"

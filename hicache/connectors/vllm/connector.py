@@ -281,8 +281,9 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         except (Unsupported, KeyError) as why:
             self._refuse(str(why))
             return
-        if self._worker is not None:  # other tensors from now on
-            self._worker.close(CLOSE_S)
+        before = self._worker
+        if before is not None:  # other tensors from now on
+            before.close(CLOSE_S)
         background = Background("hicache-move", TROUBLE)
         rank, load_s = self._spec.tp_rank, self._options.load_s
         shared: SharedPages | None = None
@@ -290,6 +291,8 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
             may_sleep = self._vllm_config.model_config.enable_sleep_mode
             shared = share(pages, may_sleep=may_sleep)
         self._worker = WorkerSide(self._spec, rank, pages, self._mover, background, load_s, shared)
+        if before is not None:
+            self._worker.take_over(before)
         _WORKERS[self._engine] = self._worker
 
     def _mover(self, spec: NamespaceSpec, group: bytes) -> AsyncClient:

@@ -38,6 +38,8 @@ from hicache.keys import NamespaceSpec
 from hicache.paged import PageShare, PageTable, SharedPages, reach
 
 IDLE_WAIT_S: Final = 0.001
+IDLE_DOUBT_WAIT_S: Final = 0.01
+"""The same where nothing but pages in doubt is left, perhaps for long."""
 REST_S: Final = 0.05
 """Between two questions whether the daemon's GPU worker has let go."""
 COPY_BLOCKS: Final = 64
@@ -108,8 +110,8 @@ class WorkerSide:
         self._stores: asyncio.Queue[tuple[Store, Any]] | None = None
         self._news = threading.Condition()
         self._num_loading = 0
-        self._num_storing = 0
-        self._num_doubted = 0
+        self._storing: set[int] = set()
+        self._doubted: set[int] = set()
         self._outcome = Outcome()
         self._report = Report()
         self._begun: tuple[float, Any] = (0.0, None)
@@ -136,7 +138,7 @@ class WorkerSide:
         mark = self._pages.mark()
         if orders.stores:
             with self._news:
-                self._num_storing += len(orders.stores)
+                self._storing.update(store.number for store in orders.stores)
             self._submit(self._enqueue, orders.stores, mark)
         if orders.step is not None:
             started_s, begun = self._begun
@@ -149,8 +151,11 @@ class WorkerSide:
         Where a step computes nothing (`is_idle`), waits a little for the next of them: an engine
         that steps on at once in this very process would keep the GIL from who loads."""
         with self._news:
-            if is_idle and not self._outcome.loaded and (self._num_loading or self._is_awaited):
-                self._news.wait(IDLE_WAIT_S)
+            if is_idle and not self._outcome.loaded:
+                if self._num_loading or self._storing:
+                    self._news.wait(IDLE_WAIT_S)
+                elif self._doubted:
+                    self._news.wait(IDLE_DOUBT_WAIT_S)
             outcome, self._outcome = self._outcome, Outcome()
         return outcome
 
@@ -171,11 +176,20 @@ class WorkerSide:
     @property
     def _is_awaited(self) -> bool:
         """Whether the scheduler's side holds pages until a report."""
-        return self._num_storing > 0 or self._num_doubted > 0
+        return bool(self._storing or self._doubted)
 
     def close(self, patience_s: float) -> None:
         """What is being stored is stored, as far as patience goes."""
         self.background.close(self._close, patience_s)
+
+    def take_over(self, before: WorkerSide) -> None:
+        """Tell what another side, closed by now, has not told. Stores that it did not get to are
+        refused, and its pages in doubt are at rest: they were of other tensors than these."""
+        self._outcome = before.finished(is_idle=False)
+        self._report = before.report() or Report()
+        self._report.ended.update(dict.fromkeys(before._storing, 1))
+        self._report.refused |= before._storing
+        self._report.rested += before._doubted
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -196,7 +210,7 @@ class WorkerSide:
                 if doubted:
                     self._outcome.failed.add(load.request)
                     self._report.doubted += doubted
-                    self._num_doubted += len(doubted)
+                    self._doubted.update(doubted)
                 else:
                     self._outcome.bad_pages.update(bad)
                 self._news.notify_all()
@@ -271,7 +285,7 @@ class WorkerSide:
             await asyncio.sleep(0 if share.is_over else REST_S)
         with self._news:
             self._report.rested += doubted
-            self._num_doubted -= len(doubted)
+            self._doubted.difference_update(doubted)
             self._news.notify_all()
 
     async def _end(
@@ -316,7 +330,7 @@ class WorkerSide:
                     result = await self._store(store, mark)
             finally:
                 with self._news:
-                    self._num_storing -= 1
+                    self._storing.discard(store.number)
                     self._report.ended[store.number] = 1
                     self._report.fresh[store.number] = result.stored
                     if result.refused:
@@ -363,7 +377,7 @@ class WorkerSide:
 
     async def _share_of(self, line: Line) -> PageShare | None:
         """None: this process copies by itself."""
-        if line.sharing is None or self._num_doubted:
+        if line.sharing is None or self._doubted:
             return None
         # What is being registered must still be known when nobody waits for it any more.
         sharing = asyncio.ensure_future(line.sharing.usable())
