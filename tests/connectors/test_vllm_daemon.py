@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from hicache.aio import AsyncClient
-from hicache.keys import NamespaceSpec
-from tests.connectors.test_vllm_sides import check, request, store_and_load, tokens
 from tests.connectors.vllm_engine import Engine
+from tests.connectors.vllm_scenes import (
+    Make,
+    check,
+    connecting,
+    repeated,
+    request,
+    store_and_load,
+    tokens,
+    until,
+)
 from tests.e2e.household import Household
 
 pytestmark = pytest.mark.e2e
-
-Make = Callable[..., Engine]
 
 
 @pytest.fixture
@@ -31,20 +36,8 @@ def engine(house: Household) -> Iterator[Make]:
     made: list[Engine] = []
 
     def make(wait_s: float = 10.0, **more: Any) -> Engine:
-        def asker(spec: NamespaceSpec) -> AsyncClient:
-            return AsyncClient(spec, house.endpoint, timeout_s=wait_s)
-
-        def mover(spec: NamespaceSpec, group: bytes) -> AsyncClient:
-            return AsyncClient(
-                spec,
-                house.endpoint,
-                timeout_s=wait_s,
-                fetch_timeout_s=wait_s,
-                put_timeout_s=wait_s,
-                group=group,
-            )
-
-        made.append(Engine(asker, mover, **more))
+        connect = connecting(house.endpoint, timeout_s=wait_s, load_s=wait_s, store_s=wait_s)
+        made.append(Engine(connect, connect, **more))
         return made[-1]
 
     yield make
@@ -69,15 +62,7 @@ def test_a_daemon_killed_and_started_again(house: Household, engine: Make) -> No
     one.forget_local()
     check(one.run(request("b", prompt), request("c", tokens(2, 61))))
     house.start()
-    one.forget_local()
-    name = 0
-    while True:  # until the circuit breakers try again
-        name += 1
-        (again,) = one.run(request(f"d{name}", prompt))
-        check([again])
-        one.forget_local()
-        if again.num_cached == 60:
-            break
+    assert list(repeated(one, prompt))
     (other,) = one.run(request("e", tokens(2, 61)))
     check([other])
 
@@ -88,8 +73,7 @@ def test_a_daemon_killed_while_blocks_are_loading(house: Household, engine: Make
     one.forget_local()
     loading = request("b", prompt)
     one.add(loading)
-    while loading.status != "loading":
-        one.step()
+    until(one, loading, "loading")
     house.kill()
     one.run()
     check([loading], num_ranks=2)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,26 @@ import psutil
 import pytest
 import torch
 
-from hicache.aio import AsyncClient
 from hicache.bench.gpu.stand_in import StandIn
 from hicache.connectors.pages import shared_pages
 from hicache.connectors.vllm import working
 from hicache.connectors.vllm.pages import layout_of
-from hicache.keys import NamespaceSpec
 from hicache.paged import SharedPages
-from tests.connectors.test_vllm_sides import check, request, store_and_load, tokens
-from tests.connectors.vllm_engine import Engine, Request
+from tests.connectors.vllm_engine import Engine
+from tests.connectors.vllm_scenes import (
+    Make,
+    check,
+    connecting,
+    repeated,
+    request,
+    store_and_load,
+    tokens,
+    until,
+)
 from tests.e2e.household import Household, wait_for
 from tests.e2e.stand_in_gpu import held
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
-
-Make = Callable[..., Engine]
 
 SHORT_S = 3.0
 """A deadline that is to pass, and not before the worker has begun."""
@@ -67,43 +71,14 @@ def engine(
     made: list[Engine] = []
 
     def make(load_s: float = 30.0, store_s: float = 30.0, **more: Any) -> Engine:
-        def asker(spec: NamespaceSpec) -> AsyncClient:
-            return AsyncClient(spec, house.endpoint, timeout_s=30.0)
-
-        def mover(spec: NamespaceSpec, group: bytes) -> AsyncClient:
-            return AsyncClient(
-                spec,
-                house.endpoint,
-                timeout_s=30.0,
-                fetch_timeout_s=load_s,
-                put_timeout_s=store_s,
-                group=group,
-            )
-
+        connect = connecting(house.endpoint, timeout_s=30.0, load_s=load_s, store_s=store_s)
         device = Device(stand_in_driver)
-        made.append(Engine(asker, mover, load_s=load_s, device=device, **more))
+        made.append(Engine(connect, connect, load_s=load_s, device=device, **more))
         return made[-1]
 
     yield make
     for one in made:
         one.close()
-
-
-def repeated(engine: Engine, prompt: list[int]) -> Iterator[Request]:
-    """Again and again, until all of it comes from the daemon: after a failure the circuit breakers
-    wait a little."""
-    cached = 0
-    while cached < 60:
-        engine.forget_local()
-        (again,) = engine.run(request(f"again {time.monotonic_ns()}", prompt))
-        check([again])
-        cached = again.num_cached
-        yield again
-
-
-def until(engine: Engine, asked: Request, status: str) -> None:
-    while asked.status != status:
-        engine.step()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

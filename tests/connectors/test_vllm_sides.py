@@ -4,7 +4,7 @@ vllm_engine.py): what comes out is what a model without a cache says, whatever t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +15,9 @@ import torch
 from hicache.connectors.vllm.announcing import Announcements
 from hicache.connectors.vllm.scheduling import MAX_LOADING
 from hicache.paged import SharedPages
-from tests.connectors.vllm_engine import BLOCK_TOKENS, Engine, Request, expected_output
+from tests.connectors.vllm_engine import BLOCK_TOKENS, Engine
 from tests.connectors.vllm_memory import AsyncMemory
-
-Make = Callable[..., Engine]
+from tests.connectors.vllm_scenes import Make, check, request, tokens, until
 
 
 @pytest.fixture
@@ -40,32 +39,6 @@ def engine(memory: AsyncMemory) -> Iterator[Make]:
         gate.set()
     for one in made:
         one.close()
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    drawn: list[int] = np.random.default_rng(seed).integers(0, 1000, count).tolist()
-    return drawn
-
-
-def request(name: str, prompt: list[int], **more: Any) -> Request:
-    return Request(name, prompt, **more)
-
-
-def check(requests: list[Request], num_ranks: int = 1) -> None:
-    for one in requests:
-        assert one.output == expected_output(one, num_ranks), one.request_id
-
-
-def store_and_load(one: Engine, two: Engine) -> None:
-    """What one engine stored serves another, which has the front of one prompt itself."""
-    num_ranks = len(one.ranks)
-    prompts = [tokens(seed, 30 + 11 * seed) for seed in range(3)]
-    check(one.run(*(request(f"a{i}", p) for i, p in enumerate(prompts))), num_ranks)
-    two.run(request("b", prompts[2][:25]))
-    again = two.run(*(request(f"c{i}", p) for i, p in enumerate(prompts)))
-    check(again, num_ranks)
-    assert [r.num_cached for r in again] == [(len(p) - 1) // 4 * 4 for p in prompts]
-    assert two.num_loads_failed == 0
 
 
 # --- store and load -----------------------------------------------------------------------------
@@ -253,13 +226,11 @@ def test_pages_are_held_while_they_are_being_stored(memory: AsyncMemory, engine:
     one = engine(num_blocks=16)
     first = request("a", tokens(1, 29), max_tokens=1)
     one.add(first)
-    while first.status != "finished":
-        one.step()
+    until(one, first, "finished")
     assert one.pool.num_free == 15 - 7
     other = request("b", tokens(2, 25), max_tokens=1)
     one.add(other)
-    while other.status != "finished":
-        one.step()
+    until(one, other, "finished")
     gate.set()
     check([first, other, *one.run(request("c", tokens(3, 9)))])
     again = engine().run(request("d", tokens(1, 29)))
@@ -338,8 +309,7 @@ def test_aborted_while_its_blocks_are_loading(memory: AsyncMemory, engine: Make)
     one = engine()
     gone = request("b", tokens(1, 21))
     one.add(gone)
-    while gone.status != "loading":
-        one.step()
+    until(one, gone, "loading")
     one.abort(gone)
     blocks = len(memory.blocks)
     one.step()
@@ -509,8 +479,7 @@ def test_a_daemon_that_was_started_anew(memory: AsyncMemory, engine: Make) -> No
     gate = memory.gates["adopt"] = threading.Event()
     caught = request("b", tokens(1, 41))
     one.add(caught)
-    while caught.status != "loading":
-        one.step()
+    until(one, caught, "loading")
     memory.start_anew("second")
     gate.set()
     one.run()
@@ -576,8 +545,7 @@ def test_sources_of_a_hit(memory: AsyncMemory, engine: Make) -> None:
     one = engine()
     loading = request("b", tokens(1, 21))
     one.add(loading)
-    while loading.status != "loading":
-        one.step()
+    until(one, loading, "loading")
     assert one.side.sources(loading, 20) == {"disk": 20}
     one.run()
 
