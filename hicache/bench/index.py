@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from statistics import median
 from typing import Final
 
 from hicache.bench.grove import (
@@ -149,6 +148,7 @@ def _inserts(grove: Grove, repeat: int) -> list[IndexRow]:
     """As in a full cache: others have been given up for the new prompts, their ids are reused."""
     inserted, occupied, hashed = [], [], []
     grove.make_room(repeat * PROMPT)
+    grove.forgetting.seconds()
     for _ in range(repeat):
         grove.note_pace()
         tokens = grove.random(PROMPT)
@@ -172,17 +172,15 @@ def _inserts(grove: Grove, repeat: int) -> list[IndexRow]:
 
 def _evicts(grove: Grove, num_tokens: int, repeat: int) -> list[IndexRow]:
     """Room is made, measured, and where it was much, filled again with new prompts."""
-    evicted, freed, timing = [], [], []
+    evicted, freed = [], []
     is_much = num_tokens > PROMPT
+    times = 1 if is_much else BATCH
     for _ in range(repeat):
         grove.note_pace()
-        timing.append(grove.timing_s())
-        grove.forgetting.seconds = 0.0
-        evicted.append(grove.make_room(num_tokens))
-        freed.append(grove.forgetting.seconds)
+        evicted.append(grove.make_room(num_tokens, times))
+        freed.append(grove.forgetting.seconds() / times)
         for _ in range(is_much * num_tokens // PROMPT):
             grove.store(grove.random(PROMPT))
-    evicted = [max(0.0, seconds - median(timing)) for seconds in evicted]
     return [
         IndexRow.of("evict", grove.page, num_tokens, evicted, grove.num_tokens),
         IndexRow.of("evict_slots_and_states", grove.page, num_tokens, freed, grove.num_tokens),
