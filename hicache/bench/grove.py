@@ -73,8 +73,7 @@ class Beside:
 class Grove:
     """A cache engine with one tier in memory and random prompts.
 
-    `forgetting`: states, ids and slots of what is evicted are given back when it is asked how long
-    that takes. `paces`: see `note_pace`.
+    `paces`: see `note_pace`.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Grove:
         self.now_s = 1.0
         self.engine.handle(p.TierUp("dram", self.now_s))
         self.house = self.engine.residency
-        self.forgetting = Beside(self.house.blocks)
+        self._forgetting = Beside(self.house.blocks)
         self.open(0)
         self.num_tokens = 0
         self.paces: list[float] = []
@@ -144,16 +143,17 @@ class Grove:
         runs, _ = self.engine.matching.runs(path)
         return path, runs, path.spans(0, path.num_blocks)
 
-    def make_room(self, num_tokens: int, times: int = 1) -> float:
+    def make_room(self, num_tokens: int, times: int = 1) -> tuple[float, float]:
         """Give up so many tokens, the coldest, some times in a row. Returns the seconds that each
-        took, without giving back states, ids and slots (`forgetting`)."""
+        took, and those of giving back states, ids and slots afterwards."""
         wanted = self.pool.available(BLOCK_BYTES) + num_tokens // self.page
         self.num_tokens -= num_tokens * times
         make_room = self.engine.evictor.make_room
         start = clock()
         for _ in range(times):
             make_room(0, BLOCK_BYTES, wanted)
-        return (clock() - start - CLOCK_S) / times
+        evicting_s = clock() - start - CLOCK_S
+        return evicting_s / times, self._forgetting.seconds() / times
 
     def insert(self, tokens: bytes) -> int:
         """The index's part of storing: match and hang in. Returns the number of new blocks."""

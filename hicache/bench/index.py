@@ -148,7 +148,6 @@ def _inserts(grove: Grove, repeat: int) -> list[IndexRow]:
     """As in a full cache: others have been given up for the new prompts, their ids are reused."""
     inserted, occupied, hashed = [], [], []
     grove.make_room(repeat * PROMPT)
-    grove.forgetting.seconds()
     for _ in range(repeat):
         grove.note_pace()
         tokens = grove.random(PROMPT)
@@ -177,8 +176,9 @@ def _evicts(grove: Grove, num_tokens: int, repeat: int) -> list[IndexRow]:
     times = 1 if is_much else BATCH
     for _ in range(repeat):
         grove.note_pace()
-        evicted.append(grove.make_room(num_tokens, times))
-        freed.append(grove.forgetting.seconds() / times)
+        evicting_s, forgetting_s = grove.make_room(num_tokens, times)
+        evicted.append(evicting_s)
+        freed.append(forgetting_s)
         for _ in range(is_much * num_tokens // PROMPT):
             grove.store(grove.random(PROMPT))
     return [
