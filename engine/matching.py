@@ -234,8 +234,12 @@ class Matching:
         for run in hit.runs:
             if run.tier not in routes:
                 link = self._link_of(run.tier, hit.by_worker)
-                routes[run.tier] = Route(link[1], self._way_over(link, hit, namespace, path, event))
+                way = self._way_over(link, hit, namespace, path, event)
+                routes[run.tier] = Route(link[1], way)
+                if way is not None:
+                    way.cost.relied_on()
         last_copy = self._last_copy(hit, own_s_per_byte)
+        last_copy.relied_on()
         reload = reload_over(hit.runs, routes, namespace.block_bytes, last_copy)
         hit.runs, hit.reload_s, hit.reload_doubt_s = reload.runs, reload.seconds, reload.doubt_s
         hit.start_s = reload.start_s

@@ -49,6 +49,7 @@ class LastCopy(Protocol):
 
     def seconds(self, bytes_from: Mapping[int, float]) -> float: ...
     def doubt_s(self, bytes_from: Mapping[int, float]) -> float: ...
+    def relied_on(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,9 @@ class OwnCopy:
     def doubt_s(self, bytes_from: Mapping[int, float]) -> float:
         """It is taken at its word."""
         return 0.0
+
+    def relied_on(self) -> None:
+        pass
 
 
 @dataclass(slots=True)

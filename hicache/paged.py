@@ -308,7 +308,7 @@ class _PageSource:
         self._paged, self._share, self._pages, self._first = paged, share, pages, first
 
     async def hand_over(
-        self, connection: Connection, placement: Placement, greeting: Greeting
+        self, connection: Connection, placement: Placement, greeting: Greeting, deadline_s: float
     ) -> list[Part]:
         """Raises TROUBLE; what is on its way then is the daemon's business: the ticket is aborted,
         and its slots are nobody's before that has ended."""
@@ -321,7 +321,6 @@ class _PageSource:
             "indices": placement.indices.tobytes(),
             "pages": rows.astype("<i4").tobytes(),
         }
-        deadline_s = time.monotonic() + connection.timeouts.put_s
         written = rows[:0]  # a save only reads
         copied = self._paged.copied("save", body, self._share, written, deadline_s, greeting)
         async with aclosing(copied) as parts:

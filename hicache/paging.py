@@ -204,6 +204,7 @@ class Paging:
             pages[:num_blocks],
             body["planes_per_part"],
         )
+        self._do(p.Loading(lease.id, first))
 
     def save(self, peer: Peer, session: Session, body: Mapping[str, Any]) -> None:
         """Pages into slots of a ticket of this session's group. Raises UnknownTicket, WireError."""
