@@ -21,6 +21,10 @@ class _Held:
         self._event, self._device = event, device
         self.record = event.record
 
+    @property
+    def done(self) -> bool:
+        return bool(self._event.done)
+
     def synchronize(self) -> None:
         with GATE.open() as gate:
             try:
