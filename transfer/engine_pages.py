@@ -133,6 +133,11 @@ class EnginePages:
         """What `map` and `copy` raise when the rest goes on."""
         return ValueError, NotShareable, CopyRefused, self._cuda_error
 
+    @property
+    def trouble(self) -> str:
+        """What has become of the way in which they are copied, for the operator; or empty."""
+        return self._path.trouble
+
     def _layout(self, claim: Claim, mappings: Mappings) -> PageLayout:
         """The claim's planes as addresses here, each of them within its allocation."""
         if claim.page_bytes < 1 or claim.pages_per_block < 1:

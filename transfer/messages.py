@@ -6,7 +6,7 @@ and lengths before they act, although both are ours: a damaged worker may say an
     daemon → worker   config · batch · forget · note · taken · scrub · describe · pace · pulse ·
                       stop
     worker → daemon   opening* · measured* · ready · rows* · restored · done* · beat* · scrubbed* ·
-                      broken
+                      noted* · broken
 
 `rows` are answered `taken`; a worker has few of them unanswered, or the daemon would be busy with
 them alone.

@@ -42,10 +42,14 @@ class Group:
 
 class PagePath(Protocol):
     """`enqueue` takes some planes of a group's blocks, whose table was checked, and returns before
-    the bytes have arrived. Whatever it raises, some of them may be on their way."""
+    the bytes have arrived. Whatever it raises, some of them may be on their way. `trouble`: what
+    the operator should know of that has happened since, or empty."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def trouble(self) -> str: ...
 
     def enqueue(
         self, layout: PageLayout, planes: range, group: Group, stream: Any, *, to_blocks: bool
@@ -56,6 +60,7 @@ class ByCopyEngines:
     """Raises what `copies` raises."""
 
     name = "copy engines"
+    trouble = ""
 
     def __init__(self, copies: CopyPath, pinned: PinnedArena) -> None:
         self._copies, self._pinned = copies, pinned
@@ -89,6 +94,7 @@ class ByKernel:
     nothing that touches a page or a slot."""
 
     name = "kernels"
+    trouble = ""
 
     def __init__(self, runners: Mapping[bool, Runner], grids: Mapping[Memory, int]) -> None:
         self._runners, self._grids = runners, grids
@@ -104,7 +110,7 @@ class ByKernel:
 
 class Fastest:
     """By `steps` of the group's memory and the bytes of a page; by the copy engines where there are
-    none, and for good once a kernel was refused: `trouble` says why then."""
+    none, and for good once a kernel was refused."""
 
     name = "the faster one of copy engines and kernels"
 

@@ -51,10 +51,12 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
 
 
 @contextmanager
-def household(monkeypatch: pytest.MonkeyPatch, driver: Path, gate: Path) -> Iterator[Household]:
+def household(
+    monkeypatch: pytest.MonkeyPatch, driver: Path, gate: Path, **more_of_hbm: str
+) -> Iterator[Household]:
     use_stand_in(monkeypatch, driver)
     monkeypatch.setenv("STAND_IN_GATE", str(gate))
-    hbm, dram = {"size": "24MiB", "device": "cuda:0"}, {"size": "16MiB"}
+    hbm, dram = {"size": "24MiB", "device": "cuda:0", **more_of_hbm}, {"size": "16MiB"}
     with Household(hbm=hbm, dram=dram, patience_s=120.0) as house:
         wait_for(lambda: house.ask("health")["healthy"], "the GPU worker", patience_s=120.0)
         yield house

@@ -24,8 +24,10 @@ from hicache.tiers.hbm import CudaPool
 from hicache.transfer.cuda_copy import EachCopy, Steps
 from hicache.transfer.engine_pages import EnginePages
 from hicache.transfer.ipc import NotShareable
-from hicache.transfer.page_messages import Claim, PageCopy
+from hicache.transfer.messages import Message, Stream
+from hicache.transfer.page_messages import Claim, PageCopy, pack_copy
 from hicache.transfer.page_paths import ByCopyEngines, ByKernel, Fastest, PagePath
+from hicache.transfer.page_work import PageWork
 from hicache.transfer.pages import CupyRunner
 from hicache.transfer.pinning import PinnedArena
 
@@ -313,17 +315,21 @@ def test_a_copy_refused_half_way_is_at_rest_when_it_has_failed(arena: Arena) -> 
 @pytest.mark.parametrize("refused", [0, 1])
 def test_a_kernel_refused_is_the_last_one(arena: Arena, refused: int) -> None:
     """The copy engines copy what it did not, and all that comes after: whether CUDA refused its
-    tables or the launch."""
+    tables or the launch. The daemon is told of it once."""
     kernels_or_skip()
     device = StandIn(refuse=[refused])
     world = World(arena, device, KINDS[0], by=KERNELS)
     world.pages.map(world.engine.claim)
-    assert not world.path.trouble
+    told: list[Message] = []
+    stream = Stream()
+    work = PageWork(world.pages, lambda data: told.extend(stream.feed(data)))
     for _ in range(2):
         copy = world.copy(to_blocks=True, near=2, far=2)
-        world.pages.copy(copy, lambda planes: None)
+        (message,) = Stream().feed(pack_copy(copy))
+        work.job_of(message)[1]()
         assert_gathered(world, copy)
-    assert "a page kernel was refused (cudaErrorInvalidValue" in world.path.trouble
+    assert [message["t"] for message in told] == ["copied", "noted", "copied"]
+    assert "a page kernel was refused (cudaErrorInvalidValue" in told[1]["note"]
     assert device.launches == []
 
 
