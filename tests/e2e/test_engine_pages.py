@@ -3,7 +3,6 @@ sockets. GPU memory is host memory, and IPC handles name memory files."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from hicache.connectors.pages import PagedCache
 from hicache.transfer.pages import Launch
 from tests.e2e.household import SPEC, Household, Tokens, blocks_of, prompt, read, store, wait_for
 from tests.e2e.page_engine import PLANES, PageEngine
-from tests.e2e.stand_in_gpu import held, household, use_stand_in
+from tests.e2e.stand_in_gpu import held, household
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -188,21 +187,6 @@ def load_into(client: Client, cache: PagedCache, engine: PageEngine, tokens: Tok
 class NoRunner:
     def run(self, launch: Launch, grid: int, stream: object) -> None:
         raise AssertionError("the worker copies")
-
-
-@pytest.mark.thorough
-def test_the_check_for_a_gpu_machine(
-    stand_in_driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`hicache gpu-check` has this to run on hardware: here, all of it on the stand-in."""
-    use_stand_in(monkeypatch, stand_in_driver)
-    report = tmp_path / "rows"
-    command = [sys.executable, "-m", "hicache.bench.gpu", "engine", "--small"]
-    command += ["--report", str(report), "--folder", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    rows = [json.loads(line) for line in report.read_text().splitlines()]
-    assert {row["status"] for row in rows} == {"ok"}, (rows, ran.stdout, ran.stderr)
-    assert len(rows) == 7
 
 
 @pytest.mark.parametrize(
