@@ -63,6 +63,7 @@ def choose_page_path(
 ) -> tuple[PagePath, str]:
     """By `wanted` (auto, always, never), with a sentence that gives the reason or the figures.
     Writes the pool's first bytes."""
+    pool.use()
     engines = ByCopyEngines(copies, pinned)
     why_not, times = _why_not(pool, wanted, mps_pipes), {}
     if not why_not:
