@@ -86,9 +86,15 @@ class Route:
 
 
 def reload_over(
-    runs: Sequence[TierRun], routes: Mapping[str, Route], block_bytes: int, last_copy: LastCopy
+    runs: Sequence[TierRun],
+    routes: Mapping[str, Route],
+    block_bytes: int,
+    last_copy: LastCopy,
+    *,
+    with_doubt: bool = True,
 ) -> Reload:
-    """`routes`: of each tier that has one of the runs."""
+    """`routes`: of each tier that has one of the runs. Estimates count how often they are asked for
+    their doubt, which grows by it: who decides nothing asks without."""
     reload = Reload([], [], [], 0.0)
     busy: list[Way] = []
     bytes_from: dict[int, float] = {}
@@ -110,10 +116,12 @@ def reload_over(
                 way.num_bytes += num_bytes
             bytes_from[tier] = bytes_from.get(tier, 0.0) + num_bytes
             slowest = max(busy, key=_seconds_of, default=None)
-            copy_s, copy_doubt_s = last_copy.seconds(bytes_from), last_copy.doubt_s(bytes_from)
+            copy_s = last_copy.seconds(bytes_from)
             reload.runs.append(piece)
             reload.seconds.append(copy_s if slowest is None else slowest.seconds + copy_s)
-            reload.doubt_s.append(hypot(slowest.doubt_s if slowest else 0.0, copy_doubt_s))
+            if with_doubt:
+                copy_doubt_s = last_copy.doubt_s(bytes_from)
+                reload.doubt_s.append(hypot(slowest.doubt_s if slowest else 0.0, copy_doubt_s))
     return reload
 
 
