@@ -102,6 +102,8 @@ class Dialogue:
     async def score(self, prompts: Sequence[Tokens]) -> list[Score]:
         """Asked without a session: who only asks this takes none."""
         packed = [encode_tokens(tokens)[: MAX_SCORED_TOKENS * TOKEN_BYTES] for tokens in prompts]
+        if not packed:
+            return []
         started_s = time.monotonic()
         scores: list[Score] = []
         try:

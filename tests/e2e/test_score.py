@@ -8,7 +8,7 @@ import pytest
 
 from hicache.aio import AsyncClient
 from hicache.client import Score
-from tests.e2e.household import SPEC, Household, prompt, store
+from tests.e2e.household import SPEC, Household, prompt, store, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +23,7 @@ def test_a_router_sees_what_is_on_disk() -> None:
         house.forget_clients()
         house.stop()
         house.start()
-        house.settle()
+        wait_for(lambda: house.tier("disk")["blocks"] == 6, "what is on disk")
         before = house.stats()
         router = house.client()
         scores = router.score([tokens, *others, tokens[:12]])
@@ -33,7 +33,7 @@ def test_a_router_sees_what_is_on_disk() -> None:
         assert not router.connected
         after = house.stats()
         assert after["requests"].pop("score") == 1
-        for name in ("sessions", "leases", "namespaces", "tiers", "planner", "requests"):
+        for name in ("sessions", "leases", "namespaces", "planner", "links", "requests"):
             assert after[name] == before[name], name
         match = router.match(tokens)
         assert (match.hit_blocks, match.runs) == (6, scores[0].runs)
