@@ -568,9 +568,18 @@ class CacheEngine:
         runs = self.fetching.ready_runs(ids[:end], tiers[:end])
         return [p.ReadyRun(run.first + first, run.tier, run.slots) for run in runs]
 
+    def score(self, event: p.Match) -> p.Scored:
+        """What this match would find, and what that is expected to take. A question, not an event:
+        nothing changes by it."""
+        return self.matching.score(event)
+
     def knows(self, digest: bytes) -> bool:
         """Whether this namespace has a number."""
         return digest in self._by_digest
+
+    def number_of(self, digest: bytes) -> int | None:
+        """The number of a namespace, None where it is not known."""
+        return self._by_digest.get(digest)
 
     def idle_namespace(self, used: Container[int]) -> int | None:
         """A namespace, not one of `used`, of which nothing is left: no block in any tier or on its

@@ -7,13 +7,14 @@ else can have it evicted. Owned by the daemon's one loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from hicache.engine import plan as p
-from hicache.engine.blocks import State
+from hicache.engine.blocks import LEAVING_SHIFT, State
 from hicache.engine.cost import LinkCost, LoadCost, PrefillCost
 from hicache.engine.history import History, symbols_of
 from hicache.engine.ids import ids_along, in_few
@@ -91,7 +92,6 @@ class Matching:
     def match(self, event: p.Match) -> p.Matched:
         house = self.residency
         namespace = house.namespaces[event.namespace]
-        num_tokens = len(event.tokens) // 4
         path = house.index.match(namespace.root, event.tokens, namespace.step)
         for node in path.nodes:
             if node.leaving:  # what is leaving may be needed: rescue it
@@ -100,6 +100,58 @@ class Matching:
                 path = house.index.match(namespace.root, event.tokens, namespace.step)
                 break
         runs, hit_blocks = self.runs(path)
+        hit = self._hit(event, namespace, path, runs, hit_blocks)
+        decision = self.planner.decide(hit)
+        if hit.reload_doubt_s:
+            self._relied_on(hit)
+        lease_id = house.leases.next_id() if decision.reload_blocks else 0
+        if path.num_blocks or self.history is not None:
+            self._unsettled = _Unsettled(event, path, lease_id, hit, decision)
+        else:
+            self.ledger.decided(decision.name, decision.reason)
+        return p.Matched(lease_id, tuple(runs), hit_blocks, decision)
+
+    def score(self, event: p.Match) -> p.Scored:
+        """What this match would find, and what that is expected to take. Changes nothing: no lease,
+        no use is noted, nothing is rescued, decided or tried."""
+        house = self.residency
+        namespace = house.namespaces[event.namespace]
+        path = house.index.match(namespace.root, event.tokens, namespace.step)
+        if any(node.leaving for node in path.nodes):
+            runs, hit_blocks = self._in_runs(self._staying_if_asked(path))
+        else:
+            runs, hit_blocks = self.runs(path)
+        hit = self._hit(event, namespace, path, runs, hit_blocks)
+        return p.Scored(tuple(runs), hit_blocks, self.planner.forecast(hit))
+
+    def _staying_if_asked(self, path: Path) -> Iterator[tuple[int, int]]:
+        """(tiers, number of blocks) along a path of which something is leaving: as if it had been
+        rescued, which a match does first."""
+        house = self.residency
+        ids = path.ids()
+        tags = house.blocks.tags[ids]
+        held, leaving = tags & 0xFF, tags >> LEAVING_SHIFT
+        for tier, spec in enumerate(house.tiers):
+            if spec.durable:  # a record that is being deleted cannot be called back
+                for place in np.flatnonzero(leaving >> tier & 1).tolist():
+                    if house.is_deleted(int(ids[place]), tier):
+                        held[place] ^= 1 << tier
+        ends = [*(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(held)]
+        start = 0
+        for end in ends:
+            yield int(held[start]), end - start
+            start = end
+
+    def _hit(
+        self,
+        event: p.Match,
+        namespace: Namespace,
+        path: Path,
+        runs: list[p.TierRun],
+        hit_blocks: int,
+    ) -> Hit:
+        """What there is to decide on."""
+        num_tokens = len(event.tokens) // 4
         skipped = event.skip_blocks
         loadable = (num_tokens - 1) // namespace.block_tokens if num_tokens else 0
         last = hit_blocks if hit_blocks < loadable else loadable
@@ -121,13 +173,7 @@ class Matching:
         )
         if kept:
             self._estimate_reload(hit, namespace, path, event)
-        decision = self.planner.decide(hit)
-        lease_id = house.leases.next_id() if decision.reload_blocks else 0
-        if path.num_blocks or self.history is not None:
-            self._unsettled = _Unsettled(event, path, lease_id, hit, decision)
-        else:
-            self.ledger.decided(decision.name, decision.reason)
-        return p.Matched(lease_id, tuple(runs), hit_blocks, decision)
+        return hit
 
     def settle(self) -> None:
         """Do what the last answer promised: open its lease, and note that its path was used."""
@@ -194,25 +240,27 @@ class Matching:
             if tier == NO_TIER:
                 return [], 0
             return [p.TierRun(house.tiers[tier].name, path.num_blocks)], path.num_blocks
+        counts = [node.num_blocks for node in path.nodes]
+        if path.partial:
+            counts[-1] = path.partial
+        return self._in_runs(zip(bits, counts, strict=True))
+
+    def _in_runs(self, pieces: Iterable[tuple[int, int]]) -> tuple[list[p.TierRun], int]:
+        """The readable part at the front of (tiers, number of blocks), by each one's fastest."""
+        house = self.residency
         runs: list[p.TierRun] = []
-        total = 0
-        position = 0
-        while position < len(bits):
-            alike = bits[position]
-            tier = house.fastest(alike)
-            if tier == NO_TIER:
-                break
-            start = position
-            while position < len(bits) and bits[position] == alike:
-                position += 1
-            count = sum([node.num_blocks for node in path.nodes[start:position]])
-            if position == len(bits) and path.partial:
-                count += path.partial - path.nodes[-1].num_blocks
+        total, before = 0, 0
+        for bits, count in pieces:
+            if bits != before or not runs:
+                tier = house.fastest(bits)
+                if tier == NO_TIER:
+                    break
+                before = bits
+                name = house.tiers[tier].name
+                if not runs or runs[-1].tier != name:
+                    runs.append(p.TierRun(name, 0))
+            runs[-1].num_blocks += count
             total += count
-            if runs and runs[-1].tier == house.tiers[tier].name:
-                runs[-1].num_blocks += count
-            else:
-                runs.append(p.TierRun(house.tiers[tier].name, count))
         return runs, total
 
     def _estimate_reload(self, hit: Hit, namespace: Namespace, path: Path, event: p.Match) -> None:
@@ -234,15 +282,18 @@ class Matching:
         for run in hit.runs:
             if run.tier not in routes:
                 link = self._link_of(run.tier, hit.by_worker)
-                way = self._way_over(link, hit, namespace, path, event)
-                routes[run.tier] = Route(link[1], way)
-                if way is not None:
-                    way.cost.relied_on()
+                routes[run.tier] = Route(link[1], self._way_over(link, hit, namespace, path, event))
         last_copy = self._last_copy(hit, own_s_per_byte)
-        last_copy.relied_on()
         reload = reload_over(hit.runs, routes, namespace.block_bytes, last_copy)
         hit.runs, hit.reload_s, hit.reload_doubt_s = reload.runs, reload.seconds, reload.doubt_s
         hit.start_s = reload.start_s
+
+    def _relied_on(self, hit: Hit) -> None:
+        """A decision was taken by what it was expected to take."""
+        for link in {self._link_of(run.tier, hit.by_worker) for run in hit.runs}:
+            if link[0] != link[1]:
+                self.estimates.links[link].relied_on()
+        self._last_copy(hit, 0.0).relied_on()
 
     def _reload_again(self, hit: Hit, blocks: int) -> float:
         """What reloading so much of a hit would take by what is known now, behind the queue of

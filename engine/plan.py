@@ -148,6 +148,24 @@ class Matched(msgspec.Struct, frozen=True):
     decision: Decision
 
 
+class Forecast(msgspec.Struct, frozen=True):
+    """What a prompt is expected to take, with the best part of its hit reloaded. No decision: the
+    planner may find the gain too small, or try the other way."""
+
+    reload_blocks: int
+    reload_s: float
+    prefill_s: float
+    recompute_s: float
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """What a match would find."""
+
+    runs: tuple[TierRun, ...]
+    hit_blocks: int
+    forecast: Forecast
+
+
 class Match(Event[Matched], frozen=True):
     """What of this prompt is held, and how much of it should be reloaded? Leases what it plans.
 

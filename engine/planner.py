@@ -26,7 +26,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from hicache.engine.plan import Decision, TierRun
+from hicache.engine.plan import Decision, Forecast, TierRun
 
 _WHY_RELOAD = {
     "faster": "against {recompute} to recompute everything",
@@ -134,16 +134,7 @@ class Planner:
                 partial(_tell_no_hit, hit, recompute_s),
             )
         mode = self.settings.mode
-        takes_all = mode == "always_reload" or not hit.is_measured
-        best = None
-        for number, run in enumerate(hit.runs):
-            context += run.num_blocks * hit.block_tokens
-            prefill_s = hit.prefill_s(hit.prompt_tokens - context, context)
-            reload_s = hit.reload_s[number]
-            total_s = reload_s + prefill_s
-            if best is None or total_s < best.total_s or takes_all:
-                best = _Cut(number, context, total_s, reload_s, prefill_s)
-        assert best is not None
+        best = _best_cut(hit, takes_all=self._takes_all(hit))
         if mode == "always_reload":
             return _reload(hit, best, recompute_s, "mode")
         if mode == "always_recompute":
@@ -162,6 +153,22 @@ class Planner:
         if reason:
             return _recompute(hit, best, recompute_s, reason)
         return _reload(hit, best, recompute_s, "faster")
+
+    def forecast(self, hit: Hit) -> Forecast:
+        """What is to be expected of a hit. Decides, tries and remembers nothing."""
+        context = hit.skipped_tokens
+        recompute_s = hit.prefill_s(hit.prompt_tokens - context, context)
+        if hit.runs and self.settings.mode != "always_recompute":
+            takes_all = self._takes_all(hit)
+            best = _best_cut(hit, takes_all=takes_all)
+            if takes_all or best.total_s < recompute_s:
+                blocks = (best.end_tokens - context) // hit.block_tokens
+                return Forecast(blocks, best.reload_s, best.prefill_s, recompute_s)
+        return Forecast(0, 0.0, recompute_s, recompute_s)
+
+    def _takes_all(self, hit: Hit) -> bool:
+        """Whether there is nothing to compare."""
+        return self.settings.mode == "always_reload" or not hit.is_measured
 
     def _why_not(self, hit: Hit, best: _Cut, recompute_s: float) -> str:
         """The reason not to reload; empty where there is none."""
@@ -227,6 +234,21 @@ def _doubt_s(hit: Hit, cut: _Cut) -> float:
     return hypot(
         reload_s, hit.prefill_doubt_s(all_tokens - skipped, skipped, all_tokens - end, end)
     )
+
+
+def _best_cut(hit: Hit, *, takes_all: bool) -> _Cut:
+    """The one at a run's end that is expected to take the least time, or (`takes_all`) the last."""
+    context = hit.skipped_tokens
+    best = None
+    for number, run in enumerate(hit.runs):
+        context += run.num_blocks * hit.block_tokens
+        prefill_s = hit.prefill_s(hit.prompt_tokens - context, context)
+        reload_s = hit.reload_s[number]
+        total_s = reload_s + prefill_s
+        if best is None or total_s < best.total_s or takes_all:
+            best = _Cut(number, context, total_s, reload_s, prefill_s)
+    assert best is not None
+    return best
 
 
 def _cut_at(hit: Hit, blocks: int) -> _Cut:

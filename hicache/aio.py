@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
-from hicache.answers import Bytes2D, Fetched, FetchedRun, Greeting, Match, Ping, PutResult
+from hicache.answers import Bytes2D, Fetched, FetchedRun, Greeting, Match, Ping, PutResult, Score
 from hicache.channel import (
     Mailbox,
     Part,
@@ -243,6 +243,9 @@ class AsyncClient:
         return await self._dialogue.match(
             tokens, request, skip_blocks, hop_bytes_per_s, explain, conversation
         )
+
+    async def score(self, prompts: Sequence[Tokens]) -> list[Score]:
+        return await self._dialogue.score(prompts)
 
     async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
         return await self._dialogue.adopt(lease, blocks, group, epoch)

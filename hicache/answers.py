@@ -77,6 +77,37 @@ class Match(msgspec.Struct):
         return cls(0, 0, (), Decision("recompute", 0, "unavailable", sentence), is_answered=False)
 
 
+class Score(msgspec.Struct, frozen=True):
+    """What a match of a prompt would find now. Nothing of it is held for anybody.
+
+    `hit_blocks` whole blocks, which are `hit_tokens`, are held; `runs` says where, as in Match.
+    Seconds are the daemon's expectations: `reload_s` to get the `reload_blocks` that are worth it,
+    `prefill_s` for the rest of the prompt, `recompute_s` to prefill everything instead. Not
+    `is_measured`: no prefill of this model was measured yet, and they say nothing. `is_answered` is
+    false when no daemon answered.
+    """
+
+    hit_blocks: int = 0
+    hit_tokens: int = 0
+    runs: tuple[tuple[str, int], ...] = ()
+    reload_blocks: int = 0
+    reload_s: float = 0.0
+    prefill_s: float = 0.0
+    recompute_s: float = 0.0
+    is_measured: bool = False
+    is_answered: bool = True
+
+    @property
+    def expected_s(self) -> float:
+        """From the ask to the prompt's first token."""
+        return self.reload_s + self.prefill_s
+
+    @property
+    def saved_s(self) -> float:
+        """What the hit is worth."""
+        return self.recompute_s - self.expected_s
+
+
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """`blocks` blocks from the front are valid in the caller's buffer; what follows is not.
@@ -308,10 +339,42 @@ def read_match(reply: Mapping[str, Any]) -> Match:
         raise WireError("malformed", f"decision: {decision.name[:40]!r} is not known")
     if decision.reload_blocks > hit_blocks:
         raise WireError("malformed", "decision: more blocks to reload than are held")
+    return Match(lease, hit_blocks, _tier_runs(runs), decision)
+
+
+_SCORE_FIELDS: Final = (
+    ("hit_blocks", int),
+    ("runs", list),
+    ("reload_blocks", int),
+    ("reload_s", float),
+    ("prefill_s", float),
+    ("recompute_s", float),
+)
+
+
+def read_scores(reply: Mapping[str, Any], num_prompts: int) -> list[Score]:
+    """One for each prompt, in order."""
+    block_tokens = _count(reply, "block_tokens")
+    is_measured = _get(reply, "measured", bool)
+    scores = _get(reply, "scores", list)
+    if len(scores) != num_prompts:
+        raise WireError("malformed", f"scores: {len(scores)} for {num_prompts} prompts")
+    read = []
+    for fields in scores:
+        if type(fields) is not dict:
+            raise WireError("malformed", "scores: each must be a map")
+        hit_blocks, runs, *forecast = _read(fields, _SCORE_FIELDS)
+        hit_tokens = hit_blocks * block_tokens
+        tiers = _tier_runs(runs)
+        read.append(Score(hit_blocks, hit_tokens, tiers, *forecast, is_measured=is_measured))
+    return read
+
+
+def _tier_runs(runs: list[Any]) -> tuple[tuple[str, int], ...]:
     for run in runs:
         if type(run) is not list or len(run) != 2 or (type(run[0]), type(run[1])) != (str, int):
             raise WireError("malformed", "runs: each must be [tier, n]")
-    return Match(lease, hit_blocks, tuple([(run[0], run[1]) for run in runs]), decision)
+    return tuple([(run[0], run[1]) for run in runs])
 
 
 def read_runs(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from hicache.answers import (
@@ -29,6 +29,7 @@ from hicache.answers import (
     Match,
     Ping,
     PutResult,
+    Score,
 )
 from hicache.channel import Channel, DaemonAbsent, run_now
 from hicache.connection import Connection, DaemonError, Timeouts, Transport
@@ -57,6 +58,7 @@ __all__ = [
     "PageShare",
     "Ping",
     "PutResult",
+    "Score",
     "SharedPages",
     "admin_call",
 ]
@@ -132,6 +134,15 @@ class Client:
                 tokens, request, skip_blocks, hop_bytes_per_s, explain, conversation
             )
         )
+
+    def score(self, prompts: Sequence[Tokens]) -> list[Score]:
+        """What a match of each of these would find now, for who has to choose where a request goes:
+        nothing is leased, and nothing changes. Opens no session.
+
+        Any number of prompts, over 128 of them or 2,097,152 tokens by several requests within the
+        one `timeout_s`; of a longer prompt so many tokens count. Those that nobody answered for in
+        time are not `is_answered`."""
+        return run_now(self._dialogue.score(prompts))
 
     def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
         """A match that another session of the same group made: its lease can be fetched and

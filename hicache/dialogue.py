@@ -5,7 +5,8 @@ one that awaits. The promises are kept here:
 
 - every call has one deadline, and ends by it (a put may have a copy to end first: `storing`);
 - a daemon that is absent, dies, answers garbage or refuses is a miss: no exception leaves `match`,
-  `fetch`, `put`, `release`, `observe` (a caller's own mistake, such as a wrong shape, raises);
+  `score`, `fetch`, `put`, `release`, `observe` (a caller's own mistake, such as a wrong shape,
+  raises);
 - after a failure the circuit breaker answers for the daemon, so a dead one costs one timeout and
   not one per request;
 - leases and tickets go only to the session that got them: another daemon's lease of the same
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
-from functools import partial
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -30,17 +31,19 @@ from hicache.answers import (
     Match,
     Ping,
     PutResult,
+    Score,
     read_count,
     read_match,
     read_ping,
     read_plain_match,
     read_runs,
+    read_scores,
 )
 from hicache.connection import TROUBLE, Connection
 from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
 from hicache.storing import Fill, Source, Storing
 from hicache.tiers.arena import Arena
-from hicache.wire import MatchRequest, WireError
+from hicache.wire import MAX_SCORED_PROMPTS, MAX_SCORED_TOKENS, MatchRequest, WireError
 
 Ended = Literal["", "turn", "tool_call", "conversation"]
 """What has ended with an answer: a turn that waits for a person, a turn that waits for a tool, or
@@ -53,6 +56,10 @@ class Dialogue:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._storing = Storing(connection)
+
+    @cached_property
+    def _namespace(self) -> bytes:
+        return self._connection.spec.digest()
 
     async def match(
         self,
@@ -91,6 +98,31 @@ class Dialogue:
             return Match.miss(self._connection.failed(trouble, started_s))
         self._connection.succeeded()
         return match
+
+    async def score(self, prompts: Sequence[Tokens]) -> list[Score]:
+        """Asked without a session: who only asks this takes none."""
+        packed = [encode_tokens(tokens)[: MAX_SCORED_TOKENS * TOKEN_BYTES] for tokens in prompts]
+        if not packed:
+            return []
+        started_s = time.monotonic()
+        scores: list[Score] = []
+        try:
+            self._connection.begin(started_s)
+            deadline_s = started_s + self._connection.timeouts.call_s
+            for some in _portions(packed):
+                lengths = [len(tokens) // TOKEN_BYTES for tokens in some]
+                body = {
+                    "namespace": self._namespace,
+                    "tokens": b"".join(some),
+                    "lengths": encode_tokens(lengths),
+                }
+                reply, _ = await self._connection.exchange("score", body, deadline_s, None)
+                scores += read_scores(reply, len(some))
+        except TROUBLE as trouble:
+            self._connection.failed(trouble, started_s)
+        else:
+            self._connection.succeeded()
+        return scores + [Score(is_answered=False)] * (len(packed) - len(scores))
 
     async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
         started_s = time.monotonic()
@@ -292,6 +324,20 @@ class Dialogue:
             found = f"{getattr(blocks, 'dtype', type(blocks).__name__)}"
             found += f" {getattr(blocks, 'shape', '')}"
             raise ValueError(f"{name} must be C-contiguous uint8 [n, {block_bytes}], not {found}")
+
+
+def _portions(prompts: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """As many at a time as one `score` takes, in order."""
+    some: list[bytes] = []
+    room = MAX_SCORED_TOKENS * TOKEN_BYTES
+    for tokens in prompts:
+        if some and (len(some) == MAX_SCORED_PROMPTS or len(tokens) > room):
+            yield some
+            some, room = [], MAX_SCORED_TOKENS * TOKEN_BYTES
+        some.append(tokens)
+        room -= len(tokens)
+    if some:
+        yield some
 
 
 def _copy_and_verify(run: FetchedRun, rows: Bytes2D) -> bool:

@@ -139,6 +139,13 @@ class Paging:
             for known in self._registrations.values()
         )
 
+    def copies_in(self, namespace: int) -> bool:
+        """Whether the worker copies for somebody who asks for this namespace's blocks."""
+        registrations = self._registrations.values()
+        return any(
+            known.state == "mapped" and known.namespace == namespace for known in registrations
+        )
+
     def counts(self) -> dict[str, int]:
         """For `stats`."""
         return {"registrations": len(self._registrations), "copies": len(self._copies)}

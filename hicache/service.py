@@ -28,6 +28,7 @@ from hicache.engine.pinned import leased_share
 from hicache.faults import Faults
 from hicache.keys import NamespaceSpec
 from hicache.paging import Paging
+from hicache.scoring import Scoring
 from hicache.session import RememberedMatch, Session, Sessions
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import slot_bytes_for
@@ -35,7 +36,17 @@ from hicache.waiting import Peer, Waiting, WaitingCommit, WaitingFetch, WaitingP
 from hicache.wire import PROTOCOL, DecisionReply, MatchReply, MatchRequest, Request, WireError
 
 Answer = TypeVar("Answer")
-CAPABILITIES: Final = ("match", "fetch", "put", "durable", "observe", "hint", "frames", "clear")
+CAPABILITIES: Final = (
+    "match",
+    "fetch",
+    "put",
+    "durable",
+    "observe",
+    "hint",
+    "frames",
+    "clear",
+    "score",
+)
 TRANSPORTS: Final = ("auto", "arena", "frames")
 MAX_UNTOLD: Final = 64
 ENDED: Final[Mapping[str, p.Ended]] = {
@@ -106,6 +117,7 @@ class Service:
         self.puts: Counter[str] = Counter({"stored": 0, "present": 0, "busy": 0, "refused": 0})
         self._send = send
         self.paging = Paging(engine, self._reply_with, self.do, self._owner_at_rest)
+        self._scoring = Scoring(engine, self.paging)
         self._dispatch = dispatch
         self._describe = describe
         self._handlers: dict[str, Callable[[Asked, Session], None]] = {
@@ -140,6 +152,9 @@ class Service:
         self.requests[request.op] += 1
         if request.op == "hello":
             self._hello(asked)
+            return
+        if request.op == "score":
+            self._reply(asked.peer, **self._scoring.answer(request.body, asked.now_s))
             return
         session = self.sessions.get(request.session, asked.now_s)
         try:

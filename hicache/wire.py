@@ -46,7 +46,13 @@ ERRORS: Final = {
     "internal": "a fault in the daemon, logged there",
 }
 
-RESERVED_OPS: Final = frozenset({"pin", "unpin", "warm", "score", "tree", "events"})
+RESERVED_OPS: Final = frozenset({"pin", "unpin", "warm", "tree", "events"})
+
+MAX_SCORED_PROMPTS: Final = 128
+MAX_SCORED_TOKENS: Final = 1 << 21
+"""Of one `score`, which is answered at one go: of all its prompts together, so that it takes no
+longer than one match of a very long prompt."""
+NAMESPACE_BYTES: Final = 32
 
 
 class WireError(ValueError):
@@ -99,6 +105,11 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
         "hop_s": Field(float, 0.0, high=1e6),
         "total_s": Field(float, 0.0, high=1e6),
         "quiet": QUIET,
+    },
+    "score": {
+        "namespace": Field(bytes, low=NAMESPACE_BYTES, high=NAMESPACE_BYTES),
+        "tokens": U32S,
+        "lengths": U32S,
     },
     "put": {"tokens": U32S, "first": Field(int, 0), "last": COUNT},
     "commit": {"ticket": COUNT, "indices": U32S, "durable": Field(bool, False, high=1)},
@@ -154,6 +165,7 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
 NEEDS_SESSION: Final = frozenset(OPS) - {
     "hello",
     "ping",
+    "score",
     "stats",
     "health",
     "explain",
@@ -294,7 +306,7 @@ def _struct_of(op: str) -> type[msgspec.Struct]:
     fields.append(("s", Annotated[bytes, msgspec.Meta(max_length=SESSION_BYTES)], b""))
     for name, field in _ALL[op].items():
         if field.kind in (bytes, str):
-            bounds = msgspec.Meta(max_length=min(int(field.high), 2**62))
+            bounds = msgspec.Meta(min_length=int(field.low), max_length=min(int(field.high), 2**62))
         elif field.kind is int:
             bounds = msgspec.Meta(ge=int(field.low), le=min(int(field.high), 2**63 - 1))
         else:
@@ -396,6 +408,8 @@ def _checked(value: Any, name: str, field: Field) -> Any:
     if kind is bytes or kind is str or kind is dict:
         if len(value) > field.high:
             raise WireError("too_large", f"{name}: {len(value)} long; at most {field.high:.0f}")
+        if len(value) < field.low:
+            raise WireError("malformed", f"{name}: {len(value)} long; at least {field.low:.0f}")
         if field.multiple > 1 and len(value) % field.multiple:
             raise WireError("malformed", f"{name}: length {len(value)} is no multiple of 4")
     elif not field.low <= value <= field.high:  # also refuses NaN

@@ -36,7 +36,7 @@ from hicache.client import (
 from hicache.connection import TOLD_SHARE
 from hicache.storing import TELL_S, Offer, Source
 from hicache.tiers.arena import Arena
-from hicache.wire import NEEDS_SESSION
+from hicache.wire import MAX_SCORED_TOKENS, NEEDS_SESSION
 from tests.hicache.scripted_daemon import (
     DIE,
     HOLD,
@@ -1005,3 +1005,64 @@ def test_both_clients_have_the_same_names() -> None:
     pages = {"register", "load", "save", "unregister"}
     assert names(Client) >= (NEEDS_SESSION - pages - {"commit", "abort", "bye"})
     assert names(Client) >= {"share_pages", "load_pages", "save_pages", "unshare_pages"}
+
+
+# --- scores -------------------------------------------------------------------------------------
+
+
+def scored(seen: Seen) -> dict[str, Any]:
+    """As many blocks as a prompt has, all on disk."""
+    lengths = np.frombuffer(seen.body["lengths"], "<u4").tolist()
+    assert sum(lengths) * 4 == len(seen.body["tokens"])
+    one = {"reload_s": 1.0, "prefill_s": 2.0, "recompute_s": 9.0}
+    return {
+        "block_tokens": 4,
+        "measured": True,
+        "scores": [
+            {"hit_blocks": n // 4, "runs": [["disk", n // 4]], "reload_blocks": n // 4, **one}
+            for n in lengths
+        ],
+    }
+
+
+def test_scores_of_any_number_of_prompts(connect: Any, daemon: ScriptedDaemon) -> None:
+    """In requests of 128 prompts or 2²¹ tokens; no session is opened for it."""
+    daemon.on("score", scored)
+    client = connect()
+    assert client.score([]) == []
+    scores = client.score([TOKENS[: 4 * (n % 4)] for n in range(130)])
+    assert [score.hit_blocks for score in scores] == [n % 4 for n in range(130)]
+    assert (scores[1].hit_tokens, scores[1].runs) == (4, (("disk", 1),))
+    assert (scores[1].expected_s, scores[1].saved_s) == (3.0, 6.0)
+    assert all(score.is_measured and score.is_answered for score in scores)
+    long = np.zeros(MAX_SCORED_TOKENS + 9, "<u4")
+    most = MAX_SCORED_TOKENS // 4
+    assert [score.hit_blocks for score in client.score([long, TOKENS, long[:-9]])] == [
+        most,
+        4,
+        most,
+    ]
+    assert daemon.ops() == ["score"] * 5
+    assert {seen.body["namespace"] for seen in daemon.seen} == {SPEC.digest()}
+    assert not client.connected
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        refuse("stopping"),
+        b"garbage",
+        DIE,
+        {"block_tokens": 4, "measured": True, "scores": []},
+        {"block_tokens": 4, "measured": True, "scores": [7, 7]},
+        {"block_tokens": 4, "scores": [{}, {}]},
+    ],
+)
+def test_scores_that_nobody_told(connect: Any, daemon: ScriptedDaemon, trouble: Any) -> None:
+    """What came before the trouble counts, what did not come is not answered; nothing is raised."""
+    daemon.on("score", lambda seen: scored(seen) if len(daemon.seen) == 1 else trouble)
+    client = connect()
+    scores = client.score([TOKENS] * 130)
+    assert [score.is_answered for score in scores] == [True] * 128 + [False] * 2
+    assert scores[-1].hit_blocks == 0
+    assert client.last_error

@@ -198,6 +198,13 @@ def test_a_load_is_answered_when_it_is_at_rest(desk: PageDesk) -> None:
     assert desk.reply_to(asked) == {"id": asked, "ok": True, "blocks": 4, "seconds": 0.5}
 
 
+def scored_by_worker(desk: PageDesk) -> bool:
+    """Whether a router, who has no session, is told what the worker's loads take."""
+    number = desk.world.engine.number_of(SPEC.digest())
+    assert number is not None
+    return desk.service.paging.copies_in(number)
+
+
 def priced_by_worker(desk: PageDesk, session: Session) -> bool:
     """Whether the planner counted on the worker when this session asked."""
     lease = desk.ask("match", s=session.token, tokens=PROMPT)["lease"]
@@ -213,13 +220,16 @@ def test_whose_blocks_the_worker_copies_is_known_before_they_are_asked_for(desk:
     rank, stranger = desk.service.sessions.by_token[reply["session"]], desk.hello()
     store(desk, scheduler, PROMPT, 6)
     assert not priced_by_worker(desk, scheduler)
+    assert not scored_by_worker(desk)
     first, second = desk.registered(rank), desk.registered(rank)
     assert priced_by_worker(desk, scheduler)
     assert not priced_by_worker(desk, stranger)
+    assert scored_by_worker(desk)
     desk.later("unregister", s=rank.token, registration=first)
     assert priced_by_worker(desk, scheduler)
     desk.later("unregister", s=rank.token, registration=second)
     assert not priced_by_worker(desk, scheduler), "nothing is loaded into what is being unmapped"
+    assert not scored_by_worker(desk)
     for order in desk.worker.of("unmap"):
         desk.worker.answer(order)
     desk.registered(rank)

@@ -52,7 +52,8 @@ def values_of(field: Field) -> st.SearchStrategy[Any]:
         return st.text(max_size=20)
     if field.kind is dict:
         return st.dictionaries(st.text(max_size=5), st.integers(0, 9), max_size=3)
-    words = st.binary(max_size=4).map(lambda part: part * field.multiple)
+    least = int(field.low)
+    words = st.binary(min_size=least, max_size=least + 4).map(lambda part: part * field.multiple)
     return words.filter(lambda data: len(data) <= field.high)
 
 
@@ -139,7 +140,7 @@ def test_one_flipped_byte_is_only_ever_a_wire_error(
         ({"op": None}, "malformed", "op: missing"),
         ({"op": 7}, "malformed", "op: missing, or not a string"),
         ({"op": "mtach"}, "malformed", "'mtach' is no operation"),
-        ({"op": "score"}, "unsupported", "reserved"),
+        ({"op": "tree"}, "unsupported", "reserved"),
         ({"id": -1}, "malformed", "id: must be an unsigned integer"),
         ({"id": "7"}, "malformed", "id: must be an unsigned integer"),
         ({"id": True}, "malformed", "id: must be an unsigned integer"),
