@@ -51,8 +51,9 @@ def part_of(span: Span, first: int, last: int) -> Span:
 def cut_at(span: Span, at: int) -> tuple[Span, Span]:
     """The first `at` ids of a span, and the others."""
     if isinstance(span, slice):
-        middle = span.start + at
-        return slice(span.start, middle), slice(middle, span.stop)
+        start = span.start
+        middle = start + at
+        return slice(start, middle), slice(middle, span.stop)
     return span[:at], span[at:]
 
 

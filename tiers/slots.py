@@ -201,12 +201,15 @@ class SlotPool:
 
     def available(self, slot_bytes: int) -> int:
         """How many slots of the class `allocate` could hand out now."""
-        cls = self._classes.get(slot_bytes) or self._class(slot_bytes)
+        cls = self._classes.get(slot_bytes)
+        if cls is not None and cls.per_slab and self.clearing is None:  # nearly always
+            return cls.num_free + self._num_free_slabs * cls.per_slab
+        cls = cls or self._class(slot_bytes)
         if cls is None or not cls.spans:
             return 0
-        cleared = range(0) if self.clearing is None else self._cleared_for(cls)
+        cleared = self._cleared_for(cls)
         best, room = cls.spans[0], cls.num_free
-        if cls.per_slab:  # nearly always
+        if cls.per_slab:
             return room + (self._num_free_slabs + len(cleared)) * cls.per_slab
         least, slabs = cls.spans[-1], self._free_slabs
         if cleared:

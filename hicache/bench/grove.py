@@ -10,14 +10,13 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from hicache.bench.report import Step
 from hicache.engine import plan as p
-from hicache.engine.blocks import State
+from hicache.engine.blocks import BlockTable, State
 from hicache.engine.core import CacheEngine
 from hicache.engine.ids import Span
 from hicache.engine.index import Path
@@ -49,34 +48,31 @@ CLOCK_S: Final = _clock_s()
 """What reading the clock takes, about a microsecond: to be taken off again."""
 
 
-class Timed:
-    """Calls something, and knows how long that took: it can stand beside, and not within."""
+class Beside:
+    """Stands for `BlockTable.forget`: notes what it is asked for, so that it can be done by itself,
+    and timed."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.seconds = 0.0
-        self._call = call
+    def __init__(self, blocks: BlockTable) -> None:
+        self._forget = blocks.forget
+        self._asked: list[tuple[int, list[Span], int]] = []
+        vars(blocks)["forget"] = self
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, tier: int, spans: list[Span], slot_bytes: int) -> int:
+        self._asked.append((tier, spans[:], slot_bytes))
+        return 0
+
+    def seconds(self) -> float:
+        """Do all of it. Returns how long that took."""
         start = clock()
-        try:
-            return self._call(*arguments)
-        finally:
-            self.seconds += clock() - start
-
-
-def _some_work(*_: object) -> None:
-    """About as much as `BlockTable.forget`, in numpy as well."""
-    for _round in range(20):
-        _SCRATCH.sum()
-
-
-_SCRATCH: Final = np.zeros(4096, np.int32)
+        for asked in self._asked:
+            self._forget(*asked)
+        self._asked.clear()
+        return clock() - start - CLOCK_S
 
 
 class Grove:
     """A cache engine with one tier in memory and random prompts.
 
-    `forgetting` is its `BlockTable.forget`, timed: states, ids and slots of what is evicted.
     `paces`: see `note_pace`.
     """
 
@@ -98,9 +94,7 @@ class Grove:
         self.now_s = 1.0
         self.engine.handle(p.TierUp("dram", self.now_s))
         self.house = self.engine.residency
-        self.forgetting = Timed(self.house.blocks.forget)
-        vars(self.house.blocks)["forget"] = self.forgetting
-        self._working = Timed(_some_work)
+        self._forgetting = Beside(self.house.blocks)
         self.open(0)
         self.num_tokens = 0
         self.paces: list[float] = []
@@ -149,23 +143,17 @@ class Grove:
         runs, _ = self.engine.matching.runs(path)
         return path, runs, path.spans(0, path.num_blocks)
 
-    def make_room(self, num_tokens: int) -> float:
-        """Give up so many tokens, the coldest. Returns the seconds that took, without giving back
-        states, ids and slots, but with the timing itself (`timing_s`)."""
+    def make_room(self, num_tokens: int, times: int = 1) -> tuple[float, float]:
+        """Give up so many tokens, the coldest, some times in a row. Returns the seconds that each
+        took, and those of giving back states, ids and slots afterwards."""
         wanted = self.pool.available(BLOCK_BYTES) + num_tokens // self.page
-        self.num_tokens -= num_tokens
-        before = self.forgetting.seconds
+        self.num_tokens -= num_tokens * times
+        make_room = self.engine.evictor.make_room
         start = clock()
-        self.engine.evictor.make_room(0, BLOCK_BYTES, wanted)
-        return clock() - start - (self.forgetting.seconds - before)
-
-    def timing_s(self) -> float:
-        """What `make_room` would return if it did nothing but give back: two microseconds or so,
-        twice what the clocks alone take in a tight loop."""
-        before = self._working.seconds
-        start = clock()
-        self._working(0, (), BLOCK_BYTES)
-        return clock() - start - (self._working.seconds - before)
+        for _ in range(times):
+            make_room(0, BLOCK_BYTES, wanted)
+        evicting_s = clock() - start - CLOCK_S
+        return evicting_s / times, self._forgetting.seconds() / times
 
     def insert(self, tokens: bytes) -> int:
         """The index's part of storing: match and hang in. Returns the number of new blocks."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from statistics import median
 from typing import Final
 
 from hicache.bench.grove import (
@@ -172,17 +171,16 @@ def _inserts(grove: Grove, repeat: int) -> list[IndexRow]:
 
 def _evicts(grove: Grove, num_tokens: int, repeat: int) -> list[IndexRow]:
     """Room is made, measured, and where it was much, filled again with new prompts."""
-    evicted, freed, timing = [], [], []
+    evicted, freed = [], []
     is_much = num_tokens > PROMPT
+    times = 1 if is_much else BATCH
     for _ in range(repeat):
         grove.note_pace()
-        timing.append(grove.timing_s())
-        grove.forgetting.seconds = 0.0
-        evicted.append(grove.make_room(num_tokens))
-        freed.append(grove.forgetting.seconds)
+        evicting_s, forgetting_s = grove.make_room(num_tokens, times)
+        evicted.append(evicting_s)
+        freed.append(forgetting_s)
         for _ in range(is_much * num_tokens // PROMPT):
             grove.store(grove.random(PROMPT))
-    evicted = [max(0.0, seconds - median(timing)) for seconds in evicted]
     return [
         IndexRow.of("evict", grove.page, num_tokens, evicted, grove.num_tokens),
         IndexRow.of("evict_slots_and_states", grove.page, num_tokens, freed, grove.num_tokens),

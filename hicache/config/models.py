@@ -145,6 +145,11 @@ class HbmConfig(TierConfig):
         description="GPU that holds the blocks; host emulates one in memory; auto picks.",
         json_schema_extra={"allowed": DEVICE_FORM},
     )
+    page_kernels: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Copy an inference engine's own pages by kernels where that is faster: only "
+        "under MPS (auto), never, or always, and then its kernels stand still meanwhile.",
+    )
     path: FilePath = Field(default="/dev/shm", description="Folder of the emulation's mapping.")
 
 

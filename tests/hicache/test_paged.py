@@ -94,7 +94,9 @@ def test_pages_in_doubt_are_those_without_an_answer(play: Callable[[Scene], None
     """Of several loads at once, and of no save: it only reads."""
 
     def answered(seen: Seen) -> Any:
-        return HOLD if seen.body["pages"] == b"\x07\0\0\0\x08\0\0\0" else {"blocks": 1}
+        return (
+            HOLD if seen.body["pages"] == b"\x07\0\0\0\x08\0\0\0" else {"blocks": 1, "seconds": 0.5}
+        )
 
     async def scene(daemon: ScriptedDaemon, client: AsyncClient) -> None:
         share, match = await shared(client)
