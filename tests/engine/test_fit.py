@@ -83,13 +83,15 @@ def test_doubt_shrinks_with_what_is_seen_and_covers_the_error() -> None:
     assert doubts[-1] < 0.1 * 0.1
 
 
-def test_doubt_of_a_link_grows_while_nothing_is_copied() -> None:
+def test_doubt_of_a_link_grows_with_decisions_while_nothing_is_copied() -> None:
     link = LinkCost()
     for _ in range(20):
         link.measured(16 << 20, 0.017)
     first = link.doubt_s(16 << 20)
+    assert link.doubt_s(16 << 20) == first
     for _ in range(200):
-        last = link.doubt_s(16 << 20)
+        link.relied_on()
+    last = link.doubt_s(16 << 20)
     assert first < 0.2 * 0.017 < 0.9 * 0.017 < last
     link.measured(16 << 20, 0.017)
     assert link.doubt_s(16 << 20) < 0.2 * 0.017

@@ -148,7 +148,7 @@ def test_a_save_ends_with_its_put(
 
     async def scene(daemon: ScriptedDaemon, client: AsyncClient) -> None:
         daemon.on("put", {**placed, "present": 0, "busy": 0, "refused": 0})
-        daemon.on("save", {"blocks": 1})
+        daemon.on("save", {"blocks": 1, "seconds": 0.1})
         daemon.on("commit", {"committed": 1, "durable": False})
         share, _ = await shared(client)
         saved = await client.save_pages(list(range(4)), share, table(7))
