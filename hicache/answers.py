@@ -363,10 +363,22 @@ def read_scores(reply: Mapping[str, Any], num_prompts: int) -> list[Score]:
     for fields in scores:
         if type(fields) is not dict:
             raise WireError("malformed", "scores: each must be a map")
-        hit_blocks, runs, *forecast = _read(fields, _SCORE_FIELDS)
-        hit_tokens = hit_blocks * block_tokens
-        tiers = _tier_runs(runs)
-        read.append(Score(hit_blocks, hit_tokens, tiers, *forecast, is_measured=is_measured))
+        hit_blocks, runs, reload_blocks, *seconds = _read(fields, _SCORE_FIELDS)
+        if reload_blocks > hit_blocks:
+            raise WireError("malformed", "scores: more blocks to reload than are held")
+        reload_s, prefill_s, recompute_s = seconds
+        read.append(
+            Score(
+                hit_blocks,
+                hit_blocks * block_tokens,
+                _tier_runs(runs),
+                reload_blocks,
+                reload_s,
+                prefill_s,
+                recompute_s,
+                is_measured,
+            )
+        )
     return read
 
 
