@@ -103,6 +103,7 @@ class CacheEngine:
             p.Match: self.matching.match,
             p.Hint: self._hint,
             p.Fetch: self._fetch,
+            p.Loading: self._loading,
             p.Loaded: self._loaded,
             p.CutShort: self._cut_short,
             p.Release: self._release,
@@ -249,10 +250,17 @@ class CacheEngine:
         self._make_progress()  # what it was writing has made room, even if it held no lease
         return freed
 
+    def _loading(self, event: p.Loading) -> None:
+        lease = self.residency.leases.leases.get(event.lease)
+        if lease is not None:
+            lease.not_loaded.add(event.first)
+
     def _loaded(self, event: p.Loaded) -> None:
         lease = self.residency.leases.leases.get(event.lease)
         if lease is None:
             return
+        for run in event.runs:
+            lease.not_loaded.difference_update(range(run.first, run.first + len(run.slots)))
         lease.took_s = event.now_s - lease.started_s  # unless its client says better
         block_bytes = self.residency.namespaces[lease.namespace].block_bytes
         bytes_from: dict[int, float] = {}

@@ -39,7 +39,7 @@ MIN_HOP_BYTES_PER_S, MAX_HOP_BYTES_PER_S = 1e4, 1e14
 MAX_HOP_CHANGE: Final = 8.0
 """One hop that is off by more than this counts as off by this."""
 DRIFT: Final = 0.005
-"""Relative variance that a link's speed gains with each estimate that no copy has checked: after
+"""Relative variance that a link's speed gains with each decision that no copy has checked: after
 some two hundred it may be three times as fast by now."""
 # Features in requests, thousands of tokens and millions of token pairs, in MB: all near 1 in use.
 _PER_TOKEN, _PER_PAIR, _PER_BYTE = 1e-3, 1e-6, 1e-6
@@ -189,6 +189,10 @@ class _CopyCost(_Learned):
         self._num_unchecked = 0
         self._take_over()
 
+    def relied_on(self) -> None:
+        """A decision is taken by it. Asking alone changes nothing."""
+        self._num_unchecked += 1
+
     def _learn(self, x: Sequence[float], seconds: float) -> None:
         if is_measurable(seconds):
             self._fit.learn(x, seconds)
@@ -196,9 +200,8 @@ class _CopyCost(_Learned):
             self._take_over()
 
     def _doubt_s(self, x: Sequence[float]) -> float:
-        """It grows while nothing is copied; and the first copies, or one far off, may have been
-        stragglers."""
-        self._num_unchecked += 1
+        """It grows with each decision while nothing is copied; and the first copies, or one far
+        off, may have been stragglers."""
         expected_s = self._fit.expect(x)
         few = 1.0 if self._fit.is_puzzled else 1.0 / max(self._fit.num_fresh, 1)
         relative = DRIFT * self._num_unchecked + few * few

@@ -147,9 +147,9 @@ class Fetching:
         return not (before & lease.awaited)
 
     def prefix_blocks(self, lease: Lease) -> int:
-        """How many of its blocks could be read at most: before whatever failed or is still to
-        come."""
-        blocks = min(lease.failed_at, len(lease.ids))
+        """How many of its blocks could be read at most, or were loaded by the worker: before
+        whatever failed or is still to come."""
+        blocks = min(lease.failed_at, len(lease.ids), *lease.not_loaded)
         if lease.id in self.unplaced:
             blocks = min(blocks, lease.unplaced)
         if lease.awaited:

@@ -24,7 +24,8 @@ class Lease:
     `awaited`: blocks on their way; `unplaced`: blocks that still lack room, from this position of
     `ids` on; `failed_at`: the readable prefix ends here at the latest. `started_s` and `deadline_s`
     are set by the first fetch, `took_s` when its end is known. `by_worker`: the GPU's worker is to
-    read the blocks, and not a client.
+    read the blocks, and not a client. `not_loaded`: where its loads begin that have not come, be
+    they under way or failed.
     """
 
     id: int
@@ -38,6 +39,7 @@ class Lease:
     awaited: set[int] = field(default_factory=set)
     unplaced: int = 0
     failed_at: int = 0
+    not_loaded: set[int] = field(default_factory=set)
     fetching: bool = False
     by_worker: bool = False
     started_s: float = 0.0

@@ -102,6 +102,8 @@ class Matching:
         runs, hit_blocks = self.runs(path)
         hit = self._hit(event, namespace, path, runs, hit_blocks)
         decision = self.planner.decide(hit)
+        if hit.reload_doubt_s:
+            self._relied_on(hit)
         lease_id = house.leases.next_id() if decision.reload_blocks else 0
         if path.num_blocks or self.history is not None:
             self._unsettled = _Unsettled(event, path, lease_id, hit, decision)
@@ -119,7 +121,7 @@ class Matching:
             runs, hit_blocks = self._in_runs(self._staying_if_asked(path))
         else:
             runs, hit_blocks = self.runs(path)
-        hit = self._hit(event, namespace, path, runs, hit_blocks, with_doubt=False)
+        hit = self._hit(event, namespace, path, runs, hit_blocks)
         return p.Scored(tuple(runs), hit_blocks, self.planner.forecast(hit))
 
     def _staying_if_asked(self, path: Path) -> Iterator[tuple[int, int]]:
@@ -147,8 +149,6 @@ class Matching:
         path: Path,
         runs: list[p.TierRun],
         hit_blocks: int,
-        *,
-        with_doubt: bool = True,
     ) -> Hit:
         """What there is to decide on."""
         num_tokens = len(event.tokens) // 4
@@ -172,7 +172,7 @@ class Matching:
             event.by_worker,
         )
         if kept:
-            self._estimate_reload(hit, namespace, path, event, with_doubt=with_doubt)
+            self._estimate_reload(hit, namespace, path, event)
         return hit
 
     def settle(self) -> None:
@@ -263,9 +263,7 @@ class Matching:
             total += count
         return runs, total
 
-    def _estimate_reload(
-        self, hit: Hit, namespace: Namespace, path: Path, event: p.Match, *, with_doubt: bool
-    ) -> None:
+    def _estimate_reload(self, hit: Hit, namespace: Namespace, path: Path, event: p.Match) -> None:
         """Fill in what reloading the hit's runs takes."""
         hop = event.hop_bytes_per_s
         own_s_per_byte = 1.0 / hop if hop else self.estimates.hop_s_per_byte[hit.namespace]
@@ -286,10 +284,16 @@ class Matching:
                 link = self._link_of(run.tier, hit.by_worker)
                 routes[run.tier] = Route(link[1], self._way_over(link, hit, namespace, path, event))
         last_copy = self._last_copy(hit, own_s_per_byte)
-        size = namespace.block_bytes
-        reload = reload_over(hit.runs, routes, size, last_copy, with_doubt=with_doubt)
+        reload = reload_over(hit.runs, routes, namespace.block_bytes, last_copy)
         hit.runs, hit.reload_s, hit.reload_doubt_s = reload.runs, reload.seconds, reload.doubt_s
         hit.start_s = reload.start_s
+
+    def _relied_on(self, hit: Hit) -> None:
+        """A decision was taken by what it was expected to take."""
+        for link in {self._link_of(run.tier, hit.by_worker) for run in hit.runs}:
+            if link[0] != link[1]:
+                self.estimates.links[link].relied_on()
+        self._last_copy(hit, 0.0).relied_on()
 
     def _reload_again(self, hit: Hit, blocks: int) -> float:
         """What reloading so much of a hit would take by what is known now, behind the queue of

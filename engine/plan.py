@@ -214,6 +214,14 @@ class Fetch(Event[Fetched], frozen=True):
     by_worker: bool = False
 
 
+class Loading(Event[None], frozen=True):
+    """The GPU's worker copies blocks `first …` of a lease from now on; they have not come before
+    `Loaded` says so. Nothing to an unknown lease."""
+
+    lease: int
+    first: int
+
+
 class Loaded(Event[None], frozen=True):
     """The GPU's worker has copied these runs of a lease into the inference engine's own pages, in
     so many `seconds`. Nothing to an unknown lease."""

@@ -160,7 +160,8 @@ class Recorder:
             return
         del self._awaited[step.namespace, int(n)]
         record.prefill_s = step.seconds
-        self._judge(record)
+        if record.reload_s is not None or not record.decision.reload_blocks:
+            self._judge(record)
 
     def last(self, count: int) -> Iterator[Record]:
         """The youngest first."""

@@ -49,6 +49,7 @@ class LastCopy(Protocol):
 
     def seconds(self, bytes_from: Mapping[int, float]) -> float: ...
     def doubt_s(self, bytes_from: Mapping[int, float]) -> float: ...
+    def relied_on(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,9 @@ class OwnCopy:
     def doubt_s(self, bytes_from: Mapping[int, float]) -> float:
         """It is taken at its word."""
         return 0.0
+
+    def relied_on(self) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -86,15 +90,9 @@ class Route:
 
 
 def reload_over(
-    runs: Sequence[TierRun],
-    routes: Mapping[str, Route],
-    block_bytes: int,
-    last_copy: LastCopy,
-    *,
-    with_doubt: bool = True,
+    runs: Sequence[TierRun], routes: Mapping[str, Route], block_bytes: int, last_copy: LastCopy
 ) -> Reload:
-    """`routes`: of each tier that has one of the runs. Estimates count how often they are asked for
-    their doubt, which grows by it: who decides nothing asks without."""
+    """`routes`: of each tier that has one of the runs."""
     reload = Reload([], [], [], 0.0)
     busy: list[Way] = []
     bytes_from: dict[int, float] = {}
@@ -116,12 +114,10 @@ def reload_over(
                 way.num_bytes += num_bytes
             bytes_from[tier] = bytes_from.get(tier, 0.0) + num_bytes
             slowest = max(busy, key=_seconds_of, default=None)
-            copy_s = last_copy.seconds(bytes_from)
+            copy_s, copy_doubt_s = last_copy.seconds(bytes_from), last_copy.doubt_s(bytes_from)
             reload.runs.append(piece)
             reload.seconds.append(copy_s if slowest is None else slowest.seconds + copy_s)
-            if with_doubt:
-                copy_doubt_s = last_copy.doubt_s(bytes_from)
-                reload.doubt_s.append(hypot(slowest.doubt_s if slowest else 0.0, copy_doubt_s))
+            reload.doubt_s.append(hypot(slowest.doubt_s if slowest else 0.0, copy_doubt_s))
     return reload
 
 

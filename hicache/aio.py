@@ -40,6 +40,21 @@ from hicache.wire import WireError, decode_reply
 T = TypeVar("T")
 
 
+async def in_thread(task: Callable[[], T]) -> T:
+    """Run something that copies. Cancelled, this returns only when it has ended, so that nobody
+    writes into memory that has been given back."""
+    copying = asyncio.ensure_future(asyncio.to_thread(task))
+    try:
+        return await asyncio.shield(copying)
+    except asyncio.CancelledError:
+        while not copying.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([copying])
+        if not copying.cancelled():
+            copying.exception()  # seen: the cancellation is what the caller hears of
+        raise
+
+
 class _Link:
     """One connection and the two tasks that read it."""
 
@@ -104,16 +119,7 @@ class AsyncChannel:
             self._waiting.pop(request_id, None)
 
     async def work(self, task: Callable[[], T]) -> T:
-        copying = asyncio.ensure_future(asyncio.to_thread(task))
-        try:
-            return await asyncio.shield(copying)
-        except asyncio.CancelledError:
-            while not copying.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([copying])
-            if not copying.cancelled():
-                copying.exception()  # seen: the cancellation is what the caller hears of
-            raise
+        return await in_thread(task)
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

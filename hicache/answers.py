@@ -481,6 +481,10 @@ def read_count(reply: Mapping[str, Any], name: str) -> int:
     return _count(reply, name)
 
 
+def read_seconds(reply: Mapping[str, Any], name: str) -> float:
+    return _seconds(reply, name)
+
+
 def _read(fields: Mapping[str, Any], table: Sequence[tuple[str, type]]) -> list[Any]:
     """The fields of a table in order; on the way of every match, so one loop and no calls."""
     values: list[Any] = []

@@ -222,7 +222,7 @@ def _add_hbm(
     else:
         parts.pools.append(SlotPool(tiers.hbm.size_bytes))
         parts.media["hbm"] = f"GPU {device.index}"
-        far = {"kind": "cuda", "gpu": device.index}
+        far = {"kind": "cuda", "gpu": device.index, "page_kernels": tiers.hbm.page_kernels}
     gpu = max(0, device.index)
     capacity = parts.pools[-1].capacity_bytes
     parts.tiers.append(_spec("hbm", capacity, tiers.hbm, device.kind == "host", False))

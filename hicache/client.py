@@ -68,11 +68,12 @@ class Client:
     """Calls with a deadline; see the module's docstring.
 
     `endpoint` defaults to HICACHE_ENDPOINT, or the user's own daemon. `timeout_s` bounds an
-    ordinary call, `fetch_timeout_s` a whole fetch, `put_timeout_s` how long room is waited for in
-    a put (its copying is not interrupted). `transport`: `arena` maps the daemon's memory, `frames`
-    sends blocks through the socket, `auto` prefers the first on `ipc://`. `name` shows in logs.
-    `curve`: the keys for a daemon on `tcp://` that asks for them; without the right ones every call
-    is a miss. `group`: another client's `greeting.group`, to share its leases.
+    ordinary call, `fetch_timeout_s` a whole fetch, `put_timeout_s` a whole put: a copy that is
+    under way then (of at most 1 GiB) is not interrupted, and the daemon is told of it within 0.4 s.
+    `transport`: `arena` maps the daemon's memory, `frames` sends blocks through the socket, `auto`
+    prefers the first on `ipc://`. `name` shows in logs. `curve`: the keys for a daemon on `tcp://`
+    that asks for them; without the right ones every call is a miss. `group`: another client's
+    `greeting.group`, to share its leases.
     """
 
     def __init__(

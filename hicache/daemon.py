@@ -56,6 +56,7 @@ from hicache.transfer.mover import (
     WorkerDown,
     WorkerMeasured,
     WorkerNews,
+    WorkerNoted,
     WorkerOpening,
     WorkerRestored,
     WorkerRows,
@@ -478,6 +479,9 @@ class Daemon:
                 self._do(p.Restored(item.tier, now_s))
                 self.condition.notes[item.tier] = notes = " ".join(item.notes)
                 log.info("%s is restored %s", item.tier, notes)
+            case WorkerNoted():
+                self.condition.notes[item.tier] += f"; {item.note}"
+                log.warning("%s: %s", item.tier, item.note)
             case WorkerScrubbed():
                 for change in self.scrubbing.take(item, now_s):
                     self.service.news(change, now_s)

@@ -3,7 +3,7 @@
 Written once, as coroutines: `hicache.client` runs them over a port that blocks, `hicache.aio` over
 one that awaits. The promises are kept here:
 
-- every call has one deadline, and ends by it;
+- every call has one deadline, and ends by it (a put may have a copy to end first: `storing`);
 - a daemon that is absent, dies, answers garbage or refuses is a miss: no exception leaves `match`,
   `score`, `fetch`, `put`, `release`, `observe` (a caller's own mistake, such as a wrong shape,
   raises);

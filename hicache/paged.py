@@ -33,6 +33,7 @@ from hicache.answers import (
     PutResult,
     read_count,
     read_runs_named,
+    read_seconds,
 )
 from hicache.channel import Part
 from hicache.connection import TROUBLE, Connection, DaemonError
@@ -117,11 +118,13 @@ class PageShare:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPart:
-    """The first `planes` planes of blocks `first … first + blocks - 1` of the match have come."""
+    """The first `planes` planes of blocks `first … first + blocks - 1` of the match have come.
+    `copied_s`: what the worker's copies of all their planes took, told with the last part."""
 
     first: int
     blocks: int
     planes: int
+    copied_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +211,8 @@ class Paged:
                     }
                     copied = self.copied("load", body, share, rows, deadline_s, greeting)
                     async with aclosing(copied) as parts:
-                        async for blocks, planes in parts:
-                            yield LoadedPart(first, min(blocks, len(rows)), planes)
+                        async for blocks, planes, seconds in parts:
+                            yield LoadedPart(first, min(blocks, len(rows)), planes, seconds)
         except TROUBLE as trouble:
             self._connection.failed(trouble, started_s)
         else:
@@ -271,9 +274,9 @@ class Paged:
         written: PageTable,
         deadline_s: float,
         greeting: Greeting,
-    ) -> AsyncGenerator[tuple[int, int], None]:
-        """(blocks, planes) after each part. What was sent and not answered leaves pages in doubt,
-        whatever ended the waiting."""
+    ) -> AsyncGenerator[tuple[int, int, float], None]:
+        """(blocks, planes, at the end the worker's seconds) after each part. What was sent and not
+        answered leaves pages in doubt, whatever ended the waiting."""
         copy = object()
         share._unanswered[copy] = written
         request_id = await self._connection.send(op, body, deadline_s, greeting)
@@ -289,7 +292,10 @@ class Paged:
                 if is_last:
                     del share._unanswered[copy]
                 blocks = read_count(reply, "blocks")
-                yield blocks, share.num_planes if is_last else read_count(reply, "planes")
+                if is_last:
+                    yield blocks, share.num_planes, read_seconds(reply, "seconds")
+                else:
+                    yield blocks, read_count(reply, "planes"), 0.0
         finally:
             self._connection.mailbox.done(request_id)
 
@@ -308,7 +314,7 @@ class _PageSource:
         self._paged, self._share, self._pages, self._first = paged, share, pages, first
 
     async def hand_over(
-        self, connection: Connection, placement: Placement, greeting: Greeting
+        self, connection: Connection, placement: Placement, greeting: Greeting, deadline_s: float
     ) -> list[Part]:
         """Raises TROUBLE; what is on its way then is the daemon's business: the ticket is aborted,
         and its slots are nobody's before that has ended."""
@@ -321,7 +327,6 @@ class _PageSource:
             "indices": placement.indices.tobytes(),
             "pages": rows.astype("<i4").tobytes(),
         }
-        deadline_s = time.monotonic() + connection.timeouts.put_s
         written = rows[:0]  # a save only reads
         copied = self._paged.copied("save", body, self._share, written, deadline_s, greeting)
         async with aclosing(copied) as parts:

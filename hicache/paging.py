@@ -17,8 +17,9 @@ may not be reused, until when, and who sees to it:
 4. The worker dies: its copies have ended with it, and its mappings are gone. Loads and saves are
    answered with an error, and registrations are no more.
 
-What a load took is told to the cache engine, which learns from it; and for whom the worker copies
-(`copies_for`) is what its planner has to know before there is a load.
+That a load has begun, and what it took if it came, is told to the cache engine, which learns from
+it and counts nothing as delivered that did not come; and for whom the worker copies (`copies_for`)
+is what its planner has to know before there is a load.
 
 Used from the daemon's loop only.
 """
@@ -211,6 +212,7 @@ class Paging:
             pages[:num_blocks],
             body["planes_per_part"],
         )
+        self._do(p.Loading(lease.id, first))
 
     def save(self, peer: Peer, session: Session, body: Mapping[str, Any]) -> None:
         """Pages into slots of a ticket of this session's group. Raises UnknownTicket, WireError."""
@@ -288,8 +290,10 @@ class Paging:
         told = news.told
         if told.kind in ("part", "copied"):
             copy = self._copies.get(told.number)
-            if copy is not None:
-                (self._part if told.kind == "part" else self._copied)(copy, told, now_s)
+            if copy is not None and told.kind == "part":
+                self._part(copy, told)
+            elif copy is not None:
+                self._copied(copy, told, now_s)
             return
         registration = self._registrations.get(told.number)
         if registration is None:
@@ -314,7 +318,7 @@ class Paging:
                 is_asked_for = registration.state in ("closing", "unmapping")
                 self._answer(registration, PageTold("", 0, "" if is_asked_for else error))
 
-    def _part(self, copy: _Copy, told: PageTold, now_s: float) -> None:
+    def _part(self, copy: _Copy, told: PageTold) -> None:
         if copy.peer is not None and self._still_there(copy):
             self._reply(copy.peer, {"more": True, "planes": told.planes, "blocks": copy.num_blocks})
 

@@ -5,6 +5,9 @@
 
 Between put and commit the daemon holds the slots for us: whatever happens, the ticket is committed
 or given up, and only after writing has ended.
+
+A put ends by its deadline, but for the copy that is under way then, `TELL_S` to commit it and
+`BYE_S` to give it up where that failed.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ Fill = Callable[[int, npt.NDArray[np.uint8]], object]
 
 CHUNK_BYTES: Final = 1 << 30
 """A ticket's blocks are written within its life: no more than this at once."""
+TELL_S: Final = 0.2
+"""A commit has so long where the put's own time is over: what was just copied is worth telling."""
 _FRAME_ROOM: Final = 64 << 10
 _PAUSE_S: Final = 0.002
 _PATIENCE_S: Final = 0.1
@@ -58,10 +63,10 @@ class Supply(Protocol):
     """Where a put's blocks come from."""
 
     async def hand_over(
-        self, connection: Connection, placement: Placement, greeting: Greeting
+        self, connection: Connection, placement: Placement, greeting: Greeting, deadline_s: float
     ) -> list[Part]:
-        """Write the blocks of a placement, or return them as parts of the commit. Raises TROUBLE,
-        and what a caller's function raises."""
+        """Write the blocks of a placement, or return them as parts of the commit; what others write
+        is waited for until `deadline_s`. Raises TROUBLE, and what a caller's function raises."""
 
 
 class Source:
@@ -73,7 +78,7 @@ class Source:
         self._block_bytes = block_bytes
 
     async def hand_over(
-        self, connection: Connection, placement: Placement, greeting: Greeting
+        self, connection: Connection, placement: Placement, greeting: Greeting, deadline_s: float
     ) -> list[Part]:
         if greeting.transport == "arena":
             arena = connection.arenas[placement.tier]
@@ -116,6 +121,12 @@ class Offer:
     durable: bool
     deadline_s: float
 
+    def commit_by_s(self, now_s: float, call_s: float) -> float:
+        """Until when the answer to a commit is waited for, where a call may take `call_s`: that of
+        a durable one comes when the disk has it."""
+        last_s = max(self.deadline_s, now_s + min(TELL_S, call_s))
+        return last_s if self.durable else min(now_s + call_s, last_s)
+
 
 class Storing:
     """The put of one connection."""
@@ -153,7 +164,8 @@ class Storing:
         started_s: float,
         tally: Tally,
     ) -> None:
-        greeting = await self._connection.greeted(started_s + self._connection.timeouts.call_s)
+        timeouts = self._connection.timeouts
+        greeting = await self._connection.greeted(started_s + min(timeouts.call_s, timeouts.put_s))
         last = min(last, greeting.max_prompt_tokens // greeting.block_tokens)
         chunk_bytes = CHUNK_BYTES
         if greeting.transport == "frames":
@@ -162,8 +174,11 @@ class Storing:
         if step < 1:
             self._connection.last_error = "a block is larger than a message may be"
             return
-        deadline_s = started_s + self._connection.timeouts.put_s
+        deadline_s = started_s + timeouts.put_s
         for start in range(first, last, step):
+            if start > first and time.monotonic() >= deadline_s:
+                self._connection.last_error = "the time for this put was over before all was copied"
+                return
             stop = min(start + step, last)
             offer = Offer(packed, start, stop, source, durable, deadline_s)
             if not await self._put_chunk(offer, tally):
@@ -217,19 +232,19 @@ class Storing:
         self, placement: Placement, offer: Offer, greeting: Greeting, tally: Tally
     ) -> int:
         """Write the blocks and commit them; the number that became visible."""
-        async with AsyncExitStack() as undo:  # the caller's `fill` may raise, or it is cancelled
-            undo.push_async_callback(self._give_up_ticket, placement.ticket, greeting)
-            parts = await offer.source.hand_over(self._connection, placement, greeting)
-            undo.pop_all()
+        connection, source = self._connection, offer.source
         body = {
             "ticket": placement.ticket,
             "indices": placement.indices.tobytes(),
             "durable": offer.durable,
         }
-        deadline_s = time.monotonic() + self._connection.timeouts.call_s
-        if offer.durable:
-            deadline_s = max(deadline_s, offer.deadline_s)
-        reply, _ = await self._connection.exchange("commit", body, deadline_s, greeting, parts)
+        async with AsyncExitStack() as undo:  # the caller's `fill` may raise, or it is cancelled
+            # A commit that came too late was not carried out; of one that was, this says nothing.
+            undo.push_async_callback(self._give_up_ticket, placement.ticket, greeting)
+            parts = await source.hand_over(connection, placement, greeting, offer.deadline_s)
+            deadline_s = offer.commit_by_s(time.monotonic(), connection.timeouts.call_s)
+            reply, _ = await connection.exchange("commit", body, deadline_s, greeting, parts)
+            undo.pop_all()
         committed, is_durable = read_committed(reply)
         tally.stored += committed
         tally.is_durable = tally.is_durable and is_durable

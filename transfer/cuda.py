@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from hicache.engine.plan import Move, Outcome, Priority
@@ -32,6 +33,7 @@ from hicache.tiers.hbm import CudaPool
 from hicache.tiers.numa import bytes_by_node, node_of, num_nodes, told
 from hicache.transfer.cuda_copy import (
     BatchCopy,
+    BySize,
     CopyPath,
     CopyRefused,
     EachCopy,
@@ -43,6 +45,7 @@ from hicache.transfer.cuda_copy import (
 from hicache.transfer.engine_pages import EnginePages
 from hicache.transfer.link import Forgetful, Link, Measured, failed
 from hicache.transfer.messages import WorkerConfig
+from hicache.transfer.page_choice import MPS_PIPES, choose_page_path
 from hicache.transfer.pinning import CHUNK_BYTES, PinnedArena, Progress
 
 _TRIAL_BLOCKS: Final = 32
@@ -168,6 +171,7 @@ class CudaMedium(Forgetful):
         progress: Progress = lambda done, total: None,
         cupy: Any = None,
         chunk_bytes: int = CHUNK_BYTES,
+        mps_pipes: Path = MPS_PIPES,
     ) -> None:
         self._pool = pool = CudaPool(config.gpu, config.capacity_bytes, cupy)
         self._names = near_name, far_name = config.near, config.far
@@ -177,9 +181,11 @@ class CudaMedium(Forgetful):
             more = (self._pinned, pool, self._copies)
             self._ups = [CudaLink(far_name, near_name, *more, to_device=False) for _ in Priority]
             self._downs = [CudaLink(near_name, far_name, *more, to_device=True) for _ in Priority]
-            self.pages = EnginePages(near_name, far_name, *more)
+            choice = (config.page_kernels, mps_pipes)
+            path, pages_why = choose_page_path(pool, self._pinned, self._copies, *choice)
+            self.pages = EnginePages(near_name, far_name, self._pinned, pool, path)
         self.detail = f"memory of GPU {config.gpu}"
-        self.notes = [f"{self._pinned.told()}; {why}", *_surroundings(pool, near)]
+        self.notes = [f"{self._pinned.told()}; {why}; {pages_why}", *_surroundings(pool, near)]
         self.readers: Sequence[Link] = self._ups
         self.writers: Sequence[Link] = self._downs
 
@@ -228,7 +234,7 @@ def choose_path(pool: CudaPool, pinned: PinnedArena) -> tuple[CopyPath, str]:
             said.append(f"{size >> 10} KiB {rates}")
     except CopyRefused as error:
         return each, f"copied by {each.name} ({error})"
-    best = fastest_by_size(times) if times else each
+    best = BySize(fastest_by_size(times)) if times else each
     figures = f"{each.name}/{batch.name} in GB/s: {', '.join(said)}"
     return best, f"copied by {best.name} ({figures})"
 

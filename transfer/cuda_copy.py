@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -67,32 +67,53 @@ class EachCopy:
             self._copy(destination, source, num_bytes, kind, stream)
 
 
-class BySize:
-    """Each batch by the path that was faster for pieces of its mean size. `steps` are (bytes,
-    path), rising: a path serves pieces of less than the next step's bytes."""
+class Named(Protocol):
+    """Something that can be chosen by measuring it."""
 
-    def __init__(self, steps: Sequence[tuple[int, CopyPath]]) -> None:
+    @property
+    def name(self) -> str: ...
+
+
+P = TypeVar("P", bound=Named)
+
+
+class Steps(Generic[P]):
+    """What serves which size: (bytes, path), rising; a path serves sizes of less than the next
+    step's bytes. `name` says all of it."""
+
+    def __init__(self, steps: Sequence[tuple[int, P]]) -> None:
         self._starts = [num_bytes for num_bytes, _ in steps]
-        self._paths = [path for _, path in steps]
+        self.paths = [path for _, path in steps]
         names = [f"{path.name} from {num_bytes >> 10} KiB" for num_bytes, path in steps[1:]]
-        self.name = ", ".join([self._paths[0].name, *names])
+        self.name = ", ".join([self.paths[0].name, *names])
 
-    def enqueue(self, pieces: Pieces, stream: int, *, to_device: bool | None) -> None:
-        if len(pieces):
-            mean_bytes = int(pieces[:, 2].sum()) // len(pieces)
-            which = max(0, bisect_right(self._starts, mean_bytes) - 1)
-            self._paths[which].enqueue(pieces, stream, to_device=to_device)
+    def at(self, num_bytes: int) -> P:
+        return self.paths[max(0, bisect_right(self._starts, num_bytes) - 1)]
 
 
-def fastest_by_size(times: Mapping[int, Mapping[CopyPath, float]]) -> CopyPath:
-    """From the seconds that each path took for the same pieces, by their bytes: one path, or
-    `BySize` where it depends, and by more than chance."""
-    steps: list[tuple[int, CopyPath]] = []
+def fastest_by_size(times: Mapping[int, Mapping[P, float]]) -> Steps[P]:
+    """From the seconds that each path took for the same bytes, by their size, at least one: another
+    path takes over where it is faster by more than chance. Of two that are equally fast at the
+    smallest size, the first."""
+    steps: list[tuple[int, P]] = []
     for num_bytes, took in sorted(times.items()):
         best = min(took, key=lambda path: took[path])
         if not steps or took[best] < CLEARLY * took[steps[-1][1]]:
             steps.append((num_bytes, best))
-    return steps[0][1] if len(steps) == 1 else BySize(steps)
+    return Steps(steps)
+
+
+class BySize:
+    """Each batch by the path that was faster for pieces of its mean size."""
+
+    def __init__(self, steps: Steps[CopyPath]) -> None:
+        self._steps = steps
+        self.name = steps.name
+
+    def enqueue(self, pieces: Pieces, stream: int, *, to_device: bool | None) -> None:
+        if len(pieces):
+            mean_bytes = int(pieces[:, 2].sum()) // len(pieces)
+            self._steps.at(mean_bytes).enqueue(pieces, stream, to_device=to_device)
 
 
 class _Attributes(ctypes.Structure):

@@ -11,9 +11,9 @@ Nothing that a client claimed is believed: how large an allocation is the driver
 mapped, and every plane must lie within (`_layout`). Every table of pages is checked before anything
 is enqueued.
 
-Copies are made by the copy engines, page by page: without MPS a kernel of ours would take turns
-with the inference engine's. Loads and saves have a stream and a thread each (page_work.py), mapping
-and unmapping a third thread; no lock is held by any of them.
+By the copy engines or by a kernel (page_paths.py), this is the same. Loads and saves have a stream
+and a thread each (page_work.py), mapping and unmapping a third thread; no lock is held by any of
+them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hicache.tiers.base import TierDamaged
+from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.hbm import CudaPool
-from hicache.transfer.cuda_copy import CopyPath, CopyRefused
+from hicache.transfer.cuda_copy import CopyRefused
 from hicache.transfer.ipc import Mappings, NotShareable, SharedRange, allocation
 from hicache.transfer.page_messages import Claim, PageCopy
+from hicache.transfer.page_paths import Group, Memory, PagePath
 from hicache.transfer.pages import Addresses, PageLayout, PageNumbers, Plane
 from hicache.transfer.pinning import PinnedArena
 
@@ -44,15 +45,6 @@ class _Registered:
     mappings: Mappings
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Blocks of a copy whose slots lie in one kind of memory."""
-
-    is_host: bool
-    blocks: Addresses
-    pages: PageNumbers
-
-
 class EnginePages:
     """All registrations of one GPU. `near` and `far` are the tiers of the arena and the pool."""
 
@@ -62,11 +54,11 @@ class EnginePages:
         far: str,
         pinned: PinnedArena,
         pool: CudaPool,
-        copies: CopyPath,
+        path: PagePath,
         size_of: SizeOf = allocation,
     ) -> None:
         self._near, self._far = near, far
-        self._pinned, self._pool, self._copies = pinned, pool, copies
+        self._pinned, self._pool, self._path = pinned, pool, path
         self._size_of = size_of
         self._registered: dict[int, _Registered] = {}
         pool.use()
@@ -119,7 +111,8 @@ class EnginePages:
             for planes in layout.parts(copy.planes_per_part):
                 event = self._pool.cupy.cuda.Event(block=True, disable_timing=True)
                 for group in groups:
-                    self._enqueue(layout, group, planes, copy.to_blocks, stream)
+                    more = (layout, planes, group, stream)
+                    self._path.enqueue(*more, to_blocks=copy.to_blocks)
                 event.record(stream)
                 parts.append((planes.stop, event))
             undo.pop_all()
@@ -139,6 +132,11 @@ class EnginePages:
     def refusals(self) -> tuple[type[Exception], ...]:
         """What `map` and `copy` raise when the rest goes on."""
         return ValueError, NotShareable, CopyRefused, self._cuda_error
+
+    @property
+    def trouble(self) -> str:
+        """What has become of the way in which they are copied, for the operator; or empty."""
+        return self._path.trouble
 
     def _layout(self, claim: Claim, mappings: Mappings) -> PageLayout:
         """The claim's planes as addresses here, each of them within its allocation."""
@@ -166,40 +164,20 @@ class EnginePages:
         except ValueError as error:
             raise NotShareable(str(error)) from error
 
-    def _groups(self, copy: PageCopy) -> Iterator[_Group]:
+    def _groups(self, copy: PageCopy) -> Iterator[Group]:
         """ValueError: a slot is not there."""
         first = 0
         for tier, slots in copy.runs:
             if tier not in (self._near, self._far):
                 raise ValueError(f"no tier of this GPU: {tier[:40]!r}")
-            is_host = tier == self._near
-            address = self._pinned.address if is_host else self._pool.address
-            blocks = [address(slot, copy.block_bytes) for slot in slots.tolist()]
-            pages = copy.pages[first : first + len(blocks)]
-            yield _Group(is_host, np.array(blocks, np.uint64), pages)
+            address = self._pinned.address if tier == self._near else self._pool.address
+            blocks = _addresses(address, slots, copy.block_bytes)
+            memory: Memory = "gpu"
+            if tier == self._near:
+                is_pinned = self._pinned.holds(blocks, copy.block_bytes)
+                memory = "pinned" if is_pinned else "pageable"
+            yield Group(memory, blocks, copy.pages[first : first + len(blocks)])
             first += len(blocks)
-
-    def _enqueue(
-        self, layout: PageLayout, group: _Group, planes: range, to_blocks: bool, stream: Any
-    ) -> None:
-        pieces = layout.pieces(group.blocks, group.pages, planes, to_blocks=to_blocks)
-        to_device = None
-        if group.is_host:
-            to_device = not to_blocks
-            pieces = self._cut(pieces, host=0 if to_blocks else 1)
-        self._copies.enqueue(pieces, stream.ptr, to_device=to_device)
-
-    def _cut(self, pieces: npt.NDArray[np.uint64], host: int) -> npt.NDArray[np.uint64]:
-        """No piece of the arena lies in two chunks of pinned memory: CUDA refuses such a copy."""
-        is_whole = self._pinned.is_in_one_chunk(pieces[:, host], pieces[:, 2])
-        if is_whole.all():
-            return pieces
-        cut = [
-            (to + at, source + at, num_bytes)
-            for to, source, length in pieces[~is_whole].tolist()
-            for at, num_bytes in self._pinned.cut((to, source)[host], length)
-        ]
-        return np.concatenate([pieces[is_whole], np.array(cut, np.uint64)])
 
     def _settle(self, awaited: Any) -> None:
         """Until this event, or all of this stream, has completed. Raises TierDamaged."""
@@ -208,3 +186,14 @@ class EnginePages:
             awaited.synchronize()
         except self._cuda_error as error:
             raise TierDamaged(f"GPU {self._pool.index}: {error}") from error
+
+
+def _addresses(address: Callable[[int, int], int], slots: PageNumbers, num_bytes: int) -> Addresses:
+    """Of slots, as `address` of both tiers gives them: a slot's number counts pages of memory. One
+    call for each would take longer than a kernel for all. ValueError as there."""
+    if not len(slots):
+        return np.empty(0, np.uint64)
+    lowest = int(slots.min())
+    start = address(lowest, num_bytes)
+    address(int(slots.max()), num_bytes)
+    return np.uint64(start) + (slots - np.int32(lowest)).astype(np.uint64) * np.uint64(PAGE_BYTES)

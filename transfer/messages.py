@@ -6,7 +6,7 @@ and lengths before they act, although both are ours: a damaged worker may say an
     daemon → worker   config · batch · forget · note · taken · scrub · describe · pace · pulse ·
                       stop
     worker → daemon   opening* · measured* · ready · rows* · restored · done* · beat* · scrubbed* ·
-                      broken
+                      noted* · broken
 
 `rows` are answered `taken`; a worker has few of them unanswered, or the daemon would be busy with
 them alone.
@@ -42,7 +42,8 @@ class WorkerConfig:
 
     `near` is the tier whose arena the daemon owns (`dram`), mapped from `near_path`. `far` is the
     device's own tier: by `kind` an LMDB device at `far_path` (`disk`), a second arena at
-    `far_path` (`memory`), or memory of GPU `gpu` (`cuda`). Paths are absolute.
+    `far_path` (`memory`), or memory of GPU `gpu` (`cuda`), where kernels run by `page_kernels`
+    (auto, always or never: page_choice.py). Paths are absolute.
     `title` (at most 15 bytes) names the process; `probe_bytes` are copied each way at start.
     `set_aside` is the mover's to set: the last two workers died by a signal. From and to the device
     no more than `read_bytes_per_s` and `write_bytes_per_s`, 0 for nothing (pace.py).
@@ -63,6 +64,7 @@ class WorkerConfig:
     batch_bytes: int = 16 << 20
     lock_wait_s: float = 5.0
     gpu: int = 0
+    page_kernels: str = "auto"
     probe_bytes: int = 8 << 20
     probe_block_bytes: int = 1 << 20
     set_aside: bool = False

@@ -53,6 +53,7 @@ from hicache.transfer.news import (
     WorkerDown,
     WorkerMeasured,
     WorkerNews,
+    WorkerNoted,
     WorkerOpening,
     WorkerRestored,
     WorkerRows,
@@ -71,6 +72,7 @@ __all__ = [
     "WorkerDown",
     "WorkerMeasured",
     "WorkerNews",
+    "WorkerNoted",
     "WorkerOpening",
     "WorkerRestored",
     "WorkerRows",
@@ -397,6 +399,8 @@ class Mover:
                 device.is_restoring = False
                 notes = [str(note) for note in message["notes"]]
                 self._news.append(WorkerRestored(name, tier, notes))
+            elif kind == "noted":
+                self._news.append(WorkerNoted(name, tier, str(message["note"])))
             elif kind == "scrubbed":
                 s = unpack_scrubbed(message)
                 numbers = s.blocks, s.num_bytes, s.total_blocks

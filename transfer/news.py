@@ -67,6 +67,15 @@ class WorkerRestored:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerNoted:
+    """Another sentence for the operator, beside those of WorkerUp: the device serves on."""
+
+    device: str
+    tier: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerScrubbed:
     """How far the scrub is that was asked for, and what it found bad, and removed, since last."""
 
@@ -106,6 +115,7 @@ WorkerNews = (
     | WorkerMeasured
     | WorkerRows
     | WorkerRestored
+    | WorkerNoted
     | WorkerScrubbed
     | WorkerDown
 )

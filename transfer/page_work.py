@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hicache.transfer.engine_pages import EnginePages
-from hicache.transfer.messages import MalformedMessage, Message
+from hicache.transfer.messages import MalformedMessage, Message, pack
 from hicache.transfer.page_messages import (
     Claim,
     PageCopy,
@@ -34,6 +34,7 @@ class PageWork:
 
     def __init__(self, pages: EnginePages, send: Callable[[bytes], None]) -> None:
         self._pages, self._send = pages, send
+        self._noted = ""  # of two threads that tell the same, both are right
 
     def job_of(self, message: Message) -> tuple[str, Callable[[], None]]:
         """The way that a message belongs to, and what is to be done there. Raises
@@ -74,6 +75,9 @@ class PageWork:
             error = str(refusal)
         seconds = time.perf_counter() - start_s
         self._tell(PageTold("copied", copy.number, error, seconds=seconds))
+        if self._pages.trouble != self._noted:
+            self._noted = self._pages.trouble
+            self._send(pack("noted", note=self._noted))
 
     def _tell(self, told: PageTold) -> None:
         self._send(pack_told(told))

@@ -239,11 +239,13 @@ class CupyRunner:
         places = [np.uint64(int(table.ptr) + at) for at in offsets[:-1]]
         counts = [np.uint32(number) for number in launch.numbers[:-1]]
         arguments = (*places, *counts, np.int32(launch.numbers[-1]))
-        with stream:
-            self._kernels[launch.kernel]((grid,), (THREADS,), arguments)
         event = cupy.cuda.Event(disable_timing=True)
-        event.record(stream)
-        self._used.append((event, pinned, table))
+        try:
+            with stream:
+                self._kernels[launch.kernel]((grid,), (THREADS,), arguments)
+        finally:  # a launch refused: its tables are on their way all the same
+            event.record(stream)
+            self._used.append((event, pinned, table))
 
     def _room(self, num_bytes: int) -> tuple[Any, Any]:
         """(pinned, on the GPU) that no launch under way reads."""

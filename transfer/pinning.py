@@ -82,6 +82,11 @@ class PinnedArena:
         is_one: npt.NDArray[np.bool_] = first // chunk == last // chunk
         return is_one
 
+    def holds(self, addresses: npt.NDArray[np.uint64], num_bytes: int) -> bool:
+        """Whether CUDA knows all of these runs of this arena, so that a kernel may touch them."""
+        ends = addresses - np.uint64(self._start) + np.uint64(num_bytes)
+        return bool((ends <= np.uint64(self.pinned_bytes)).all())
+
     def told(self) -> str:
         """For the operator."""
         gib = self.total_bytes / 2**30

@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
+from pathlib import Path
 
 from hicache.tiers.arena import Arena, ArenaError
 from hicache.tiers.base import TierBroken, TierDamaged, TierError
@@ -248,8 +249,10 @@ def _open(config: WorkerConfig, near: Arena, progress: Callable[[str, int, int],
         return DiskMedium(config, near, progress)
     if config.kind == "cuda":
         from hicache.transfer.cuda import CudaMedium
+        from hicache.transfer.page_choice import MPS_PIPES
 
-        return CudaMedium(config, near, partial(progress, "bytes"))
+        pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_PIPES))
+        return CudaMedium(config, near, partial(progress, "bytes"), mps_pipes=pipes)
     from hicache.transfer.memory import MemoryMedium
 
     return MemoryMedium(config, near)

@@ -140,6 +140,7 @@ class Pupil:
         runs = [TierRun(cell.link, cell.prefix // BLOCK)]
         start = clock()
         routes = {cell.link: Route(0, Way(self.link, machine.queued_bytes))}
+        self.link.relied_on()
         reload = reload_over(runs, routes, machine.block_bytes, OwnCopy(0.0))
         decision = self.planner.decide(
             Hit(

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from hicache.config.fields import InShort
 from hicache.config.units import SECONDS_FORM, SIZE_FORM, format_size
 
 KeyPath = tuple[str, ...]
@@ -86,7 +87,8 @@ def describe_allowed(field: FieldInfo) -> str:
     if isinstance(extra, dict) and "allowed" in extra:
         return str(extra["allowed"])
     if (section := section_of(field)) is not None:
-        return "the keys " + ", ".join(_keys_of(section))
+        short = "".join(f"{word}, " for word in _words_of(field))
+        return short + ("or " if short else "") + "the keys " + ", ".join(_keys_of(section))
     form = _form_of(field)
     bounds = " and ".join(_bounds_of(field, form))
     return f"{form}, {bounds}" if bounds else form
@@ -116,6 +118,11 @@ def _form_of(field: FieldInfo) -> str:
         return _form_of(FieldInfo.from_annotation(kinds[0]))
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     return names.get(kinds[0] if kinds else kind, "a value")
+
+
+def _words_of(field: FieldInfo) -> list[str]:
+    """What may stand for a section as a whole."""
+    return [word for short in field.metadata if isinstance(short, InShort) for word in short.words]
 
 
 def _keys_of(model: type[BaseModel]) -> list[str]:
@@ -201,4 +208,4 @@ def _nearest_elsewhere(word: str, model: type[BaseModel]) -> str | None:
 
 def _nearest_choice(field: FieldInfo, word: str) -> str | None:
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    return _nearest(word, [str(choice) for choice in choices])
+    return _nearest(word, [*map(str, choices), *_words_of(field)])

@@ -14,10 +14,11 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    GetJsonSchemaHandler,
     ValidationInfo,
     WithJsonSchema,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from hicache.config.units import (
     FLOP_FORM,
@@ -88,6 +89,24 @@ Seconds = Annotated[
     _number_or({"type": "number", "minimum": 0}, "(ns|us|ms|s|m|h|d)$", SECONDS_FORM),
 ]
 Deadline = Annotated[Seconds, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class InShort:
+    """Says of a section that one of these values may stand for it, and no keys. Who reads the
+    section spells it out; this is for editors and for the sentence of a mistake."""
+
+    values: tuple[str | bool, ...]
+
+    @property
+    def words(self) -> list[str]:
+        """As YAML says them."""
+        return [str(v).lower() if isinstance(v, bool) else v for v in self.values]
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"anyOf": [{"enum": list(self.values)}, handler(schema)]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ piece (`config.tiers.disk`), never the whole.
 
 import math
 import os
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -17,6 +17,7 @@ from hicache.config.fields import (
     Deadline,
     FilePath,
     FlopRate,
+    InShort,
     Rate,
     Seconds,
     TierSize,
@@ -170,6 +171,11 @@ class HbmConfig(TierConfig):
         description="GPU that holds the blocks; host emulates one in memory; auto picks.",
         json_schema_extra={"allowed": DEVICE_FORM},
     )
+    page_kernels: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Copy an inference engine's own pages by kernels where that is faster: only "
+        "under MPS (auto), never, or always, and then its kernels stand still meanwhile.",
+    )
     path: FilePath = Field(default="/dev/shm", description="Folder of the emulation's mapping.")
 
 
@@ -224,7 +230,9 @@ class DiskConfig(TierConfig):
 
 
 class TiersConfig(Section):
-    hbm: HbmConfig | None = Field(default=None, description="GPU memory, or its emulation.")
+    hbm: Annotated[HbmConfig | None, InShort(("auto",))] = Field(
+        default=None, description="GPU memory, or its emulation."
+    )
     dram: DramConfig = Field(description="Host memory shared with the clients.")
     disk: DiskConfig | None = Field(default=None, description="A local disk, kept across restarts.")
 
@@ -417,7 +425,7 @@ class Config(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least important message shown."
     )
-    debug: DebugConfig = Field(
+    debug: Annotated[DebugConfig, InShort((True, False))] = Field(
         default=DebugConfig(), description="For tests and demonstrations; `true` checks invariants."
     )
 

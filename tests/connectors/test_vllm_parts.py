@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 import hicache.connectors.vllm as package
+from hicache.aio import in_thread
 from hicache.connectors.vllm.background import Background, Trouble
 from hicache.connectors.vllm.clients import Clients
 from hicache.connectors.vllm.namespace import (
@@ -363,6 +366,74 @@ def test_a_goodbye_that_hangs_or_fails_costs_no_other() -> None:
     background.close(close, 0.2)
     assert [one.said for one in made] == [False, False, True]
     assert trouble.count == 2, "the first and the second"
+
+
+def test_nothing_is_left_under_way_by_a_close(caplog: pytest.LogCaptureFixture) -> None:
+    """A load that was ended began another task, to tell of its pages, and nobody ended that one:
+    "Task was destroyed but it is pending!"."""
+
+    def closed() -> None:
+        background = Background("test-close", Trouble())
+
+        async def load() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                background.submit(rest)
+
+        async def rest() -> None:
+            await asyncio.Event().wait()
+
+        background.submit(load)
+        background.close(partial(asyncio.sleep, 0), 5.0)
+
+    closed()
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+def test_nothing_begins_after_a_close() -> None:
+    background = Background("test-closed", Trouble())
+    begun: list[str] = []
+
+    async def task() -> None:
+        begun.append("task")
+
+    background.submit(task)
+    background.close(partial(asyncio.sleep, 0), 5.0)
+    background.submit(task)
+    background.close(task, 5.0)
+    assert begun == ["task"]
+    assert "test-closed" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_close_takes_nothing_back_under_a_copy() -> None:
+    """The copy's own task was ended, and not the copy: slots of a store were given back to the
+    daemon while a thread still wrote them."""
+    background = Background("test-close", Trouble())
+    begun, may_end = threading.Event(), threading.Event()
+    told: list[str] = []
+
+    def copy() -> None:
+        begun.set()
+        may_end.wait()
+        told.append("copied")
+
+    async def store() -> None:
+        try:
+            await in_thread(copy)
+        finally:
+            told.append("given back")
+
+    async def last() -> None:
+        background.submit(store)
+        await asyncio.to_thread(begun.wait)
+        asyncio.get_running_loop().call_later(0.02, may_end.set)
+
+    background.submit(partial(asyncio.sleep, 0))
+    background.close(last, 60.0)
+    may_end.set()
+    assert told == ["copied", "given back"]
 
 
 def test_the_package_is_importable_without_vllm() -> None:

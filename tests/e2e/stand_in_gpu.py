@@ -14,28 +14,11 @@ from typing import Final
 
 import pytest
 
+from hicache.bench.gpu.stand_in_host import DRIVER
 from tests.e2e.household import Household, wait_for
 from tests.shared_library import compiled
 
 STAND_IN: Final = Path(__file__).parent / "stand_in"
-# The signatures are those of cuda.h. An allocation is what the kernel has mapped in one piece.
-DRIVER: Final = r"""
-#include <stdio.h>
-#include <stddef.h>
-int cuMemGetAddressRange_v2(unsigned long long *base, size_t *size, unsigned long long at) {
-    unsigned long start, end;
-    char line[4096];
-    int status = 1;
-    FILE *maps = fopen("/proc/self/maps", "r");
-    while (status && fgets(line, sizeof line, maps))
-        if (sscanf(line, "%lx-%lx", &start, &end) == 2 && start <= at && at < end) {
-            *base = start; *size = end - start; status = 0;
-        }
-    fclose(maps);
-    return status;
-}
-int cuGetProcAddress_v2(const char *n, void **f, int v, unsigned long long x, int *s) { return 1; }
-"""
 
 
 def compiled_driver(folder: Path) -> Path:
@@ -51,10 +34,12 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
 
 
 @contextmanager
-def household(monkeypatch: pytest.MonkeyPatch, driver: Path, gate: Path) -> Iterator[Household]:
+def household(
+    monkeypatch: pytest.MonkeyPatch, driver: Path, gate: Path, **more_of_hbm: str
+) -> Iterator[Household]:
     use_stand_in(monkeypatch, driver)
     monkeypatch.setenv("STAND_IN_GATE", str(gate))
-    hbm, dram = {"size": "24MiB", "device": "cuda:0"}, {"size": "16MiB"}
+    hbm, dram = {"size": "24MiB", "device": "cuda:0", **more_of_hbm}, {"size": "16MiB"}
     with Household(hbm=hbm, dram=dram, patience_s=120.0) as house:
         wait_for(lambda: house.ask("health")["healthy"], "the GPU worker", patience_s=120.0)
         yield house

@@ -3,9 +3,9 @@ sockets. GPU memory is host memory, and IPC handles name memory files."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hicache.connectors.pages import PagedCache
 from hicache.transfer.pages import Launch
 from tests.e2e.household import SPEC, Household, Tokens, blocks_of, prompt, read, store, wait_for
 from tests.e2e.page_engine import PLANES, PageEngine
-from tests.e2e.stand_in_gpu import held, use_stand_in
+from tests.e2e.stand_in_gpu import held, household
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -26,6 +26,17 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 @pytest.fixture
 def house(gpu_house: Household) -> Household:
     return gpu_house
+
+
+@pytest.fixture
+def kernel_house(
+    stand_in_driver: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Household]:
+    """Its worker runs kernels, and its copy engines take so long for each page that they lose."""
+    monkeypatch.setenv("STAND_IN_COPY_S", "2e-4")
+    monkeypatch.setenv("STAND_IN_NO_LAUNCH", str(tmp_path / "no launch"))
+    with household(monkeypatch, stand_in_driver, gate, page_kernels="always") as house:
+        yield house
 
 
 LOADED = prompt(2, 8)
@@ -86,11 +97,39 @@ def test_saved_from_pages_and_loaded_into_others_from_every_tier(house: Househol
     assert not client.load_pages(client.match(fresh), share, engine.pages(8, 0)).blocks
 
 
+def test_saved_and_loaded_by_kernels(kernel_house: Household, tmp_path: Path) -> None:
+    """From and to the GPU's slots and pinned ones, whole and layer by layer; `stats` says so. Once
+    CUDA refuses a kernel the copy engines serve, and `stats` says that."""
+    house = kernel_house
+    for memory in ("GPU", "pinned"):
+        assert f"of slots in {memory} memory by kernels" in house.tier("hbm")["note"]
+    client, engine = house.client(), PageEngine()
+    share = client.share_pages(engine.shared)
+    assert share is not None, client.last_error
+    for number in range(10, 16):
+        tokens, pages = prompt(number, 8), engine.pages(8, number)
+        engine.write(pages, tokens)
+        assert client.save_pages(tokens, share, pages).stored == 8, client.last_error
+        assert loaded(client, engine, number, share) == 8
+    house.settle()
+    assert sum(loaded(client, engine, number, share) for number in range(10, 16)) == 6 * 8
+    assert house.tier("hbm")["hits"] > 0
+    load_by_layer(client, engine, share)
+    (tmp_path / "no launch").touch()
+    assert loaded(client, engine, 15, share) == 8
+    wait_for(lambda: "a page kernel was refused" in house.tier("hbm")["note"], "the news")
+    assert house.ask("health")["healthy"]
+
+
 def test_layer_by_layer(house: Household) -> None:
     """A part that was told is in its pages; all parts come, in order."""
     client, engine = house.client(), PageEngine()
     share = client.share_pages(engine.shared)
     assert share is not None, client.last_error
+    load_by_layer(client, engine, share)
+
+
+def load_by_layer(client: Client, engine: PageEngine, share: PageShare) -> None:
     tokens, pages = prompt(1, 8), engine.pages(8, 5)
     assert store(client, tokens) == 8
     right = blocks_of(tokens).reshape(8, PLANES, -1)
@@ -148,21 +187,6 @@ def load_into(client: Client, cache: PagedCache, engine: PageEngine, tokens: Tok
 class NoRunner:
     def run(self, launch: Launch, grid: int, stream: object) -> None:
         raise AssertionError("the worker copies")
-
-
-@pytest.mark.thorough
-def test_the_check_for_a_gpu_machine(
-    stand_in_driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`hicache gpu-check` has this to run on hardware: here, all of it on the stand-in."""
-    use_stand_in(monkeypatch, stand_in_driver)
-    report = tmp_path / "rows"
-    command = [sys.executable, "-m", "hicache.bench.gpu", "engine", "--small"]
-    command += ["--report", str(report), "--folder", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    rows = [json.loads(line) for line in report.read_text().splitlines()]
-    assert {row["status"] for row in rows} == {"ok"}, (rows, ran.stdout, ran.stderr)
-    assert len(rows) == 7
 
 
 @pytest.mark.parametrize(

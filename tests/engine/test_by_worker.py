@@ -127,6 +127,23 @@ def test_what_a_load_took_is_learned_and_recorded() -> None:
     assert w.engine.record.errors[0, "hbm"].within >= 9
 
 
+def test_a_decision_makes_what_it_rests_on_a_little_less_sure() -> None:
+    """However many pieces it was about, and whoever asks besides; not what it does not rest on."""
+    w = in_hbm_only()
+    estimates, size = w.engine.estimates, 2.0 * BLOCK_BYTES
+    loaded(w, PROMPT, 0.5)
+    load, link = estimates.loads[0], estimates.links[0, 1]
+    doubts_s = load.doubt_s({0: size}), link.doubt_s(size)
+    asked(w, PROMPT)
+    assert load.doubt_s({0: size}) > doubts_s[0]
+    assert link.doubt_s(size) == doubts_s[1], "nothing was to come over it"
+    matched = asked(w, PROMPT, by_worker=False)
+    grown_s = link.doubt_s(size)
+    assert grown_s > doubts_s[1]
+    w.fetch(matched.lease)
+    assert link.doubt_s(size) == grown_s, "how long the load is waited for is a question"
+
+
 def test_hindsight_knows_who_copied() -> None:
     """What reloading would take by now is a load by the worker, and not by the slow link that a
     client would wait for."""

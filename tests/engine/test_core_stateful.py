@@ -155,6 +155,9 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), seconds=st.floats(0.0, 10.0))
     def loaded(self, data: st.DataObject, seconds: float) -> None:
         lease = data.draw(st.sampled_from(sorted(self.got.keys() & self.leases.keys())))
+        self.world.do(p.Loading(lease, 0))
+        if data.draw(st.booleans()):
+            return  # it fails, or nobody waits for it
         runs = self.world.engine.readable_now(lease, 0, len(self.got[lease]))
         self.world.do(p.Loaded(lease, runs, seconds, self.world.now_s))
 

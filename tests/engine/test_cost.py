@@ -301,6 +301,20 @@ def test_impossible_measurements_are_ignored(size: float, seconds: float) -> Non
     assert link.bytes_per_s == pytest.approx(LinkCost.GUESS_BYTES_PER_S)
 
 
+def test_doubt_grows_with_decisions_and_not_with_questions() -> None:
+    """A hit of many pieces asks for each of them, and so counted as many decisions."""
+    link = LinkCost()
+    for _ in range(10):
+        link.measured(1e8, 0.1)
+    doubt_s = link.doubt_s(1e8)
+    assert link.doubt_s(1e8) == doubt_s
+    link.relied_on()
+    grown_s = link.doubt_s(1e8)
+    assert grown_s > doubt_s
+    link.measured(1e8, 0.1)
+    assert link.doubt_s(1e8) < grown_s
+
+
 def test_a_tiny_fast_copy_does_not_look_infinitely_fast() -> None:
     link = LinkCost(latency_s=0.0005)
     link.measured(4096, 1e-5)  # less than the latency itself

@@ -127,6 +127,19 @@ def test_what_did_not_come_in_time_is_left_to_prefill() -> None:
     assert world.tiers_of(PROMPT) == ["dram+disk"] * 4
 
 
+def test_a_reload_that_nobody_timed_is_not_judged() -> None:
+    """It counted as one that took no time, once the prefill of the rest was measured."""
+    world = world_with_a_prompt_on_disk()
+    matched = world.match(ASKED)
+    world.fetch(matched.lease)
+    world.do(p.CutShort(matched.lease, 0))
+    world.release(matched.lease)
+    observe(world, 9, 0, 9.0)
+    record = last(world)
+    assert (record.blocks_came, record.prefill_s, record.regret_s) == (0, 9.0, None)
+    assert not world.engine.record.regrets.num
+
+
 def test_a_lease_that_nobody_fetched_says_nothing() -> None:
     world = world_with_a_prompt_on_disk()
     world.release(world.match(ASKED).lease)

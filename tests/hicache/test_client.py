@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ from hicache.client import (
     PutResult,
     admin_call,
 )
+from hicache.connection import TOLD_SHARE
+from hicache.storing import TELL_S, Offer, Source
 from hicache.tiers.arena import Arena
 from hicache.wire import MAX_SCORED_TOKENS, NEEDS_SESSION
 from tests.hicache.scripted_daemon import (
@@ -645,6 +648,65 @@ def test_refused_blocks_are_offered_again_while_there_is_progress(
     daemon.on("put", lambda seen: next(answers))
     daemon.on("commit", commit_all)
     assert connect().put(TOKENS, rows(4)) == PutResult(stored=4)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_commit_ends_with_its_put(connect: Any, daemon: ScriptedDaemon, durable: bool) -> None:
+    """It had as long as any other call, however little was left of the put's own time."""
+    daemon.on("put", placed(0, ticket=6))
+    daemon.on("commit", HOLD)
+    client = connect(put_timeout_s=1.0)
+    assert client.put(TOKENS, rows(4), durable=durable) == PutResult(refused=4)
+    assert daemon.wait_for("commit").request.deadline_s <= 1.0 < PLENTY_S * TOLD_SHARE
+    assert daemon.wait_for("abort").body["ticket"] == 6
+
+
+@pytest.mark.parametrize(
+    ("left_s", "durable", "by_s"),
+    [
+        (5.0, False, 1.0),
+        (5.0, True, 5.0),
+        (0.5, False, 0.5),
+        (0.5, True, 0.5),
+        (-3.0, False, TELL_S),  # the copy took longer than the put may
+        (-3.0, True, TELL_S),
+    ],
+)
+def test_how_long_a_commit_is_waited_for(left_s: float, durable: bool, by_s: float) -> None:
+    offer = Offer(b"", 0, 1, Source(rows(1), 0, 64), durable, 100.0 + left_s)
+    assert offer.commit_by_s(100.0, call_s=1.0) == pytest.approx(100.0 + by_s)
+
+
+def test_a_commit_that_was_not_carried_out_is_given_up(
+    connect: Any, daemon: ScriptedDaemon
+) -> None:
+    """Its slots stayed with nobody for as long as the session lived."""
+    daemon.on("put", placed(0, 1, ticket=8))
+    daemon.on("commit", refuse("expired"))
+    assert connect().put(TOKENS, rows(4)).stored == 0
+    assert daemon.wait_for("abort").body["ticket"] == 8
+
+
+def test_what_no_time_is_left_for_is_not_offered(
+    connect: Any, daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was, with a deadline in the past, and the daemon that could not answer by then was taken
+    for one that hangs."""
+    late_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s)
+    monkeypatch.setattr("hicache.storing.time", clock)
+
+    def fill(index: int, view: np.ndarray[Any, Any]) -> None:
+        nonlocal late_s
+        late_s = 2 * PLENTY_S
+
+    daemon.on("hello", greeting(max_message_bytes=(64 << 10) + 2 * 64))
+    daemon.on("put", lambda seen: placed(*range(seen.body["first"], seen.body["last"])))
+    daemon.on("commit", commit_all)
+    client = connect(put_timeout_s=PLENTY_S)
+    assert client.put(TOKENS, fill) == PutResult(stored=2, refused=2)
+    assert daemon.ops() == ["hello", "put", "commit"]
+    assert "time for this put" in client.last_error
 
 
 def test_a_full_cache_refuses_and_that_is_all(connect: Any, daemon: ScriptedDaemon) -> None:

@@ -143,6 +143,8 @@ def test_every_value_says_where_it_came_from() -> None:
             "block_tokens: 1\nblock_tokens: 2",
             "x.yaml:3: block_tokens: the same key stands on line 2",
         ),
+        ("debug: treu", "found 'treu'; allowed: true, false, or the keys check, "),
+        ("debug: treu", "did you mean true?"),
         ("debug: [", "this is not YAML"),
         ("debug: !!python/name:os.system x", "debug: this value cannot be read"),
         ("debug: &a [*a]", "debug.0: this refers to itself"),
@@ -170,6 +172,11 @@ def test_a_mistake_names_file_line_key_found_and_allowed(text: str, expected: st
         ("{dram: {size: 1GiB}, disk: {size: 1MiB, path: /x}}", "less than four batches"),
         ("{dram: {size: 1GiB}, hbm: {size: 1GiB, device: gpu}}", "allowed: auto, host, or cuda:N"),
         ("{dram: {size: 1GiB, path: ~bob/x}}", "another user is not looked up"),
+        ("{dram: auto}", "x.yaml:1: tiers.dram: found 'auto'; allowed: the keys size, "),
+        ("{dram: {size: 1GiB}, disk: 5}", "tiers.disk: found 5; allowed: the keys size, "),
+        ("{dram: {size: 1GiB}, hbm: autom}", "found 'autom'; allowed: auto, or the keys size, "),
+        ("{dram: {size: 1GiB}, hbm: autom}", "device, path; did you mean auto?"),
+        ("{dram: {size: 1GiB}, hbm: [auto]}", "tiers.hbm: found ['auto']; allowed: auto, or the"),
     ],
 )
 def test_a_tiers_mistakes(tiers: str, expected: str) -> None:
@@ -288,6 +295,9 @@ def test_schema_knows_the_keys_as_written() -> None:
     assert disk["additionalProperties"] is False
     assert "batch" in disk["properties"]
     assert disk["required"] == ["size", "path"]
+    tiers = schema["$defs"]["TiersConfig"]["properties"]
+    assert {"enum": ["auto"]} in tiers["hbm"]["anyOf"]
+    assert {"enum": [True, False]} in schema["properties"]["debug"]["anyOf"]
 
 
 def test_models_can_be_made_by_attribute_name() -> None:

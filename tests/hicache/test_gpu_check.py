@@ -46,6 +46,9 @@ def test_a_dry_run_of_everything(tmp_path: Path) -> None:
     status, rows, said = gpu_check(tmp_path, "--budget", "840")
     assert status == 0, said
     assert {row["check"] for row in rows} == set(CHECKS)
+    engine = [row["status"] for row in rows if row["check"] == "engine"]
+    assert engine.count("ok") == 15, "nothing of it needs more than the stand-in"
+    assert engine.count("dry") == 1
 
 
 def test_what_fails_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,7 +47,14 @@ def play(tmp_path: Path) -> Callable[[Scene], None]:
                 daemon.on("match", hit(4))
                 daemon.on("fetch", readable((0, 4)))
                 daemon.on("unregister", {})
-                client = AsyncClient(SPEC, endpoint, timeout_s=20.0, fetch_timeout_s=20.0)
+                plenty_s = 20.0
+                client = AsyncClient(
+                    SPEC,
+                    endpoint,
+                    timeout_s=plenty_s,
+                    fetch_timeout_s=plenty_s,
+                    put_timeout_s=plenty_s,
+                )
                 await scene(daemon, client)
                 await client.close()
 
@@ -85,7 +94,9 @@ def test_pages_in_doubt_are_those_without_an_answer(play: Callable[[Scene], None
     """Of several loads at once, and of no save: it only reads."""
 
     def answered(seen: Seen) -> Any:
-        return HOLD if seen.body["pages"] == b"\x07\0\0\0\x08\0\0\0" else {"blocks": 1}
+        return (
+            HOLD if seen.body["pages"] == b"\x07\0\0\0\x08\0\0\0" else {"blocks": 1, "seconds": 0.5}
+        )
 
     async def scene(daemon: ScriptedDaemon, client: AsyncClient) -> None:
         share, match = await shared(client)
@@ -122,6 +133,27 @@ def test_a_share_whose_worker_has_ended_keeps_nothing_open(play: Callable[[Scene
         assert share.is_over
         assert num_pidfds() == before
         assert share.is_over
+
+    play(scene)
+
+
+def test_a_save_ends_with_its_put(
+    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had all of a put's time, of which asking for room had used some already."""
+    ago_s = 15.0
+    begun = SimpleNamespace(monotonic=lambda: time.monotonic() - ago_s)
+    monkeypatch.setattr("hicache.storing.time", begun)
+    placed = {"ticket": 3, "tier": "dram", "indices": bytes(4), "slots": b""}
+
+    async def scene(daemon: ScriptedDaemon, client: AsyncClient) -> None:
+        daemon.on("put", {**placed, "present": 0, "busy": 0, "refused": 0})
+        daemon.on("save", {"blocks": 1})
+        daemon.on("commit", {"committed": 1, "durable": False})
+        share, _ = await shared(client)
+        saved = await client.save_pages(list(range(4)), share, table(7))
+        assert saved.stored == 1, client.last_error
+        assert daemon.wait_for("save").request.deadline_s <= 20.0 - ago_s
 
     play(scene)
 

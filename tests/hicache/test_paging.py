@@ -259,6 +259,33 @@ def test_the_planner_learns_what_a_load_took(desk: PageDesk) -> None:
     assert record.reload_s == pytest.approx(0.75)
 
 
+@pytest.mark.parametrize("ending", ["failed", "under way", "worker died", "came at last"])
+def test_what_a_load_did_not_bring_has_not_come(desk: PageDesk, ending: str) -> None:
+    """In the planner's record a load that failed, or that its client no longer waited for, counted
+    as having brought all of its blocks: they could have been read where they lay."""
+    session = desk.hello()
+    number = desk.registered(session)
+    store(desk, session, PROMPT, 6)
+    lease = desk.matched(session)
+    desk.loading(session, number, lease, 2)
+    desk.worker.answer(desk.worker.of("load")[0])
+    rest: dict[str, Any] = {"registration": number, "lease": lease, "pages": table(4)}
+    desk.later("load", s=session.token, first=2, **rest)
+    if ending in ("failed", "came at last"):
+        desk.worker.answer(desk.worker.of("load")[0], "CUDA refused")
+    if ending == "worker died":
+        desk.worker.die()
+    if ending == "came at last":
+        desk.loading(session, number, lease, 6)
+        desk.worker.answer(desk.worker.of("load")[0])
+    desk.ask("release", s=session.token, lease=lease)
+    engine = desk.world.engine
+    came = 6 if ending == "came at last" else 2
+    assert next(engine.record.last(1)).blocks_came == came
+    assert engine.record.num_cut_short == (came < 6)
+    assert engine.ledger.tiers["dram"].hits == came
+
+
 def test_a_load_whose_lease_ended_meanwhile_has_failed(desk: PageDesk) -> None:
     """Its slots may have got other bytes, whatever the worker says."""
     session = desk.hello()

@@ -14,24 +14,56 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.bench.gpu.layouts import KINDS, Kind, Shape, Tensor, gathered, scattered
+from hicache.bench.gpu.cpu_kernels import NoCompiler, library
+from hicache.bench.gpu.layouts import ITEM_BYTES, KINDS, Kind, Shape, Tensor, gathered, scattered
 from hicache.bench.gpu.stand_in import BUS_ID, StandIn
 from hicache.tiers.arena import Arena
 from hicache.tiers.base import TierDamaged
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.hbm import CudaPool
-from hicache.transfer.cuda_copy import EachCopy
+from hicache.transfer.cuda_copy import EachCopy, Steps
 from hicache.transfer.engine_pages import EnginePages
 from hicache.transfer.ipc import NotShareable
-from hicache.transfer.page_messages import Claim, PageCopy
+from hicache.transfer.messages import Message, Stream
+from hicache.transfer.page_messages import Claim, PageCopy, pack_copy
+from hicache.transfer.page_paths import ByCopyEngines, ByKernel, Fastest, PagePath
+from hicache.transfer.page_work import PageWork
+from hicache.transfer.pages import CupyRunner
 from hicache.transfer.pinning import PinnedArena
 
 NUM_SLOTS = 8
 SHAPE = Shape()
-SLOT_PAGES = 4  # a block of SHAPE has 3 · 2 · 2 KiB at most
+SLOT_PAGES = 6  # a block of these shapes has 3 · 2 · 4 KiB at most
 TIER_BYTES = NUM_SLOTS * SLOT_PAGES * PAGE_BYTES
 CHUNK_BYTES = 3 * PAGE_BYTES
 GAP_BYTES = 512
+
+
+ENGINES, KERNELS = "copy engines", "kernels"
+
+
+@pytest.fixture(scope="module", params=[ENGINES, KERNELS])
+def by(request: pytest.FixtureRequest) -> str:
+    """Who copies."""
+    how: str = request.param
+    if how == KERNELS:
+        kernels_or_skip()
+    return how
+
+
+def kernels_or_skip() -> None:
+    try:
+        library()
+    except NoCompiler as why:
+        pytest.skip(str(why))
+
+
+_shapes = st.builds(
+    Shape,
+    page_tokens=st.sampled_from([1, 16]),
+    dim=st.sampled_from([16, 5]),
+    item_bytes=st.sampled_from(sorted(set(ITEM_BYTES.values()))),
+)
 
 
 class Engine:
@@ -67,13 +99,28 @@ class Engine:
 class World:
     """Both tiers, one engine, and the worker's side of it."""
 
-    def __init__(self, arena: Arena, device: StandIn, kind: Kind, seed: int = 0) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        device: StandIn,
+        kind: Kind,
+        seed: int = 0,
+        by: str = ENGINES,
+        shape: Shape = SHAPE,
+    ) -> None:
         self.rng = np.random.default_rng(seed)
-        self.engine = Engine(device, kind, SHAPE, self.rng)
+        self.device = device
+        self.engine = Engine(device, kind, shape, self.rng)
         self.pool = CudaPool(0, TIER_BYTES, device)
         pinned = PinnedArena(device.cuda.runtime, arena, chunk_bytes=CHUNK_BYTES)
-        copies = EachCopy(device.cuda.runtime)
-        more = (pinned, self.pool, copies, self.engine.size_of)
+        engines = ByCopyEngines(EachCopy(device.cuda.runtime), pinned)
+        self.path = Fastest(engines, {})
+        if by == KERNELS:
+            runners = {to_blocks: CupyRunner(device) for to_blocks in (True, False)}
+            kernel: PagePath = ByKernel(runners, {"gpu": 3, "pinned": 2})
+            steps = Steps([(1, kernel)])
+            self.path = Fastest(engines, {"gpu": steps, "pinned": steps})
+        more = (pinned, self.pool, self.path, self.engine.size_of)
         self.pages = EnginePages("dram", "hbm", *more)
         self.real = {
             "dram": arena.data,
@@ -88,14 +135,15 @@ class World:
     def copy(self, *, to_blocks: bool, near: int, far: int, per_part: int = 0) -> PageCopy:
         """So many blocks in random slots of each tier, with random pages."""
         slots = [self.rng.permutation(NUM_SLOTS)[:n].astype(np.int32) for n in (near, far)]
-        numbers = self.rng.permutation(SHAPE.num_pages)[: (near + far) * SHAPE.pages_per_block]
+        shape = self.engine.shape
+        numbers = self.rng.permutation(shape.num_pages)[: (near + far) * shape.pages_per_block]
         return PageCopy(
             1,
             1,
             to_blocks,
             self.engine.layout.block_bytes,
             (("dram", slots[0] * SLOT_PAGES), ("hbm", slots[1] * SLOT_PAGES)),
-            numbers.astype(np.int32).reshape(near + far, SHAPE.pages_per_block),
+            numbers.astype(np.int32).reshape(near + far, shape.pages_per_block),
             per_part,
         )
 
@@ -113,6 +161,7 @@ def arena() -> Iterator[Arena]:
 
 @given(
     kind=st.sampled_from(KINDS),
+    shape=_shapes,
     seed=st.integers(0, 1 << 32),
     near=st.integers(0, 5),
     far=st.integers(0, 5),
@@ -121,12 +170,20 @@ def arena() -> Iterator[Arena]:
 )
 @settings(max_examples=60)
 def test_blocks_are_the_tensors_own_bytes(
-    arena: Arena, kind: Kind, seed: int, near: int, far: int, per_part: int, to_blocks: bool
+    arena: Arena,
+    by: str,
+    kind: Kind,
+    shape: Shape,
+    seed: int,
+    near: int,
+    far: int,
+    per_part: int,
+    to_blocks: bool,
 ) -> None:
-    """Every layout, both ways, both tiers in one copy, cut where chunks of pinned memory meet; and
-    nothing but what was asked for is touched."""
+    """Every layout and dtype, both ways, both tiers in one copy, by either path, across chunks of
+    pinned memory; and nothing but what was asked for is touched."""
     pace = Random(seed)
-    world = World(arena, StandIn(lambda waiting: pace.randint(0, waiting)), kind, seed)
+    world = World(arena, StandIn(lambda waiting: pace.randint(0, waiting)), kind, seed, by, shape)
     world.pages.map(world.engine.claim)
     copy = world.copy(to_blocks=to_blocks, near=near, far=far, per_part=per_part)
     tensors = [tensor.copy() for tensor in world.engine.tensors]
@@ -135,23 +192,27 @@ def test_blocks_are_the_tensors_own_bytes(
     world.pages.copy(copy, came.append)
     for (tier, slot), numbers in zip(world.places(copy), copy.pages.tolist(), strict=True):
         if to_blocks:
-            right = gathered(kind, SHAPE, tensors, numbers)
+            right = gathered(kind, shape, tensors, numbers)
             at = slot * SLOT_PAGES * PAGE_BYTES
             tiers[tier][at : at + len(right)] = right
         else:
-            scattered(kind, SHAPE, tensors, numbers, world.block(tier, slot))
+            scattered(kind, shape, tensors, numbers, world.block(tier, slot))
     for real, right in zip(world.engine.tensors, tensors, strict=True):
         assert np.array_equal(real, right)
     assert all(np.array_equal(world.real[tier], right) for tier, right in tiers.items())
     num_planes = len(world.engine.layout.planes)
     assert came == (list(range(per_part, num_planes, per_part)) if per_part else [])
+    grids = [grid for grid, blocks in ((2, near), (3, far)) if blocks] * (len(came) + 1)
+    assert [grid for _, grid in world.device.launches] == (grids if by == KERNELS else [])
     world.pages.close()
 
 
-def test_a_layer_that_is_told_has_come_while_the_next_one_is_on_its_way(arena: Arena) -> None:
+def test_a_layer_that_is_told_has_come_while_the_next_one_is_on_its_way(
+    arena: Arena, by: str
+) -> None:
     """Copies here are done when they are waited for, and not before: so nothing of a later part
     has come when a part is told."""
-    world = World(arena, StandIn(), KINDS[0])
+    world = World(arena, StandIn(), KINDS[0], by=by)
     world.pages.map(world.engine.claim)
     copy = world.copy(to_blocks=False, near=2, far=1, per_part=1)
     before = [tensor.copy() for tensor in world.engine.tensors]
@@ -227,9 +288,11 @@ def assert_nothing_is_mapped(world: World) -> None:
         ({"runs": (("disk", np.array([0, 1], np.int32)),)}, "no tier of this GPU"),
     ],
 )
-def test_a_copy_that_cannot_be_touches_nothing(arena: Arena, change: object, why: str) -> None:
+def test_a_copy_that_cannot_be_touches_nothing(
+    arena: Arena, by: str, change: object, why: str
+) -> None:
     device = StandIn()
-    world = World(arena, device, KINDS[0])
+    world = World(arena, device, KINDS[0], by=by)
     world.pages.map(world.engine.claim)
     copy = world.copy(to_blocks=False, near=2, far=0)
     with pytest.raises(ValueError, match=why):
@@ -249,11 +312,73 @@ def test_a_copy_refused_half_way_is_at_rest_when_it_has_failed(arena: Arena) -> 
     world.pages.copy(copy, lambda planes: None)
 
 
-def test_a_context_that_breaks_is_the_end_of_the_worker(arena: Arena) -> None:
-    world = World(arena, StandIn(break_at=2), KINDS[0])
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_kernel_refused_is_the_last_one(arena: Arena, refused: int) -> None:
+    """The copy engines copy what it did not, and all that comes after: whether CUDA refused its
+    tables or the launch. The daemon is told of it once."""
+    kernels_or_skip()
+    device = StandIn(refuse=[refused])
+    world = World(arena, device, KINDS[0], by=KERNELS)
+    world.pages.map(world.engine.claim)
+    told: list[Message] = []
+    stream = Stream()
+    work = PageWork(world.pages, lambda data: told.extend(stream.feed(data)))
+    for _ in range(2):
+        copy = world.copy(to_blocks=True, near=2, far=2)
+        (message,) = Stream().feed(pack_copy(copy))
+        work.job_of(message)[1]()
+        assert_gathered(world, copy)
+    assert [message["t"] for message in told] == ["copied", "noted", "copied"]
+    assert "a page kernel was refused (cudaErrorInvalidValue" in told[1]["note"]
+    assert device.launches == []
+
+
+class Stingy(StandIn):
+    """Pins no more than so many chunks."""
+
+    def __init__(self, chunks: int) -> None:
+        super().__init__()
+        self.num_left = chunks
+        self.cuda.runtime.hostRegister = self._register
+
+    def _register(self, address: int, num_bytes: int, flags: int) -> None:
+        if not self.num_left:
+            raise self.cuda.runtime.CUDARuntimeError(1)
+        self.num_left -= 1
+
+
+@pytest.mark.parametrize(("slots", "is_pinned"), [([0, 2], True), ([1, 3], False), ([7], False)])
+def test_no_kernel_touches_memory_that_is_not_pinned(
+    arena: Arena, slots: list[int], is_pinned: bool
+) -> None:
+    """Where a block of a copy lies in it, even in part, the copy engines copy them all."""
+    kernels_or_skip()
+    device = Stingy(6)  # 18 pages: the third slot is the last whole one
+    world = World(arena, device, KINDS[0], by=KERNELS)
+    world.pages.map(world.engine.claim)
+    copy = world.copy(to_blocks=True, near=len(slots), far=1)
+    runs = (("dram", np.array(slots, np.int32) * SLOT_PAGES), copy.runs[1])
+    copy = replace(copy, runs=runs)
+    world.pages.copy(copy, lambda planes: None)
+    assert_gathered(world, copy)
+    assert [grid for _, grid in device.launches] == ([2, 3] if is_pinned else [3])
+
+
+def assert_gathered(world: World, copy: PageCopy) -> None:
+    engine = world.engine
+    for (tier, slot), numbers in zip(world.places(copy), copy.pages.tolist(), strict=True):
+        right = gathered(engine.kind, engine.shape, engine.tensors, numbers)
+        assert np.array_equal(world.block(tier, slot), right)
+
+
+@pytest.mark.parametrize("break_at", [0, 1, 2])
+def test_a_context_that_breaks_is_the_end_of_the_worker(
+    arena: Arena, by: str, break_at: int
+) -> None:
+    world = World(arena, StandIn(break_at=break_at), KINDS[0], by=by)
     world.pages.map(world.engine.claim)
     with pytest.raises(TierDamaged):
-        world.pages.copy(world.copy(to_blocks=True, near=4, far=0), lambda planes: None)
+        world.pages.copy(world.copy(to_blocks=True, near=4, far=1), lambda planes: None)
 
 
 def test_unmapping_lets_go_of_the_owners_memory(arena: Arena) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.bench.gpu.cpu_kernels import CpuRunner, NoCompiler, library
-from hicache.bench.gpu.layouts import ITEM_BYTES, KINDS, Kind, Shape, gathered, scattered
+from hicache.bench.gpu.cpu_kernels import CpuRunner, NoCompiler
+from hicache.bench.gpu.layouts import ITEM_BYTES, KINDS, Kind, Shape, Tensor, gathered, scattered
 from hicache.bench.gpu.stand_in import StandIn
 from hicache.transfer.pages import SOURCE, CupyRunner, PageCopier, PageLayout, Plane, whole_pages
 
@@ -126,76 +122,39 @@ def test_what_cannot_be_right_is_refused_before_anything_is_copied(runner: CpuRu
     assert len(runner.launches) == before + 1
 
 
-class Fake(StandIn):
-    """CuPy's compiled kernels: run by the CPU once everything ahead on the stream is done. Events
-    are done only when somebody says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current: Any = None
-        self.events: list[SimpleNamespace] = []
-        self.num_rooms = 0
-        make = self.cuda.Memory
-
-        def memory(num_bytes: int) -> Any:
-            self.num_rooms += 1
-            room = make(num_bytes)
-            room.size = num_bytes
-            return room
-
-        def event(disable_timing: bool) -> SimpleNamespace:
-            self.events.append(SimpleNamespace(done=False, record=lambda stream: None))
-            return self.events[-1]
-
-        self.cuda.Memory, self.cuda.Event = memory, event
-        self.cuda.alloc_pinned_memory = lambda n: _Pinned(n)
-        self.RawModule = lambda code, options: SimpleNamespace(get_function=self._function)
-
-    def _function(self, name: str) -> Callable[..., None]:
-        def call(grid: tuple[int], threads: tuple[int], arguments: Sequence[Any]) -> None:
-            self.synchronize()
-            places = [ctypes.c_void_p(int(each)) for each in arguments[:4]]
-            assert all(isinstance(each, np.uint64) for each in arguments[:4])
-            counts = [ctypes.c_uint(int(each)) for each in arguments[4:8]]
-            assert all(isinstance(each, np.uint32) for each in arguments[4:8])
-            assert isinstance(arguments[8], np.int32)
-            start = (name.encode(), ctypes.c_uint(*grid), ctypes.c_uint(*threads))
-            library()(*start, *places, *counts, ctypes.c_int(int(arguments[8])))
-
-        return call
-
-
-class _Pinned(bytearray):
-    """cupy.cuda.PinnedMemoryPointer: a buffer with an address."""
-
-    @property
-    def ptr(self) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self))
-
-
-class _Stream(nullcontext[None]):
-    ptr = 0
-
-
 def test_a_launch_by_cupy_finds_its_tables(runner: CpuRunner) -> None:
-    """Their room is used again only when the launch that reads it is done."""
+    """On a device whose launches run when they are waited for. Their room is used again only when
+    the launch that reads it is done."""
     rng = np.random.default_rng(0)
-    device = Fake()
-    device.cuda.Stream(non_blocking=True)
+    device = StandIn()
+    num_rooms, make = 0, device.cuda.Memory
+
+    def memory(num_bytes: int) -> Any:
+        nonlocal num_rooms
+        num_rooms += 1
+        return make(num_bytes)
+
+    device.cuda.Memory = memory
+    stream = device.cuda.Stream(non_blocking=True)
     tensors = [rng.integers(0, 256, (8, 48), np.uint8) for _ in range(2)]
-    memory = np.zeros(4 * 192, np.uint8)
     layout = whole_pages([tensor.ctypes.data for tensor in tensors], 8, 48, 2)
     copier = PageCopier(layout, CupyRunner(device))
-    for number in range(4):
-        memory[:] = 0
+
+    def launched() -> tuple[Tensor, Tensor]:
+        """What is gathered into, and what it must hold when that is done."""
+        blocks_of_it = np.zeros(4 * 192, np.uint8)
         pages = rng.permutation(8).astype(np.int32).reshape(4, 2)
-        blocks = (memory.ctypes.data + 192 * np.arange(4)).astype(np.uint64)
-        copier.start(blocks, pages, to_blocks=True, grid=2, stream=_Stream())
+        blocks = (blocks_of_it.ctypes.data + 192 * np.arange(4)).astype(np.uint64)
+        copier.start(blocks, pages, to_blocks=True, grid=2, stream=stream)
         right = [tensor[page] for row in pages for tensor in tensors for page in row]
-        assert np.array_equal(memory, np.concatenate(right))
-        assert device.num_rooms == min(number + 1, 3)
-        if number == 2:
-            device.events[1].done = True
+        return blocks_of_it, np.concatenate(right)
+
+    for _ in range(2):
+        under_way = [launched() for _ in range(3)]
+        assert not any(found.any() for found, _ in under_way)
+        stream.synchronize()
+        assert all(np.array_equal(found, right) for found, right in under_way)
+        assert num_rooms == 3
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])

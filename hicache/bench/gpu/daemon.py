@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,13 +29,21 @@ Prompt = npt.NDArray[np.uint32]
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """Of a daemon that must have a GPU, or what stands in for it."""
+
+    page_kernels: str = "auto"
+
+
 @contextmanager
-def daemon(check: Check, **mib: int) -> Iterator[PrivateDaemon]:
+def daemon(check: Check, gpu: GpuUse | None = None, /, **mib: int) -> Iterator[PrivateDaemon]:
     """Running, with tiers of so many MiB, and with every counter recomputed at each tick. Whatever
-    it logs is kept in the check's folder."""
+    it logs is kept in the check's folder. In a dry run it has a GPU only where one is asked for."""
+    has_gpu = gpu is not None or not check.is_dry
     file = check.folder / f"{check.name}.yaml"
     tiers: dict[str, dict[str, Any]] = {name: {"size": f"{size}MiB"} for name, size in mib.items()}
-    tiers["hbm"] |= {"device": "host"}
+    tiers["hbm"] |= {"device": "host", "page_kernels": (gpu or GpuUse()).page_kernels}
     tiers["disk"] |= {"path": "disk", "min_free": 0, "durability": "fast", "batch": "16MiB"}
     config = {
         "tiers": tiers,
@@ -44,18 +53,19 @@ def daemon(check: Check, **mib: int) -> Iterator[PrivateDaemon]:
         "deadlines": {"fetch": "10s", "put": "10s"},
     }
     file.write_text(yaml.safe_dump(config))
-    device = "host" if check.is_dry else "auto"
+    device = "auto" if has_gpu else "host"
     house = PrivateDaemon(file, hbm_device=device, own_group=False)
     try:
         house.start()
         wait_for(lambda: _pid(house), "the GPU worker")
         wait_for(lambda: all(t["state"] == "up" for t in house.stats()["tiers"]), "all tiers")
-        if not check.is_dry:
+        if has_gpu:
             (hbm,) = (tier for tier in house.stats()["tiers"] if tier["name"] == "hbm")
             assert hbm["medium"] == "GPU 0", f"auto chose {hbm}"
         yield house
     finally:
-        (check.folder / f"{check.name}-daemon.log").write_text(house.said())
+        with (check.folder / f"{check.name}-daemon.log").open("a") as log:
+            log.write(house.said())
         house.close()
 
 

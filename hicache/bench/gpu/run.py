@@ -35,7 +35,7 @@ CHECKS = {  # name: the longest it may take, in seconds; the most telling ones f
     "pages": 45.0,
     "ipc": 40.0,
     "daemon": 90.0,
-    "engine": 60.0,
+    "engine": 100.0,
     "model": 100.0,
     "sanitizer": 60.0,
     "neighbour": 80.0,

@@ -5,6 +5,9 @@ if `choose` is given, whenever it says so. Each stream keeps its order, streams 
 themselves. Errors come as CUDA's do: a call refused changes nothing else, a copy that fails takes
 the context with it, and every later call fails.
 
+Kernels are transfer/kernels.cu compiled for the CPU (cpu_kernels.py), enqueued and done as a copy
+is; where there is no C++ compiler they do not compile.
+
 Memory can be mapped by another process, as by CUDA IPC: a handle names a memory file by the way to
 it through its owner, so it can be opened while the owner lives, and what was mapped stays.
 """
@@ -15,16 +18,25 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
+from hicache.bench.gpu.cpu_kernels import NoCompiler, library
 from hicache.transfer.cuda_copy import Piece
 
 INVALID_VALUE, ILLEGAL_ADDRESS = 1, 700
 BUS_ID = "0000:00:00.0"
 HANDLE_BYTES = 64
+ATTRIBUTES = {133: 0, 91: 1}
+"""No MPS; pinned memory has one address for both sides."""
+
+Work = Piece | Callable[[], None]
 
 
 class StandInError(RuntimeError):
@@ -36,12 +48,17 @@ class StandInError(RuntimeError):
         self.status = status
 
 
+class StandInCompileError(Exception):
+    """In the place of cupy.cuda.compiler.CompileException, which is no RuntimeError."""
+
+
 class StandIn:
     """In the place of the module `cupy`.
 
     `choose(n)`: a number from 0 to n, how many of the n copies that wait are done now. `refuse`:
     the calls to enqueue, counted from 0, that are refused. `break_at`: the copy, counted from 0 as
-    they are done, that takes the context with it.
+    they are done, that takes the context with it. `copy_s`: what each copy takes beside its bytes.
+    `attributes` of the device, by CUDA's number; others it does not know.
     """
 
     def __init__(
@@ -49,20 +66,27 @@ class StandIn:
         choose: Callable[[int], int] = lambda waiting: 0,
         refuse: Sequence[int] = (),
         break_at: int | None = None,
+        copy_s: float = 0.0,
+        attributes: Mapping[int, int] = ATTRIBUTES,
     ) -> None:
         self.num_done = 0
+        self.launches: list[tuple[str, int]] = []  # (kernel, thread blocks)
+        self._copy_s, self._attributes = copy_s, attributes
         self._choose, self._refuse, self._break_at = choose, frozenset(refuse), break_at
         self._num_enqueued = 0
         self._is_broken = False
         self._lock = threading.RLock()  # guards all of the above; links have threads of their own
+        self._current = threading.local()
         self._streams: list[_Stream] = []
         self._buffers: dict[int, Any] = {}
         self._files: dict[int, int] = {}
         self._mapped: dict[bytes, tuple[int, Any, list[None]]] = {}
+        self.RawModule = self._raw_module
         self.cuda = SimpleNamespace(
             Memory=self._memory,
             Stream=self._stream,
-            alloc_pinned_memory=lambda num_bytes: (ctypes.c_ubyte * num_bytes)(),
+            alloc_pinned_memory=_Pinned,
+            compiler=SimpleNamespace(CompileException=StandInCompileError),
             Event=lambda block=False, disable_timing=False: _Event(self),
             runtime=SimpleNamespace(
                 CUDARuntimeError=StandInError,
@@ -77,7 +101,8 @@ class StandIn:
                 driverGetVersion=lambda: 13000,
                 getDeviceCount=lambda: 1,
                 getDevice=lambda: 0,
-                getDeviceProperties=lambda index: {"name": b"stand-in"},
+                getDeviceProperties=lambda index: {"name": b"stand-in", "multiProcessorCount": 2},
+                deviceGetAttribute=self._attribute,
                 memGetInfo=lambda: (80 << 30, 80 << 30),
                 deviceGetPCIBusId=lambda index: BUS_ID,
                 ipcGetMemHandle=self._handle_of,
@@ -87,8 +112,8 @@ class StandIn:
         )
 
     @property
-    def waiting(self) -> list[Piece]:
-        """Copies that were enqueued and not done."""
+    def waiting(self) -> list[Work]:
+        """What was enqueued and is not done."""
         return [piece for stream in self._streams for piece in stream.waiting]
 
     def synchronize(self) -> None:
@@ -112,9 +137,14 @@ class StandIn:
                 if self.num_done == self._break_at:
                     self._is_broken = True
                 self.check()
-                destination, source, num_bytes = stream.waiting.pop(0)
+                work = stream.waiting.pop(0)
                 stream.num_done += 1
-                ctypes.memmove(destination, source, num_bytes)
+                if callable(work):
+                    work()
+                else:
+                    if self._copy_s:
+                        time.sleep(self._copy_s)
+                    ctypes.memmove(*work)
                 self.num_done += 1
             self.check()
 
@@ -124,6 +154,42 @@ class StandIn:
 
     def lock(self) -> threading.RLock:
         return self._lock
+
+    def make_current(self, stream: _Stream | None) -> None:
+        """Of the calling thread."""
+        self._current.stream = stream
+
+    def _raw_module(self, code: str, options: tuple[str, ...]) -> SimpleNamespace:
+        try:
+            library()
+        except NoCompiler as why:
+            raise StandInCompileError(str(why)) from why
+        return SimpleNamespace(get_function=lambda name: partial(self._launch, name))
+
+    def _launch(
+        self, name: str, grid: tuple[int], threads: tuple[int], arguments: Sequence[Any]
+    ) -> None:
+        """Types are those that the kernels' parameters have: CuPy passes what it is given."""
+        assert [type(each) for each in arguments] == 4 * [np.uint64] + 4 * [np.uint32] + [np.int32]
+        values = [
+            make(int(each))
+            for make, each in zip(
+                4 * [ctypes.c_void_p] + 4 * [ctypes.c_uint] + [ctypes.c_int], arguments, strict=True
+            )
+        ]
+        start = (name.encode(), ctypes.c_uint(*grid), ctypes.c_uint(*threads))
+        with self._lock:
+            self._turn()
+            self.check()
+            if self._is_refused():
+                raise StandInError(INVALID_VALUE)
+            self.launches.append((name, *grid))
+            self._current.stream.waiting.append(partial(library(), *start, *values))
+
+    def _attribute(self, number: int, index: int) -> int:
+        if number not in self._attributes:
+            raise StandInError(INVALID_VALUE)
+        return self._attributes[number]
 
     def _turn(self) -> None:
         """The device goes on by itself, as far as `choose` says, at every call."""
@@ -158,7 +224,7 @@ class StandIn:
         buffer = (ctypes.c_ubyte * num_bytes).from_buffer(mmap.mmap(file, num_bytes))
         self._files[ctypes.addressof(buffer)] = file
         weakref.finalize(buffer, os.close, file)
-        return SimpleNamespace(ptr=ctypes.addressof(buffer), buffer=buffer)
+        return SimpleNamespace(ptr=ctypes.addressof(buffer), buffer=buffer, size=num_bytes)
 
     def _handle_of(self, base: int) -> bytes:
         with self._lock:
@@ -201,12 +267,26 @@ class StandIn:
         return ctypes.addressof(buffer)
 
 
+class _Pinned(bytearray):
+    """cupy.cuda.PinnedMemoryPointer: a buffer with an address."""
+
+    @property
+    def ptr(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
+
+
 class _Stream:
     def __init__(self, device: StandIn, number: int) -> None:
         self.ptr = number
-        self.waiting: list[Piece] = []
+        self.waiting: list[Work] = []
         self.num_done = 0
         self._device = device
+
+    def __enter__(self) -> None:
+        self._device.make_current(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._device.make_current(None)
 
     def synchronize(self) -> None:
         with self._device.lock():
@@ -218,6 +298,10 @@ class _Event:
 
     def __init__(self, device: StandIn) -> None:
         self._device = device
+
+    @property
+    def done(self) -> bool:
+        return self._stream.num_done >= self._behind
 
     def record(self, stream: _Stream) -> None:
         with self._device.lock():

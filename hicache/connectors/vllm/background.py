@@ -12,14 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from functools import partial
+from typing import Any, Final
 
 log = logging.getLogger("hicache.vllm")
 
-T = TypeVar("T")
 Task = Callable[[], Coroutine[Any, Any, None]]
 
 WARN_EVERY_S: Final = 60.0
+ENDING_S: Final = 2.0
+"""For tasks to end, beyond the patience for the last one."""
 
 
 class Trouble:
@@ -59,7 +61,8 @@ class Trouble:
 
 
 class Background:
-    """Tasks from any thread, run side by side in one. The thread starts with the first of them."""
+    """Tasks from any thread, run side by side in one. The thread starts with the first of them, and
+    ends when it was closed and nothing is under way any more."""
 
     def __init__(self, name: str, trouble: Trouble) -> None:
         self.trouble = trouble
@@ -67,44 +70,37 @@ class Background:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_over = False
 
     def submit(self, task: Task) -> None:
-        """Begin a task soon. Returns at once."""
+        """Begin a task soon; none after `close`. Returns at once."""
+        if self._is_over:
+            return
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=[self._loop], name=self._name, daemon=True
+            )
             self._thread.start()
         self._loop.call_soon_threadsafe(self._begin, task)
 
     def close(self, last: Task, patience_s: float) -> None:
-        """End the thread after one last task, or when patience is over."""
-        if self._loop is None or self._thread is None:
-            return
-        loop = self._loop
+        """Run one last task, as far as patience goes, and end all others. Returns when they have
+        ended, or a little after patience is over: a copy in a thread cannot be ended, and its task
+        gives nothing back before it has."""
+        if self._loop is not None and self._thread is not None and not self._is_over:
+            self.submit(partial(self._finish, last, patience_s))
+            self._thread.join(patience_s + ENDING_S)
+        self._is_over = True
 
-        async def finish() -> None:
-            with self.trouble.harmless("closing"):
-                async with asyncio.timeout(patience_s):
-                    await last()
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            if others:
-                await asyncio.wait(others, timeout=1.0)
-            loop.stop()
-
-        self.submit(finish)
-        self._thread.join(patience_s + 2.0)
-        if not loop.is_running():
-            loop.close()
-        self._loop = None
-
-    def _run(self) -> None:
-        assert self._loop is not None
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+        loop.close()
 
     def _begin(self, task: Task) -> None:
+        if self._is_over:
+            return
         running = asyncio.ensure_future(self._guarded(task))
         self._tasks.add(running)
         running.add_done_callback(self._tasks.discard)
@@ -113,13 +109,22 @@ class Background:
         with self.trouble.harmless("a task"):
             await task()
 
+    async def _finish(self, last: Task, patience_s: float) -> None:
+        with self.trouble.harmless("closing"):
+            async with asyncio.timeout(patience_s):
+                await last()
+        self._is_over = True  # some begin another when they end
+        this, loop = asyncio.current_task(), asyncio.get_running_loop()
+        # First those that were submitted, which end what they have begun: a copy in a thread would
+        # go on if it were cancelled under its task, in memory that the task then gives back.
+        await _ended({task for task in self._tasks if task is not this})
+        await _ended({task for task in asyncio.all_tasks() if task is not this})
+        await loop.shutdown_asyncgens()
+        loop.stop()
 
-async def in_thread(work: Callable[[], T]) -> T:
-    """Run something that copies; on cancellation it has ended before this returns, so that nobody
-    writes into memory that has been given back."""
-    working = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        await asyncio.wait([working])
-        raise
+
+async def _ended(tasks: set[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

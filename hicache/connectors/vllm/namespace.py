@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -50,13 +50,6 @@ class EngineFacts:
     revision: str | None
     load_format: str
     weights_digest: str
-
-
-class CacheSpec(Protocol):
-    """vLLM's description of one kind of layer."""
-
-    block_size: int
-    sliding_window: int | None
 
 
 def refuse_by_config(vllm: Any) -> None:

@@ -12,8 +12,9 @@ class Options:
     """`endpoint`: the daemon's, by default HICACHE_ENDPOINT or the user's own.
 
     `lookup_s`: how long a request waits for the daemon's answer to what it holds. `load_s`: for its
-    blocks. `store_s`: how long a store may wait for room. `store_share`: of vLLM's blocks, how many
-    may be on their way to the daemon. `weights_digest`: where the weights are in no local files.
+    blocks. `store_s`: how long a store may take, its last copy not counted. `store_share`: of
+    vLLM's blocks, how many may be on their way to the daemon. `weights_digest`: where the weights
+    are in no local files.
     """
 
     endpoint: str = ""

@@ -117,9 +117,10 @@ class HostPages:
 
 
 class DevicePages:
-    """In a GPU's memory: through pinned memory and a stream of their own, many blocks at a time.
+    """In a GPU's memory: through pinned memory, many blocks at a time.
 
-    One thread at a time per direction; the streams order what each does.
+    From any thread: each call has a stream of its own, and has waited for it when it returns. What
+    vLLM's own stream does to these pages is waited for before (`mark`, `wait`).
     """
 
     CHUNK_BYTES = 64 << 20

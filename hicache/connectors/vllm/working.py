@@ -29,8 +29,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from hicache.aio import in_thread
 from hicache.answers import FetchedRun, Match, PutResult
-from hicache.connectors.vllm.background import Background, in_thread, log
+from hicache.connectors.vllm.background import Background, log
 from hicache.connectors.vllm.clients import BlockClient, Clients, Connect, Line
 from hicache.connectors.vllm.orders import Load, Orders, Report, Step, Store
 from hicache.connectors.vllm.pages import Pages

@@ -1,7 +1,8 @@
 """CuPy's place on the path of a daemon under test: GPU memory that is host memory.
 
 While the file named by STAND_IN_GATE is locked (flock), copies that somebody waits for get half-way
-and no further.
+and no further. Each copy takes STAND_IN_COPY_S seconds beside its bytes. While the file named by
+STAND_IN_NO_LAUNCH is there, kernels are refused.
 """
 
 import fcntl
@@ -9,9 +10,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hicache.bench.gpu.stand_in import StandIn
+from hicache.bench.gpu.stand_in import INVALID_VALUE, StandIn, StandInError
 
 GATE = Path(os.environ.get("STAND_IN_GATE", ""))
+
+
+NO_LAUNCH = Path(os.environ.get("STAND_IN_NO_LAUNCH", "/none"))
+
+
+class _Device(StandIn):
+    def _launch(self, name: str, *more: Any) -> None:
+        if NO_LAUNCH.exists():
+            raise StandInError(INVALID_VALUE)
+        super()._launch(name, *more)
 
 
 class _Held:
@@ -20,6 +31,10 @@ class _Held:
     def __init__(self, event: Any, device: StandIn) -> None:
         self._event, self._device = event, device
         self.record = event.record
+
+    @property
+    def done(self) -> bool:
+        return bool(self._event.done)
 
     def synchronize(self) -> None:
         with GATE.open() as gate:
@@ -33,7 +48,7 @@ class _Held:
 
 
 def _device() -> StandIn:
-    device = StandIn()
+    device = _Device(copy_s=float(os.environ.get("STAND_IN_COPY_S", "0")))
     if GATE.is_file():
         make = device.cuda.Event
         device.cuda.Event = lambda **more: _Held(make(**more), device)
@@ -41,4 +56,5 @@ def _device() -> StandIn:
 
 
 __version__ = "stand-in"
-cuda = _device().cuda
+_stand_in = _device()
+cuda, RawModule = _stand_in.cuda, _stand_in.RawModule

@@ -1,0 +1,182 @@
+"""At its start: whether the GPU worker may run page kernels, and which path serves which pages.
+
+Kernels of two processes take turns on a GPU, unless the processes share it by MPS: while ours run,
+the inference engine's stand still. So a kernel of ours runs under MPS, or where the operator says
+so (`tiers.hbm.page_kernels`). Where it may, copy engines and kernels copy the same pages, in memory
+that is nobody's yet, and the faster one serves from then on: by memory and by the bytes of a page.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.hbm import CudaPool
+from hicache.transfer.cuda_copy import CopyPath, CopyRefused, fastest_by_size
+from hicache.transfer.page_paths import (
+    REFUSALS,
+    ByCopyEngines,
+    ByKernel,
+    Fastest,
+    Group,
+    Memory,
+    PagePath,
+)
+from hicache.transfer.pages import CupyRunner, PageLayout, whole_pages
+from hicache.transfer.pinning import PinnedArena
+
+MPS_PIPES: Final = Path("/tmp/nvidia-mps")
+"""Where MPS's control daemon listens if nobody says otherwise (CUDA_MPS_PIPE_DIRECTORY)."""
+GRID_PINNED: Final = 32
+"""Thread blocks from and to pinned memory: 0.93 of a PCIe link's peak on an H200 (4: 0.92)."""
+_BLOCKS_PER_SM: Final = 2
+"""Within GPU memory. Of 512 threads with 128 bytes each under way: 17 MB on an H200, and its memory
+holds some 5 MB in the time of one access."""
+_MPS_ENABLED, _SAME_POINTER = 133, 91
+# cudaDevAttrMpsEnabled, "contexts created on this device will be shared via MPS";
+# cudaDevAttrCanUseHostPointerForRegisteredMem, or a kernel would need another address.
+_SIZES: Final = (2 << 10, 16 << 10, 64 << 10, 512 << 10)
+_PAGES: Final = 256
+_BYTES: Final = 32 << 20
+_ROUNDS: Final = 3
+_LIMIT_S: Final = 1.0
+"""No further size is tried after it: the inference engine may be at work."""
+
+_PLACES: Final[dict[Memory, str]] = {"gpu": "GPU memory", "pinned": "pinned memory"}
+
+_Times = dict[int, dict[PagePath, float]]
+
+
+def choose_page_path(
+    pool: CudaPool,
+    pinned: PinnedArena,
+    copies: CopyPath,
+    wanted: str,
+    mps_pipes: Path = MPS_PIPES,
+) -> tuple[PagePath, str]:
+    """By `wanted` (auto, always, never), with a sentence that gives the reason or the figures.
+    Writes the pool's first bytes."""
+    pool.use()
+    engines = ByCopyEngines(copies, pinned)
+    why_not, times = _why_not(pool, wanted, mps_pipes), {}
+    if not why_not:
+        try:
+            times = _measured(pool, engines, _kernel(pool), with_host=_reaches_host(pool, pinned))
+        except (CopyRefused, OSError, *REFUSALS, _compile_error(pool)) as error:
+            lines = str(error).strip().splitlines() or [repr(error)]
+            why_not = f"kernels could not be tried: {lines[0]}"
+    if not times:
+        return engines, f"pages by the copy engines ({why_not or 'the pool is too small to try'})"
+    steps = {memory: fastest_by_size(found) for memory, found in times.items()}
+    said = [
+        f"of slots in {_PLACES[memory]} by {steps[memory].name} ({_figures(found)})"
+        for memory, found in times.items()
+    ]
+    return Fastest(engines, steps), f"pages {', '.join(said)}"
+
+
+def shares_gpu(runtime: Any, index: int, mps_pipes: Path) -> bool:
+    """Whether this process' kernels run beside those of others, by MPS. A driver that does not know
+    (before CUDA 12.3) uses MPS where its control daemon has a socket."""
+    try:
+        return bool(runtime.deviceGetAttribute(_MPS_ENABLED, index))
+    except runtime.CUDARuntimeError:
+        return os.path.exists(mps_pipes / "control")  # False, too, where it may not be looked at
+
+
+def _why_not(pool: CudaPool, wanted: str, mps_pipes: Path) -> str:
+    if wanted == "never":
+        return "as configured"
+    if wanted == "always" or shares_gpu(pool.cupy.cuda.runtime, pool.index, mps_pipes):
+        return ""
+    return "no MPS here, and kernels of two processes take turns"
+
+
+def _compile_error(pool: CudaPool) -> type[Exception]:
+    """What else NVRTC may have to say; no NVRTC is a RuntimeError, no place for its output an
+    OSError."""
+    error: type[Exception] = pool.cupy.cuda.compiler.CompileException
+    return error
+
+
+def _kernel(pool: CudaPool) -> ByKernel:
+    properties = pool.cupy.cuda.runtime.getDeviceProperties(pool.index)
+    within = _BLOCKS_PER_SM * int(properties["multiProcessorCount"])
+    runners = {to_blocks: CupyRunner(pool.cupy) for to_blocks in (True, False)}
+    return ByKernel(runners, {"gpu": within, "pinned": GRID_PINNED})
+
+
+def _reaches_host(pool: CudaPool, pinned: PinnedArena) -> bool:
+    """Whether kernels may touch pinned memory by the addresses that we know, and there is any."""
+    runtime = pool.cupy.cuda.runtime
+    return bool(pinned.pinned_bytes and runtime.deviceGetAttribute(_SAME_POINTER, pool.index))
+
+
+def _measured(
+    pool: CudaPool, engines: ByCopyEngines, kernel: ByKernel, *, with_host: bool
+) -> dict[Memory, _Times]:
+    """Seconds per byte of each path, by memory and page size, both ways together: between pages in
+    the pool's first half, in any order, and blocks of a page each."""
+    times: dict[Memory, _Times] = {}
+    ends_s = time.perf_counter() + _LIMIT_S
+    room = min(_BYTES, pool.capacity_bytes // 2) // PAGE_BYTES * PAGE_BYTES
+    with _bases(pool, room, with_host=with_host) as bases:
+        stream = pool.cupy.cuda.Stream(non_blocking=True)
+        for size in _SIZES:
+            num_pages = min(_PAGES, room // size)
+            if not num_pages:
+                break
+            layout = whole_pages([pool.address(0, room)], num_pages, size, 1)
+            order = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
+            for memory, base in bases.items():
+                blocks = np.arange(base, base + num_pages * size, size, dtype=np.uint64)
+                group = Group(memory, blocks, order[:, None])
+                paths: tuple[PagePath, ...] = (engines, kernel)  # the first, where they tie
+                took = {path: _seconds(path, layout, group, stream) for path in paths}
+                times.setdefault(memory, {})[size] = took
+            if time.perf_counter() > ends_s:
+                break
+    return times
+
+
+def _seconds(path: PagePath, layout: PageLayout, group: Group, stream: Any) -> float:
+    """Per byte in the best round; the first one warms up."""
+    spent = []
+    for _ in range(_ROUNDS):
+        start_s = time.perf_counter()
+        for to_blocks in (True, False):
+            path.enqueue(layout, range(1), group, stream, to_blocks=to_blocks)
+            stream.synchronize()
+        spent.append(time.perf_counter() - start_s)
+    return min(spent) / (2 * len(group.blocks) * layout.block_bytes)
+
+
+@contextmanager
+def _bases(pool: CudaPool, room: int, *, with_host: bool) -> Iterator[dict[Memory, int]]:
+    """So many bytes of each memory for blocks. Host memory of our own: the arena may be in use."""
+    runtime = pool.cupy.cuda.runtime
+    bases: dict[Memory, int] = {"gpu": pool.address(room // PAGE_BYTES, room)}
+    if with_host:
+        bases["pinned"] = runtime.hostAlloc(room, 0)
+    try:
+        yield bases
+    finally:
+        runtime.deviceSynchronize()
+        if with_host:
+            runtime.freeHost(bases["pinned"])
+
+
+def _figures(times: _Times) -> str:
+    """As people read them."""
+    said = []
+    for size, took in times.items():
+        rates = "/".join(f"{1e-9 / s_per_byte:.1f}" for s_per_byte in took.values())
+        said.append(f"{size >> 10} KiB {rates}")
+    return f"copy engines/kernels in GB/s: {', '.join(said)}"
