@@ -120,7 +120,7 @@ class Changes:
                 if most <= 0:
                     return news
                 ids = due.block_ids()
-                places = np.flatnonzero(differs[ids])[:most]
+                places = np.flatnonzero(differs[ids])[:most].astype(np.int32)
                 most -= len(places)
                 news += self._differences(due, ids, places, now)
                 told = ids[places]
@@ -154,7 +154,7 @@ class Changes:
         bounds = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(places)]
         for first, last in pairwise(bounds):
             start = int(places[first])
-            keys = [self._keys[block].tobytes() for block in blocks[first:last].tolist()]
+            keys = [self._key_of(block) for block in blocks[first:last].tolist()]
             tokens = node.symbols(namespace.step, start, start + last - first)
             parent = self._key_before(node, ids, start)
             for name in self._names(int(left[first])):
@@ -183,11 +183,15 @@ class Changes:
 
     def _key_before(self, node: Node, ids: Ids, place: int) -> bytes:
         if place:
-            return self._keys[int(ids[place - 1])].tobytes()
+            return self._key_of(int(ids[place - 1]))
         above = node.parent
         if above is None or above.is_root:
             return ROOT_KEY
-        return self._keys[int(above.block_ids()[-1])].tobytes()
+        return self._key_of(int(above.block_ids()[-1]))
+
+    def _key_of(self, block: int) -> bytes:
+        key: bytes = self._keys[block].tobytes()
+        return key
 
     def _note_given(self) -> None:
         """Ids that were given back since the last look: what they named is gone."""
@@ -239,11 +243,12 @@ class Changes:
         self._keys = np.empty((0, KEY_BYTES), np.uint8)
 
     def _grow(self) -> None:
-        """As many rows as there are ids."""
-        more = len(self._house.blocks.tags) - len(self._told)
-        if more:
-            self._told = np.append(self._told, np.zeros(more, np.uint8))
-            self._again = np.append(self._again, np.zeros(more, np.bool_))
-            self._has_key = np.append(self._has_key, np.zeros(more, np.bool_))
-            self._of = np.append(self._of, np.zeros(more, np.int32))
-            self._keys = np.append(self._keys, np.zeros((more, KEY_BYTES), np.uint8), axis=0)
+        """As many rows as there are ids. Zeros are not touched before they are used."""
+        size, known = len(self._house.blocks.tags), len(self._told)
+        if size == known:
+            return
+        for name in ("_told", "_again", "_has_key", "_of", "_keys"):
+            old = getattr(self, name)
+            new = np.zeros((size, *old.shape[1:]), old.dtype)
+            new[:known] = old
+            setattr(self, name, new)

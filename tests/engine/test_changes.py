@@ -69,7 +69,11 @@ class Listening:
     """Mixed into a machine: listeners join and leave, and are told a little at a time."""
 
     world: World
-    listeners: list[Listener]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listeners: list[Listener] = []
+        self.join()
 
     @property
     def changes(self) -> Changes:
@@ -78,7 +82,7 @@ class Listening:
     @rule()
     def join(self) -> None:
         self.changes.listen()
-        self.listeners = [*getattr(self, "listeners", []), Listener()]
+        self.listeners.append(Listener())
 
     @rule()
     def leave(self) -> None:
@@ -89,13 +93,13 @@ class Listening:
     @rule(most=st.integers(1, 9))
     def hear(self, most: int) -> None:
         news = self.changes.take(most)
-        for listener in getattr(self, "listeners", []):
+        for listener in self.listeners:
             listener.take(news, self.world)
 
     @invariant()
     def all_of_them_know(self) -> None:
         """Once in a while everything is told."""
-        if getattr(self, "listeners", []) and self.world.now_s % 3 == 0:
+        if self.listeners and self.world.now_s % 3 == 0:
             news = self.changes.take(ALL)
             for listener in self.listeners:
                 listener.take(news, self.world)
@@ -168,15 +172,17 @@ def test_an_id_that_names_another_block_before_anybody_looked() -> None:
 
 
 def test_who_joins_is_told_all_and_for_the_others_it_is_no_news() -> None:
+    """Ancestors first, also where the upper part of a node that was split is the younger node."""
     w = world()
     first, second = Listener(), Listener()
     w.engine.changes.listen()
-    w.store(tokens_of(1, 2))
+    w.store(tokens_of(1, 2, 3))
+    w.store(tokens_of(1, 9))
+    w.finish_all()
     first.take(all_of(w), w)
     w.engine.changes.listen()
-    w.finish_all()
-    w.store(tokens_of(3))
-    news = all_of(w, 1)
+    news = w.engine.changes.take(1) + all_of(w)
     first.take(news, w)
     second.take(news, w)
     assert first.held == second.held == held_by(w)
+    assert len(second.held) == 4

@@ -112,7 +112,7 @@ def test_who_lost_a_message_is_told_all_again(station: Station, router: HeldPref
     station.tick_until(lambda: router.poll(0.01) > 0)
     station.world.store(lost)
     station.publisher.tick(0.0)
-    assert router._socket.poll(1000 * PATIENCE_S)
+    assert router._socket.poll(int(1000 * PATIENCE_S))
     router._socket.recv_multipart()
     station.world.store(last)
     station.tick_until(lambda: router.poll(0.01) > 0 and len(router) == 6)
