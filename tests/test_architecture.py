@@ -42,6 +42,7 @@ LIGHT = (
     "hicache.endpoint",
     "hicache.keys",
     "hicache.paged",
+    "hicache.router",
     "hicache.storing",
     "hicache.wire",
 )
