@@ -27,7 +27,7 @@ _SMALL_BYTES: Final = 1024
 _NUM_KEPT: Final = 7  # numpy/_core/src/multiarray/alloc.c: NBUCKETS and NCACHE
 _LIMITS: Final = {
     -1: 1 << 20,  # M_TRIM_THRESHOLD: so much may stay free at a heap's end
-    -3: 1 << 17,  # M_MMAP_THRESHOLD: what is larger is a mapping of its own
+    -3: 1 << 20,  # M_MMAP_THRESHOLD: what is larger is a mapping of its own
     -8: 2,  # M_ARENA_MAX: heaps, for all threads
 }
 

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -240,6 +241,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--json", default="", help="write the result to this file")
     options = parser.parse_args()
+    # By an exception, so that nothing that was started is left running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("soak: ended by SIGTERM"))
     print(f"soak: {options.duration}, {options.clients} clients, seed {options.seed}", flush=True)
     soak = Soak(parse_seconds(options.duration), options.clients, options.seed)
     result = soak.run()
