@@ -100,9 +100,10 @@ class EventsConfig(Section):
         "of the socket, if it has any.",
     )
     hwm: int = Field(
-        default=1000,
+        default=256,
         ge=1,
-        description="Messages kept for a subscriber that does not read before it loses new ones.",
+        description="Messages (some 64 KiB each) kept for a subscriber that does not read before it "
+        "loses new ones.",
     )
 
     @field_validator("endpoint")
