@@ -102,8 +102,8 @@ class EventsConfig(Section):
     hwm: int = Field(
         default=256,
         ge=1,
-        description="Messages (some 64 KiB each) kept for a subscriber that does not read before it "
-        "loses new ones.",
+        description="Messages (some 64 KiB each) kept for a subscriber that does not read before "
+        "it loses new ones.",
     )
 
     @field_validator("endpoint")
