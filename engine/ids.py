@@ -109,11 +109,9 @@ def together(spans: Sequence[Span]) -> list[Span]:
 
 
 class IdSpace:
-    """Free ids below `size`. `given`: what was given back since somebody began to ask; None while
-    nobody does."""
+    """Free ids below `size`."""
 
     def __init__(self) -> None:
-        self.given: list[Span] | None = None
         self.size = 0
         self.num_free = 0
         self._end_of: dict[int, int] = {}
@@ -169,8 +167,6 @@ class IdSpace:
 
     def give(self, span: Span) -> None:
         """These ids are free again."""
-        if self.given is not None:
-            self.given.append(span)
         if isinstance(span, slice):
             self._add(span.start, span.stop)
             return

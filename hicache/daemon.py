@@ -36,7 +36,6 @@ from hicache.delivery import Part
 from hicache.doorkeeper import Doorkeeper
 from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
-from hicache.events import Publisher
 from hicache.faults import Faults
 from hicache.fitting import Fitter
 from hicache.freed import FreedMemory
@@ -139,7 +138,6 @@ class Daemon:
         self._context = zmq.Context()
         self._doorkeeper = self._hire_doorkeeper()
         self._router = self._open_socket()
-        self._publisher = self._open_publisher()
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         if self._doorkeeper is not None:
@@ -253,9 +251,6 @@ class Daemon:
         ticks.append((Faults("giving freed memory back"), trim.tick))
         if self._doorkeeper is not None:
             condition.watch("doorkeeper", lambda now_s: 0.0, self._doorkeeper.faults)
-        if self._publisher is not None:
-            ticks.append((Faults("events"), self._publisher.tick))
-            condition.watch("events", lambda now_s: 0.0, ticks[-1][0])
         if self._fitter is not None:
             ticks.append((Faults("fitting"), self._fitter.tick))
             condition.watch("fit", self._fitter.owes_s, self._fitter.faults, ticks[-1][0])
@@ -311,21 +306,6 @@ class Daemon:
         if path is not None:
             Path(path).chmod(0o600)
         return router
-
-    def _open_publisher(self) -> Publisher | None:
-        """Where the configuration says so. On tcp behind the same doorkeeper as the front door."""
-        config, keeper = self.config.events, self._doorkeeper
-        if config.endpoint is None:
-            return None
-        is_guarded = keeper is not None and ipc_path(config.endpoint) is None
-        return Publisher(
-            self._context,
-            config.endpoint,
-            config.hwm,
-            self.engine.changes,
-            self.epoch,
-            keeper.guard if keeper is not None and is_guarded else None,
-        )
 
     def _serve_requests(self) -> None:
         router = self._router
@@ -537,7 +517,6 @@ class Daemon:
             "epoch": self.epoch,
             "pid": os.getpid(),
             "version": __version__,
-            "events": self._publisher.counts() if self._publisher is not None else {},
             **figures.report(self.service, self.mover, self.condition, self.parts.media),
         }
 
@@ -639,8 +618,6 @@ class Daemon:
 
     def _close(self) -> None:
         self._router.close()
-        if self._publisher is not None:
-            self._publisher.close()
         if self._fitter is not None:
             self._fitter.close()
         if self._recorder is not None:

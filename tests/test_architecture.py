@@ -42,7 +42,6 @@ LIGHT = (
     "hicache.endpoint",
     "hicache.keys",
     "hicache.paged",
-    "hicache.router",
     "hicache.storing",
     "hicache.wire",
 )

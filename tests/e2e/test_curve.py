@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import zmq
 
 from hicache.aio import AsyncClient
 from hicache.client import Client, CurveKeys, DaemonAbsent, admin_call
-from hicache.router import HeldPrefixes
 from tests.e2e.household import (
     SPEC,
     Household,
@@ -226,22 +224,3 @@ def test_a_daemon_that_cannot_start_says_why(castle: Castle, tmp_path: Path) -> 
     status, said = serve("--endpoint", "tcp://0.0.0.0:1")
     assert status == 2
     assert "can be reached from other machines" in said
-
-
-def test_events_are_for_those_who_are_listed(tmp_path: Path) -> None:
-    """The events' socket stands behind the same door; who is turned away subscribes to nothing."""
-    events = f"tcp://127.0.0.1:{free_port()}"
-    with Castle(tmp_path / "keys", events={"endpoint": events}) as castle:
-        tokens, digest = prompt(31, 3), SPEC.digest()
-
-        def router(curve: CurveKeys | None) -> HeldPrefixes:
-            return HeldPrefixes(events, digest, SPEC.block_tokens, curve=curve)
-
-        curves = outsiders(castle).values()
-        with router(castle.keys_of("friend")) as friend, ExitStack() as stack:
-            strangers = [stack.enter_context(router(curve)) for curve in curves]
-            assert store(castle.guest(castle.keys_of("friend")), tokens) == 3
-            wait_for(lambda: friend.poll(0.05) and len(friend) == 3, "what was stored")
-            assert friend.match(tokens) == [("dram", 3)]
-            assert castle.stats()["events"]["subscriptions"] == 1
-            assert not any(stranger.poll() for stranger in strangers)
