@@ -83,8 +83,8 @@ class Score(msgspec.Struct, frozen=True):
     `hit_blocks` whole blocks, which are `hit_tokens`, are held; `runs` says where, as in Match.
     Seconds are the daemon's expectations: `reload_s` to get the `reload_blocks` that are worth it,
     `prefill_s` for the rest of the prompt, `recompute_s` to prefill everything instead. Not
-    `is_measured`: no prefill of this model was measured yet, and they say nothing. `is_answered` is
-    false when no daemon answered.
+    `is_measured`: no prefill of this model was measured yet, they say nothing, and what is made of
+    them is None. `is_answered` is false when no daemon answered.
     """
 
     hit_blocks: int = 0
@@ -98,14 +98,14 @@ class Score(msgspec.Struct, frozen=True):
     is_answered: bool = True
 
     @property
-    def expected_s(self) -> float:
+    def expected_s(self) -> float | None:
         """From the ask to the prompt's first token."""
-        return self.reload_s + self.prefill_s
+        return self.reload_s + self.prefill_s if self.is_measured else None
 
     @property
-    def saved_s(self) -> float:
+    def saved_s(self) -> float | None:
         """What the hit is worth."""
-        return self.recompute_s - self.expected_s
+        return self.recompute_s - self.reload_s - self.prefill_s if self.is_measured else None
 
 
 @dataclass(frozen=True, slots=True)

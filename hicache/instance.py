@@ -18,7 +18,8 @@ class AlreadyServed(Exception):
 
 
 class Instance:
-    """Holds the endpoint until `close`. For `tcp://` the bind itself is the lock."""
+    """Holds the endpoint until `close`. For `tcp://` the bind itself is the lock. Raises
+    AlreadyServed, and FileExistsError where the path is something else than a socket."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -28,6 +29,10 @@ class Instance:
         if path is None:
             return
         self._socket = Path(path)
+        if self._socket.exists() and not self._socket.is_socket():
+            raise FileExistsError(
+                f"{path} is no socket, and is left as it is: give socket.endpoint another path"
+            )
         self._socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = self._socket.with_name(self._socket.name + ".lock")
         self._fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -467,6 +467,15 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
 }
 
 
+def test_a_file_where_the_socket_should_be_is_left_alone(house: Household, tmp_path: Path) -> None:
+    (precious := tmp_path / "precious.txt").write_text("kept")
+    ran = hicache("serve", "--config", str(house.file), "--endpoint", f"ipc://{precious}")
+    assert ran.returncode != 0
+    assert f"{precious} is no socket" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert precious.read_text() == "kept"
+
+
 @pytest.mark.parametrize("what", MISTAKES)
 def test_serve_with_a_wrong_configuration(house: Household, tmp_path: Path, what: str) -> None:
     """Sentences that name the file and the key, status 2, no traceback, nothing left behind."""

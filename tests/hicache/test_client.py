@@ -1042,7 +1042,10 @@ def test_scores_of_any_number_of_prompts(connect: Any, daemon: ScriptedDaemon) -
         4,
         most,
     ]
-    assert daemon.ops() == ["score"] * 5
+    daemon.on("score", lambda seen: scored(seen) | {"measured": False})
+    (unmeasured,) = client.score([TOKENS])
+    assert (unmeasured.hit_blocks, unmeasured.expected_s, unmeasured.saved_s) == (4, None, None)
+    assert daemon.ops() == ["score"] * 6
     assert {seen.body["namespace"] for seen in daemon.seen} == {SPEC.digest()}
     assert not client.connected
 
