@@ -1,4 +1,4 @@
-"""Libraries that stand in for a driver's own, compiled for a test."""
+"""Libraries compiled for a test: what stands in for a driver's own, and the page kernels."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from hicache.bench.gpu.cpu_kernels import NoCompiler, library
 
 
 def compiled(source: str, target: Path, *flags: str) -> Path:
@@ -19,3 +21,11 @@ def compiled(source: str, target: Path, *flags: str) -> Path:
     command = [compiler, "-shared", "-fPIC", *flags, str(file), "-o", str(target)]
     subprocess.run(command, check=True)
     return target
+
+
+def needs_page_kernels() -> None:
+    """Skips what runs the page kernels where nothing compiles them."""
+    try:
+        library()
+    except NoCompiler as why:
+        pytest.skip(str(why))

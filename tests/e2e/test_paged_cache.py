@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hicache.bench.gpu.cpu_kernels import CpuRunner, NoCompiler
+from hicache.bench.gpu.cpu_kernels import CpuRunner
 from hicache.connectors import pages as paged
 from hicache.connectors.pages import PagedCache
 from tests.e2e.household import Household, blocks_of, prompt, read
 from tests.e2e.page_engine import PageEngine
+from tests.shared_library import needs_page_kernels
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -25,10 +26,8 @@ def house() -> Iterator[Household]:
 
 @pytest.fixture
 def runner() -> CpuRunner:
-    try:
-        return CpuRunner()
-    except NoCompiler as reason:
-        pytest.skip(str(reason))
+    needs_page_kernels()
+    return CpuRunner()
 
 
 @pytest.mark.parametrize("transport", ["arena", "frames"])

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.bench.gpu.cpu_kernels import NoCompiler, library
 from hicache.bench.gpu.layouts import ITEM_BYTES, KINDS, Kind, Shape, Tensor, gathered, scattered
 from hicache.bench.gpu.stand_in import BUS_ID, StandIn
 from hicache.tiers.arena import Arena
@@ -30,6 +29,7 @@ from hicache.transfer.page_paths import ByCopyEngines, ByKernel, Fastest, PagePa
 from hicache.transfer.page_work import PageWork
 from hicache.transfer.pages import CupyRunner
 from hicache.transfer.pinning import PinnedArena
+from tests.shared_library import needs_page_kernels
 
 NUM_SLOTS = 8
 SHAPE = Shape()
@@ -47,15 +47,8 @@ def by(request: pytest.FixtureRequest) -> str:
     """Who copies."""
     how: str = request.param
     if how == KERNELS:
-        kernels_or_skip()
+        needs_page_kernels()
     return how
-
-
-def kernels_or_skip() -> None:
-    try:
-        library()
-    except NoCompiler as why:
-        pytest.skip(str(why))
 
 
 _shapes = st.builds(
@@ -316,7 +309,7 @@ def test_a_copy_refused_half_way_is_at_rest_when_it_has_failed(arena: Arena) -> 
 def test_a_kernel_refused_is_the_last_one(arena: Arena, refused: int) -> None:
     """The copy engines copy what it did not, and all that comes after: whether CUDA refused its
     tables or the launch. The daemon is told of it once."""
-    kernels_or_skip()
+    needs_page_kernels()
     device = StandIn(refuse=[refused])
     world = World(arena, device, KINDS[0], by=KERNELS)
     world.pages.map(world.engine.claim)
@@ -352,7 +345,7 @@ def test_no_kernel_touches_memory_that_is_not_pinned(
     arena: Arena, slots: list[int], is_pinned: bool
 ) -> None:
     """Where a block of a copy lies in it, even in part, the copy engines copy them all."""
-    kernels_or_skip()
+    needs_page_kernels()
     device = Stingy(6)  # 18 pages: the third slot is the last whole one
     world = World(arena, device, KINDS[0], by=KERNELS)
     world.pages.map(world.engine.claim)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hicache.bench.gpu import stand_in
-from hicache.bench.gpu.cpu_kernels import NoCompiler, library
+from hicache.bench.gpu.cpu_kernels import NoCompiler
 from hicache.bench.gpu.stand_in import ATTRIBUTES, StandIn
 from hicache.tiers.arena import Arena
 from hicache.tiers.hbm import CudaPool
@@ -21,6 +21,7 @@ from hicache.transfer.messages import WorkerConfig
 from hicache.transfer.page_choice import choose_page_path
 from hicache.transfer.page_paths import ByCopyEngines, Fastest, PagePath
 from hicache.transfer.pinning import PinnedArena
+from tests.shared_library import needs_page_kernels
 
 MPS, SAME_POINTER = 133, 91
 SLOW_COPY_S = 2e-4  # a copy engine's call, so that there is no doubt about the figures
@@ -37,10 +38,7 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
 
 @pytest.fixture
 def compiler() -> None:
-    try:
-        library()
-    except NoCompiler as why:
-        pytest.skip(str(why))
+    needs_page_kernels()
 
 
 def chosen(
