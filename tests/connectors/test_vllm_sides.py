@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from hicache.connectors.vllm import background
 from hicache.connectors.vllm.announcing import Announcements
 from hicache.connectors.vllm.scheduling import MAX_LOADING
 from hicache.paged import SharedPages
@@ -260,6 +261,36 @@ def test_a_worker_that_is_replaced_owes_nothing(memory: AsyncMemory, engine: Mak
     check([*stored, loading])
     assert one.num_loads_failed == 1
     assert one.side.counters.stores_refused
+
+
+def test_a_worker_is_replaced_while_it_copies(
+    memory: AsyncMemory, engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy in a thread goes on beyond all patience; nobody waits for what comes of it."""
+    monkeypatch.setattr(background, "ENDING_S", 0.0)
+    engine().run(request("a", tokens(1, 21)))
+    one = engine()
+    pages = one.ranks[0].pages
+    begun, may_end, write = threading.Event(), threading.Event(), pages.write
+
+    def slow(*arguments: Any) -> None:
+        begun.set()
+        may_end.wait()
+        write(*arguments)
+
+    monkeypatch.setattr(pages, "write", slow)
+    loading = request("b", tokens(1, 21))
+    one.add(loading)
+    until(one, loading, "loading")
+    begun.wait()
+    monkeypatch.setattr(pages, "write", write)
+    try:
+        one.replace_workers(patience_s=0.0)
+        one.run()
+        check([loading])
+        assert one.num_loads_failed == 1
+    finally:
+        may_end.set()
 
 
 def test_a_reset_waits_for_stores(memory: AsyncMemory, engine: Make) -> None:

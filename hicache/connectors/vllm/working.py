@@ -110,7 +110,7 @@ class WorkerSide:
         self._how = ""
         self._stores: asyncio.Queue[tuple[Store, Any]] | None = None
         self._news = threading.Condition()
-        self._num_loading = 0
+        self._loading: dict[str, Load] = {}
         self._storing: set[int] = set()
         self._doubted: set[int] = set()
         self._outcome = Outcome()
@@ -130,7 +130,7 @@ class WorkerSide:
         mark = self._pages.mark()
         self._begun = time.perf_counter(), mark
         with self._news:
-            self._num_loading += len(orders.loads)
+            self._loading.update((load.request, load) for load in orders.loads)
         for load in orders.loads:
             self._submit(self._load, load, mark)
 
@@ -153,7 +153,7 @@ class WorkerSide:
         that steps on at once in this very process would keep the GIL from who loads."""
         with self._news:
             if is_idle and not self._outcome.loaded:
-                if self._num_loading or self._storing:
+                if self._loading or self._storing:
                     self._news.wait(IDLE_WAIT_S)
                 elif self._doubted:
                     self._news.wait(IDLE_DOUBT_WAIT_S)
@@ -184,13 +184,18 @@ class WorkerSide:
         self.background.close(self._close, patience_s)
 
     def take_over(self, before: WorkerSide) -> None:
-        """Tell what another side, closed by now, has not told. Stores that it did not get to are
-        refused, and its pages in doubt are at rest: they were of other tensors than these."""
-        self._outcome = before.finished(is_idle=False)
-        self._report = before.report() or Report()
-        self._report.ended.update(dict.fromkeys(before._storing, 1))
-        self._report.refused |= before._storing
-        self._report.rested += before._doubted
+        """Tell what another side, closed by now, has not told. Loads that have not ended, a copy in
+        a thread among them, brought nothing, stores that it did not get to are refused, and pages
+        in doubt are at rest: all were of other tensors than these."""
+        with before._news:
+            self._outcome, before._outcome = before._outcome, Outcome()
+            self._report, before._report = before._report, Report()
+            self._outcome.loaded |= before._loading.keys()
+            for load in before._loading.values():
+                self._outcome.bad_pages.update(load.pages)
+            self._report.ended.update(dict.fromkeys(before._storing, 1))
+            self._report.refused |= before._storing
+            self._report.rested += before._doubted
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -206,7 +211,7 @@ class WorkerSide:
             if bad:
                 self.background.trouble.note(f"{len(bad)} blocks of {load.request} did not come")
             with self._news:
-                self._num_loading -= 1
+                self._loading.pop(load.request, None)
                 self._outcome.loaded.add(load.request)
                 if doubted:
                     self._outcome.failed.add(load.request)
