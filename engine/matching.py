@@ -40,7 +40,12 @@ class Estimates:
     loads: dict[int, LoadCost] = field(default_factory=dict)
 
     def load(self, namespace: int, house: Residency) -> LoadCost:
-        """The worker's, of a namespace that may be the first to ask."""
+        """The worker's, of a namespace that may be the first that has one: it is kept from now
+        on."""
+        return self.loads.setdefault(namespace, self.expected_load(namespace, house))
+
+    def expected_load(self, namespace: int, house: Residency) -> LoadCost:
+        """The same to ask only."""
         cost = self.loads.get(namespace)
         if cost is None:
             tiers = range(len(house.tiers))
@@ -50,7 +55,7 @@ class Estimates:
                 for (src, dst), link in self.links.items()
                 if house.tiers[src].mapped and dst in memory and not house.tiers[dst].mapped
             )
-            cost = self.loads[namespace] = LoadCost(memory, next(to_gpu, LinkCost()))
+            cost = LoadCost(memory, next(to_gpu, LinkCost()))
         return cost
 
 
@@ -293,7 +298,8 @@ class Matching:
         for link in {self._link_of(run.tier, hit.by_worker) for run in hit.runs}:
             if link[0] != link[1]:
                 self.estimates.links[link].relied_on()
-        self._last_copy(hit, 0.0).relied_on()
+        if hit.by_worker:
+            self.estimates.load(hit.namespace, self.residency).relied_on()
 
     def _reload_again(self, hit: Hit, blocks: int) -> float:
         """What reloading so much of a hit would take by what is known now, behind the queue of
@@ -321,7 +327,7 @@ class Matching:
     def _last_copy(self, hit: Hit, own_s_per_byte: float) -> LastCopy:
         """Into the inference engine's memory, by whoever makes it."""
         if hit.by_worker:
-            return self.estimates.load(hit.namespace, self.residency)
+            return self.estimates.expected_load(hit.namespace, self.residency)
         return OwnCopy(own_s_per_byte)
 
     def _link_of(self, tier: str, by_worker: bool) -> tuple[int, int]:

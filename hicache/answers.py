@@ -275,15 +275,15 @@ def read_greeting(reply: Mapping[str, Any], block_tokens: int, block_bytes: int)
         session=_get(reply, "session", bytes),
         epoch=_get(reply, "epoch", str),
         version=_get(reply, "version", str),
-        pid=_count(reply, "pid"),
-        block_tokens=_count(reply, "block_tokens"),
-        block_bytes=_count(reply, "block_bytes"),
+        pid=read_count(reply, "pid"),
+        block_tokens=read_count(reply, "block_tokens"),
+        block_bytes=read_count(reply, "block_bytes"),
         transport=_get(reply, "transport", str),
         arenas=tuple(_arena_file(entry) for entry in _get(reply, "arenas", list)),
-        lease_ttl_s=_seconds(reply, "lease_ttl_s"),
-        heartbeat_s=_seconds(reply, "heartbeat_s"),
-        max_message_bytes=_count(reply, "max_message_bytes"),
-        max_prompt_tokens=_count(reply, "max_prompt_tokens"),
+        lease_ttl_s=read_seconds(reply, "lease_ttl_s"),
+        heartbeat_s=read_seconds(reply, "heartbeat_s"),
+        max_message_bytes=read_count(reply, "max_message_bytes"),
+        max_prompt_tokens=read_count(reply, "max_prompt_tokens"),
         group=_get(reply, "group", bytes),
     )
     if len(greeting.session) != SESSION_BYTES:
@@ -354,7 +354,7 @@ _SCORE_FIELDS: Final = (
 
 def read_scores(reply: Mapping[str, Any], num_prompts: int) -> list[Score]:
     """One for each prompt, in order."""
-    block_tokens = _count(reply, "block_tokens")
+    block_tokens = read_count(reply, "block_tokens")
     is_measured = _get(reply, "measured", bool)
     scores = _get(reply, "scores", list)
     if len(scores) != num_prompts:
@@ -402,7 +402,11 @@ def read_runs(
         if type(run) is not list or len(run) != 5:
             raise WireError("malformed", "ready: a run is [first, tier, slots, gens, n]")
         fields = dict(zip(("first", "tier", "slots", "gens", "n"), run, strict=True))
-        first, tier, num = _count(fields, "first"), _get(fields, "tier", str), _count(fields, "n")
+        first, tier, num = (
+            read_count(fields, "first"),
+            _get(fields, "tier", str),
+            read_count(fields, "n"),
+        )
         slots, generations = _slots(fields, "slots"), _numbers(fields, "gens")
         if len(slots):
             if not len(slots) == len(generations) == num:
@@ -424,7 +428,7 @@ def read_runs_named(reply: Mapping[str, Any]) -> list[tuple[int, int]]:
     for run in _get(reply, "ready", list):
         if type(run) is not list or len(run) != 5:
             raise WireError("malformed", "ready: a run is [first, tier, slots, gens, n]")
-        runs.append((_count({"first": run[0]}, "first"), _count({"n": run[4]}, "n")))
+        runs.append((read_count({"first": run[0]}, "first"), read_count({"n": run[4]}, "n")))
     return runs
 
 
@@ -437,13 +441,13 @@ def read_placement(
 ) -> Placement:
     """`arenas` is None where blocks travel as frames. No index or slot out of bounds passes."""
     placement = Placement(
-        ticket=_count(reply, "ticket"),
+        ticket=read_count(reply, "ticket"),
         tier=_get(reply, "tier", str),
         indices=_numbers(reply, "indices"),
         slots=_slots(reply, "slots"),
-        present=_count(reply, "present"),
-        busy=_count(reply, "busy"),
-        refused=_count(reply, "refused"),
+        present=read_count(reply, "present"),
+        busy=read_count(reply, "busy"),
+        refused=read_count(reply, "refused"),
     )
     indices = placement.indices
     if not placement.ticket or not len(indices):
@@ -464,8 +468,8 @@ def read_ping(reply: Mapping[str, Any], round_trip_s: float) -> Ping:
     return Ping(
         epoch=_get(reply, "epoch", str),
         version=_get(reply, "version", str),
-        pid=_count(reply, "pid"),
-        uptime_s=_seconds(reply, "uptime_s"),
+        pid=read_count(reply, "pid"),
+        uptime_s=read_seconds(reply, "uptime_s"),
         ready=_get(reply, "ready", bool),
         tiers={name: _get(tiers, name, str) for name in tiers},
         round_trip_s=round_trip_s,
@@ -474,15 +478,7 @@ def read_ping(reply: Mapping[str, Any], round_trip_s: float) -> Ping:
 
 def read_committed(reply: Mapping[str, Any]) -> tuple[int, bool]:
     """How many blocks became visible, and whether they are on disk."""
-    return _count(reply, "committed"), _get(reply, "durable", bool)
-
-
-def read_count(reply: Mapping[str, Any], name: str) -> int:
-    return _count(reply, name)
-
-
-def read_seconds(reply: Mapping[str, Any], name: str) -> float:
-    return _seconds(reply, name)
+    return read_count(reply, "committed"), _get(reply, "durable", bool)
 
 
 def _read(fields: Mapping[str, Any], table: Sequence[tuple[str, type]]) -> list[Any]:
@@ -491,7 +487,7 @@ def _read(fields: Mapping[str, Any], table: Sequence[tuple[str, type]]) -> list[
     for name, kind in table:
         value = fields.get(name)
         if type(value) is not kind:
-            value = _seconds(fields, name) if kind is float else _get(fields, name, kind)
+            value = read_seconds(fields, name) if kind is float else _get(fields, name, kind)
         elif isinstance(value, int) and value < 0:
             raise WireError("malformed", f"{name}: {value} in a reply")
         values.append(value)
@@ -506,14 +502,14 @@ def _get(fields: Mapping[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-def _count(fields: Mapping[str, Any], name: str) -> int:
+def read_count(fields: Mapping[str, Any], name: str) -> int:
     value: int = _get(fields, name, int)
     if value < 0:
         raise WireError("malformed", f"{name}: {value} in a reply")
     return value
 
 
-def _seconds(fields: Mapping[str, Any], name: str) -> float:
+def read_seconds(fields: Mapping[str, Any], name: str) -> float:
     value = fields.get(name)
     if type(value) is not float and type(value) is not int:
         raise WireError("malformed", f"{name}: a reply needs a number here")
@@ -537,7 +533,7 @@ def _slots(fields: Mapping[str, Any], name: str) -> Ids:
 def _arena_file(entry: object) -> ArenaFile:
     if type(entry) is not dict:
         raise WireError("malformed", "arenas: each must be a map")
-    return ArenaFile(_get(entry, "tier", str), _get(entry, "path", str), _count(entry, "bytes"))
+    return ArenaFile(_get(entry, "tier", str), _get(entry, "path", str), read_count(entry, "bytes"))
 
 
 def _arena_of(

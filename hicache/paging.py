@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -135,17 +135,14 @@ class Paging:
         """Whether blocks that it asks for are copied by the worker: some session of its group has
         shared the pages that they go to. A scheduler asks, and its ranks have the pages."""
         asked = session.group.number, session.namespace
-        return any(
-            known.state == "mapped" and (known.owner, known.namespace) == asked
-            for known in self._registrations.values()
-        )
+        return any((known.owner, known.namespace) == asked for known in self._served())
 
     def copies_in(self, namespace: int) -> bool:
         """Whether the worker copies for somebody who asks for this namespace's blocks."""
-        registrations = self._registrations.values()
-        return any(
-            known.state == "mapped" and known.namespace == namespace for known in registrations
-        )
+        return any(known.namespace == namespace for known in self._served())
+
+    def _served(self) -> Iterator[_Registration]:
+        return (known for known in self._registrations.values() if known.state == "mapped")
 
     def counts(self) -> dict[str, int]:
         """For `stats`."""

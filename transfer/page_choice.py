@@ -29,13 +29,11 @@ from hicache.transfer.page_paths import (
     Memory,
     PagePath,
 )
-from hicache.transfer.pages import CupyRunner, PageLayout, whole_pages
+from hicache.transfer.pages import GRID_PINNED, CupyRunner, PageLayout, whole_pages
 from hicache.transfer.pinning import PinnedArena
 
 MPS_PIPES: Final = Path("/tmp/nvidia-mps")
 """Where MPS's control daemon listens if nobody says otherwise (CUDA_MPS_PIPE_DIRECTORY)."""
-GRID_PINNED: Final = 32
-"""Thread blocks from and to pinned memory: 0.93 of a PCIe link's peak on an H200 (4: 0.92)."""
 _BLOCKS_PER_SM: Final = 2
 """Within GPU memory. Of 512 threads with 128 bytes each under way: 17 MB on an H200, and its memory
 holds some 5 MB in the time of one access."""

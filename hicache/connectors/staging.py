@@ -16,7 +16,7 @@ For `PagedCache`. Not thread-safe; CuPy is passed in, or what stands in for it.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,7 @@ import numpy.typing as npt
 from hicache.answers import FetchedRun
 from hicache.paged import LoadedPart, PageTable
 from hicache.storing import Fill
-from hicache.transfer.pages import PageCopier, PageLayout, Runner
-
-GRID: Final = 32
-"""Thread blocks of our kernels: 0.93 of a PCIe link's peak on an H200, and few of its SMs."""
+from hicache.transfer.pages import GRID_PINNED, PageCopier, PageLayout, Runner
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -128,7 +125,7 @@ class Staging:
         if copier is None:
             copier = PageCopier(self._layout.only(planes), self._runner)
             self._copiers[planes] = copier
-        more = {"grid": GRID, "stream": self._stream}
+        more = {"grid": GRID_PINNED, "stream": self._stream}
         copier.start(blocks, np.ascontiguousarray(rows), to_blocks=to_blocks, **more)
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(self._stream)

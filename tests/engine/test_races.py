@@ -335,20 +335,25 @@ def test_a_fetch_waits_for_what_others_are_reading() -> None:
     assert lease in w.finished
 
 
-def test_a_reader_that_keeps_its_lease_is_not_waited_for_long() -> None:
+@pytest.mark.parametrize(("patience_s", "waits_s", "ends_s"), [(10.0, 0.4, 0.6), (0.4, 0.15, 0.25)])
+def test_a_reader_that_keeps_its_lease_is_not_waited_for_long(
+    patience_s: float, waits_s: float, ends_s: float
+) -> None:
     """1. All of dram is leased by somebody who has read it and goes on, the path is on disk. 2. The
-    fetch waits for room. 3. It ends before its deadline: half of that time is for a prefill."""
-    w = World((("dram", 4, True, False), ("disk", 64, False, True)))
+    fetch waits for room. 3. It ends after half a second, or half of its time where that is less:
+    the rest is for a prefill."""
+    settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
+    w = World((("dram", 4, True, False), ("disk", 64, False, True)), settings)
     big, small = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)
     on_disk_only(w, big)
     on_disk_only(w, small)
     w.fetch(w.match(small + END).lease)
     w.finish_all()
     lease = w.match(big + END).lease
-    fetched = w.fetch(lease)
-    assert fetched.unplaced == 4
-    w.now_s += 0.6 * (fetched.deadline_s - w.now_s)
-    assert lease in w.do(p.Tick(w.now_s)).finished
+    began_s = w.now_s
+    assert w.fetch(lease, patience_s=patience_s).unplaced == 4
+    assert lease not in w.do(p.Tick(began_s + waits_s)).finished
+    assert lease in w.do(p.Tick(began_s + ends_s)).finished
     assert not w.engine.fetching.unplaced
 
 

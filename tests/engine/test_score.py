@@ -33,8 +33,6 @@ LONG = tokens_of(1, 2, 3, 4, 5)
 def asked(w: World, tokens: bytes, namespace: int = 0, *, by_worker: bool = False) -> p.Scored:
     """Score what `World.match` will ask next, and see that nothing has changed by it."""
     w.engine.matching.settle()
-    if by_worker:  # the first to ask makes a place for what will be measured
-        w.engine.estimates.load(namespace, w.engine.residency)
     question = p.Match(namespace, tokens, 1, w.now_s + 1, 100.0, by_worker=by_worker)
     before = portrait(w.engine)
     scored = w.engine.score(question)

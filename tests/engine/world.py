@@ -111,8 +111,8 @@ class World:
         self.now_s += 1
         return self.do(p.Match(namespace, tokens, owner, self.now_s, 100.0, by_worker=by_worker))
 
-    def fetch(self, lease: int, *, by_worker: bool = False) -> p.Fetched:
-        return self.do(p.Fetch(lease, self.now_s, self.now_s + 10, by_worker))
+    def fetch(self, lease: int, *, by_worker: bool = False, patience_s: float = 10.0) -> p.Fetched:
+        return self.do(p.Fetch(lease, self.now_s, self.now_s + patience_s, by_worker))
 
     def release(self, lease: int) -> bool:
         return self.do(p.Release(lease, self.now_s))

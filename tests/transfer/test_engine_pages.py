@@ -4,7 +4,7 @@ handles" name memory files. What a block must hold is NumPy's own indexing of th
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -25,7 +25,7 @@ from hicache.transfer.engine_pages import EnginePages
 from hicache.transfer.ipc import NotShareable
 from hicache.transfer.messages import Message, Stream
 from hicache.transfer.page_messages import Claim, PageCopy, pack_copy
-from hicache.transfer.page_paths import ByCopyEngines, ByKernel, Fastest, PagePath
+from hicache.transfer.page_paths import ByCopyEngines, ByKernel, Fastest, Memory, PagePath
 from hicache.transfer.page_work import PageWork
 from hicache.transfer.pages import CupyRunner
 from hicache.transfer.pinning import PinnedArena
@@ -100,7 +100,9 @@ class World:
         seed: int = 0,
         by: str = ENGINES,
         shape: Shape = SHAPE,
+        kernels_from: Mapping[Memory, int] | None = None,
     ) -> None:
+        """`kernels_from`: bytes of a page, by memory; all of them if not said."""
         self.rng = np.random.default_rng(seed)
         self.device = device
         self.engine = Engine(device, kind, shape, self.rng)
@@ -111,8 +113,13 @@ class World:
         if by == KERNELS:
             runners = {to_blocks: CupyRunner(device) for to_blocks in (True, False)}
             kernel: PagePath = ByKernel(runners, {"gpu": 3, "pinned": 2})
-            steps = Steps([(1, kernel)])
-            self.path = Fastest(engines, {"gpu": steps, "pinned": steps})
+            self.path = Fastest(
+                engines,
+                {
+                    memory: Steps([(1, engines), (num_bytes, kernel)])
+                    for memory, num_bytes in (kernels_from or {"gpu": 1, "pinned": 1}).items()
+                },
+            )
         more = (pinned, self.pool, self.path, self.engine.size_of)
         self.pages = EnginePages("dram", "hbm", *more)
         self.real = {
@@ -324,6 +331,26 @@ def test_a_kernel_refused_is_the_last_one(arena: Arena, refused: int) -> None:
     assert [message["t"] for message in told] == ["copied", "noted", "copied"]
     assert "a page kernel was refused (cudaErrorInvalidValue" in told[1]["note"]
     assert device.launches == []
+
+
+@pytest.mark.parametrize("memory", ["gpu", "pinned"])
+@pytest.mark.parametrize("is_enough", [True, False])
+def test_the_bytes_of_a_page_and_the_memory_decide(
+    arena: Arena, memory: Memory, is_enough: bool
+) -> None:
+    """Not those of a block, which is many pages, and not what is faster for the other memory."""
+    needs_page_kernels()
+    device = StandIn()
+    layout = Engine(device, KINDS[0], SHAPE, np.random.default_rng(0)).layout
+    assert layout.block_bytes > layout.page_bytes
+    size = layout.page_bytes + (0 if is_enough else 1)
+    world = World(arena, device, KINDS[0], by=KERNELS, kernels_from={memory: size})
+    world.pages.map(world.engine.claim)
+    copy = world.copy(to_blocks=True, near=2, far=2)
+    world.pages.copy(copy, lambda planes: None)
+    assert_gathered(world, copy)
+    grid = {"gpu": 3, "pinned": 2}[memory]
+    assert [grid for _, grid in device.launches] == ([grid] if is_enough else [])
 
 
 class Stingy(StandIn):
