@@ -25,7 +25,7 @@ from hicache.engine.gate import WriteGate
 from hicache.engine.hints import Hints
 from hicache.engine.history import History
 from hicache.engine.identity import Identities
-from hicache.engine.lease import Lease
+from hicache.engine.lease import NOBODY, Lease
 from hicache.engine.ledger import Ledger, TierCounts
 from hicache.engine.matching import Estimates, Matching
 from hicache.engine.memory import Memory
@@ -40,6 +40,7 @@ from hicache.engine.settings import EngineSettings
 from hicache.engine.shedding import set_aside, shed
 from hicache.engine.storing import Storing
 from hicache.engine.uses import Uses
+from hicache.engine.warming import Warming
 from hicache.engine.writedown import WriteDown
 from hicache.tiers.block import Ids, SlotPool, TierSpec, slot_bytes_for
 
@@ -89,6 +90,7 @@ class CacheEngine:
             history,
         )
         self.record = self.matching.record
+        self.warming = Warming(self.residency, self.matching, self.evictor, self.fetching)
         self.memory = Memory(self.residency, self.estimates)
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
         self.uses = Uses(self.residency, self.identities, self.writedown.tier)
@@ -111,6 +113,7 @@ class CacheEngine:
             p.WriterGone: self._writer_gone,
             p.Observe: self._observe,
             p.ObserveReload: self._observe_reload,
+            p.Warm: self._warm,
             p.Clear: self._clear,
             p.MovesDone: self._moves_done,
             p.LinkMeasured: self._link_measured,
@@ -293,6 +296,11 @@ class CacheEngine:
         if is_measurable(event.total_seconds):
             lease.took_s = event.total_seconds
 
+    def _warm(self, event: p.Warm) -> p.Warmed:
+        lease = self.warming.begin(event)
+        self._make_progress()
+        return self.warming.answer(lease)
+
     def _clear(self, event: p.Clear) -> int:
         """Forget what nobody holds: leaves first, as far as leases and moves let it."""
         house = self.residency
@@ -365,6 +373,8 @@ class CacheEngine:
             if move.dst is None or not house.tiers[house.number_of(move.dst)].mapped:
                 continue
             for lease in self.fetching.came(move, outcome.ok, house.leases.leases):
+                if lease.owner == NOBODY:
+                    continue
                 told[lease.id] = lease
                 if outcome.ok:
                     came.setdefault(lease.id, []).append(move.block)
@@ -384,7 +394,8 @@ class CacheEngine:
             arrived[lease_id] = self._runs_at(lease, positions)
         finished = [lease.id for lease in told.values() if self.fetching.is_finished(lease)]
         finished += self.fetching.take_ended()
-        return p.Arrivals(arrived, finished, self.storing.durable_now(), freed)
+        durable, warmed = self.storing.durable_now(), self.warming.take_ended()
+        return p.Arrivals(arrived, finished, durable, freed, warmed)
 
     def _runs_at(self, lease: Lease, positions: Positions) -> list[p.ReadyRun]:
         """Ready runs at these positions of a lease, split where positions are not consecutive."""
@@ -496,11 +507,15 @@ class CacheEngine:
         for ticket in tickets:
             self.storing.abort(p.Abort(ticket, event.now_s, writer_gone=False))
         for lease in leases:
-            self._release(p.Release(lease, event.now_s))
+            if self.warming.is_warming(lease):
+                self.warming.end(self._lease(lease))
+            else:
+                self._release(p.Release(lease, event.now_s))
         self.evictor.evacuations.tick(event.now_s)
         self._make_progress()
         finished = leases + self.fetching.take_ended()
-        return p.Arrivals({}, finished, self.storing.durable_now(), bool(leases or tickets))
+        durable, warmed = self.storing.durable_now(), self.warming.take_ended()
+        return p.Arrivals({}, finished, durable, bool(leases or tickets), warmed)
 
     def _set_aside(self, event: p.SetAside) -> int:
         return set_aside(self.residency, event)
@@ -515,6 +530,7 @@ class CacheEngine:
         self._make_progress()
 
     def _flush(self, event: p.Flush) -> int:
+        self.warming.end_all()
         self.writedown.flush()
         self._make_progress()
         house = self.residency
@@ -532,6 +548,7 @@ class CacheEngine:
             self.fetching.place_more([leases[i] for i in list(self.fetching.unplaced)])
         self.writedown.advance()
         self.evictor.keep_watermarks()
+        self.warming.advance()
 
     def _lease(self, lease_id: int) -> Lease:
         lease = self.residency.leases.leases.get(lease_id)

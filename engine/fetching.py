@@ -80,7 +80,7 @@ class Fetching:
         side, each behind what is queued there."""
         house = self.residency
         block_bytes = house.namespaces[lease.namespace].block_bytes
-        src = self._fastest(house.up)[house.blocks.tags[ids] & 0xFF]
+        src = self.fastest(house.up)[house.blocks.tags[ids] & 0xFF]
         expected_s = doubt_s = 0.0
         for number in np.unique(src[src != NO_TIER]).tolist():
             link = number, house.landing[number]
@@ -211,7 +211,7 @@ class Fetching:
         house = self.residency
         namespace = house.namespaces[lease.namespace]
         ids = lease.ids[missing]
-        src = self._fastest(house.up)[house.blocks.tags[ids] & 0xFF]
+        src = self.fastest(house.up)[house.blocks.tags[ids] & 0xFF]
         landing = [dst if dst != NO_TIER and house.is_up(dst) else NO_TIER for dst in house.landing]
         dst = np.array([*landing, NO_TIER], np.int32)[np.minimum(src, len(landing))]
         lost = np.flatnonzero(dst == NO_TIER)
@@ -223,7 +223,7 @@ class Fetching:
         for tier in np.unique(dst).tolist():
             is_absent |= (dst == tier) & (house.blocks.state[tier][ids] == State.ABSENT)
         for block in ids[~is_absent].tolist():
-            self._wait(lease, block)
+            self.wait(lease, block)
             for move in house.moves_of.get(block, ()):
                 if move.deadline_s is not None and move.dst is not None:
                     move.deadline_s = max(move.deadline_s, lease.deadline_s)
@@ -256,10 +256,11 @@ class Fetching:
             house.progress_s.setdefault(link, lease.started_s)
             lease.link_bytes += len(slots) * namespace.block_bytes
             for block in ids.tolist():
-                self._wait(lease, block)
+                self.wait(lease, block)
         return len(slots)
 
-    def _wait(self, lease: Lease, block: int) -> None:
+    def wait(self, lease: Lease, block: int) -> None:
+        """The lease is told when a copy of the block has come to a mapped tier."""
         lease.awaited.add(block)
         self.waiters.setdefault(block, set()).add(lease.id)
 
@@ -271,10 +272,10 @@ class Fetching:
         for tier in range(len(house.tiers)):
             if house.is_readable(tier, by_worker=lease.by_worker):
                 usable |= 1 << tier
-        readable: Ids = self._fastest(house.up & usable)[house.blocks.tags[ids] & 0xFF]
+        readable: Ids = self.fastest(house.up & usable)[house.blocks.tags[ids] & 0xFF]
         return readable
 
-    def _fastest(self, usable: int) -> Ids:
+    def fastest(self, usable: int) -> Ids:
         """The fastest of these tiers in each set of bits, NO_TIER where there is none."""
         table = self._fastest_of.get(usable)
         if table is None:

@@ -10,11 +10,15 @@ writer acknowledges or is known dead (`Quarantine`). Owned by the daemon's one l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from hicache.engine.blocks import BlockTable
 from hicache.engine.ids import Span
 from hicache.engine.plan import Decision, TierRun
 from hicache.tiers.block import Ids
+
+NOBODY: Final = 0
+"""The owner of what is held for no session."""
 
 
 @dataclass(slots=True)

@@ -349,6 +349,28 @@ class ObserveReload(Event[None], frozen=True):
     total_seconds: float
 
 
+class Warmed(msgspec.Struct, frozen=True):
+    """Of the `held` blocks at the front of a prompt, `warm` can be read where they are now, and
+    `refused` will not come: no room for them, or no way. `warming` is the number by which
+    `Arrivals` tells the end, 0 when nothing more is to come."""
+
+    warming: int
+    held: int
+    warm: int
+    refused: int
+
+
+class Warm(Event[Warmed], frozen=True):
+    """This prompt will be asked for: copy what is held of it to where it can be read, behind
+    everything that anybody waits for, within `ttl_s`. `by_worker`: as in Match."""
+
+    namespace: int
+    tokens: bytes
+    now_s: float
+    ttl_s: float
+    by_worker: bool = False
+
+
 class Clear(Event[int], frozen=True):
     """Forget everything of a namespace that nobody holds. Answer: blocks forgotten."""
 
@@ -362,13 +384,15 @@ class Clear(Event[int], frozen=True):
 class Arrivals(msgspec.Struct, frozen=True):
     """News for whoever waits: leases with newly readable runs, and leases that wait for no more.
 
-    `durable` names tickets whose blocks are all in a durable tier now.
+    `durable` names tickets whose blocks are all in a durable tier now; `warmed`, what of each
+    warming that has ended can be read.
     """
 
     arrived: dict[int, list[ReadyRun]]
     finished: list[int]
     durable: list[int]
     freed: bool
+    warmed: dict[int, Warmed] = msgspec.field(default_factory=dict)
 
 
 class MovesDone(Event[Arrivals], frozen=True):

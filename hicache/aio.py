@@ -17,7 +17,17 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
-from hicache.answers import Bytes2D, Fetched, FetchedRun, Greeting, Match, Ping, PutResult, Score
+from hicache.answers import (
+    Bytes2D,
+    Fetched,
+    FetchedRun,
+    Greeting,
+    Match,
+    Ping,
+    PutResult,
+    Score,
+    Warmed,
+)
 from hicache.channel import (
     Mailbox,
     Part,
@@ -246,6 +256,9 @@ class AsyncClient:
 
     async def score(self, prompts: Sequence[Tokens]) -> list[Score]:
         return await self._dialogue.score(prompts)
+
+    async def warm(self, tokens: Tokens, *, wait_s: float = 0.0) -> Warmed:
+        return await self._dialogue.warm(tokens, wait_s)
 
     async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
         return await self._dialogue.adopt(lease, blocks, group, epoch)

@@ -108,6 +108,20 @@ class Score(msgspec.Struct, frozen=True):
         return self.recompute_s - self.reload_s - self.prefill_s if self.is_measured else None
 
 
+class Warmed(msgspec.Struct, frozen=True):
+    """What has come of warming a prompt. Of `held_blocks` at its front `warm_blocks` can be read
+    where they are now; `refused_blocks` will not come, for want of room. What is left is on its
+    way. False where no daemon answered."""
+
+    held_blocks: int = 0
+    warm_blocks: int = 0
+    refused_blocks: int = 0
+    is_answered: bool = True
+
+    def __bool__(self) -> bool:
+        return self.is_answered
+
+
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """`blocks` blocks from the front are valid in the caller's buffer; what follows is not.
@@ -420,6 +434,15 @@ def read_runs(
             taken += num
             runs.append(FramedRun(first, tier, mine))
     return runs
+
+
+def read_warmed(reply: Mapping[str, Any]) -> Warmed:
+    """Raises WireError where the counts contradict each other."""
+    names = ("held_blocks", "warm_blocks", "refused_blocks")
+    held, warm, refused = (read_count(reply, name) for name in names)
+    if warm + refused > held:
+        raise WireError("malformed", "warm_blocks: more than are held")
+    return Warmed(held, warm, refused)
 
 
 def read_runs_named(reply: Mapping[str, Any]) -> list[tuple[int, int]]:

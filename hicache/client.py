@@ -30,6 +30,7 @@ from hicache.answers import (
     Ping,
     PutResult,
     Score,
+    Warmed,
 )
 from hicache.channel import Channel, DaemonAbsent, run_now
 from hicache.connection import Connection, DaemonError, Timeouts, Transport
@@ -60,6 +61,7 @@ __all__ = [
     "PutResult",
     "Score",
     "SharedPages",
+    "Warmed",
     "admin_call",
 ]
 
@@ -143,6 +145,15 @@ class Client:
         one `timeout_s`; of a longer prompt so many tokens count. Those that nobody answered for in
         time are not `is_answered`."""
         return run_now(self._dialogue.score(prompts))
+
+    def warm(self, tokens: Tokens, *, wait_s: float = 0.0) -> Warmed:
+        """Have what is held of this prompt copied to where clients read, since it will be asked
+        for: behind all demand, and into free room only. Opens no session.
+
+        Returns as soon as it is planned, or, with `wait_s`, when no more will come or so long has
+        passed. The copying ends after the daemon's `limits.lease_ttl` at the latest; what has come
+        by then stays as any other block does."""
+        return run_now(self._dialogue.warm(tokens, wait_s))
 
     def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
         """A match that another session of the same group made: its lease can be fetched and

@@ -5,8 +5,8 @@ one that awaits. The promises are kept here:
 
 - every call has one deadline, and ends by it (a put may have a copy to end first: `storing`);
 - a daemon that is absent, dies, answers garbage or refuses is a miss: no exception leaves `match`,
-  `score`, `fetch`, `put`, `release`, `observe` (a caller's own mistake, such as a wrong shape,
-  raises);
+  `score`, `warm`, `fetch`, `put`, `release`, `observe` (a caller's own mistake, such as a wrong
+  shape, raises);
 - after a failure the circuit breaker answers for the daemon, so a dead one costs one timeout and
   not one per request;
 - leases and tickets go only to the session that got them: another daemon's lease of the same
@@ -32,12 +32,14 @@ from hicache.answers import (
     Ping,
     PutResult,
     Score,
+    Warmed,
     read_count,
     read_match,
     read_ping,
     read_plain_match,
     read_runs,
     read_scores,
+    read_warmed,
 )
 from hicache.connection import TROUBLE, Connection
 from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
@@ -123,6 +125,25 @@ class Dialogue:
         else:
             self._connection.succeeded()
         return scores + [Score(is_answered=False)] * (len(packed) - len(scores))
+
+    async def warm(self, tokens: Tokens, wait_s: float) -> Warmed:
+        """Asked without a session, like `score`."""
+        started_s = time.monotonic()
+        body = {
+            "namespace": self._namespace,
+            "tokens": encode_tokens(tokens),
+            "wait": wait_s > 0,
+        }
+        deadline_s = started_s + max(0.0, wait_s) + self._connection.timeouts.call_s
+        try:
+            self._connection.begin(started_s)
+            reply, _ = await self._connection.exchange("warm", body, deadline_s, None)
+            warmed = read_warmed(reply)
+        except TROUBLE as trouble:
+            self._connection.failed(trouble, started_s)
+            return Warmed(is_answered=False)
+        self._connection.succeeded()
+        return warmed
 
     async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
         started_s = time.monotonic()

@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 
 from hicache import __version__
+from hicache.admission import check_spec
 from hicache.config import DeadlinesConfig, LimitsConfig
-from hicache.config.units import format_size
 from hicache.conversations import Conversations
 from hicache.delivery import Delivery, Part, Send
 from hicache.engine import plan as p
@@ -26,6 +26,7 @@ from hicache.engine.core import CacheEngine
 from hicache.engine.cost import plausible_hop
 from hicache.engine.pinned import leased_share
 from hicache.faults import Faults
+from hicache.foresight import Foresight
 from hicache.keys import NamespaceSpec
 from hicache.paging import Paging
 from hicache.scoring import Scoring
@@ -46,6 +47,7 @@ CAPABILITIES: Final = (
     "frames",
     "clear",
     "score",
+    "warm",
 )
 TRANSPORTS: Final = ("auto", "arena", "frames")
 MAX_UNTOLD: Final = 64
@@ -118,6 +120,16 @@ class Service:
         self._send = send
         self.paging = Paging(engine, self._reply_with, self.do, self._owner_at_rest)
         self._scoring = Scoring(engine, self.paging)
+        self.foresight = Foresight(
+            engine,
+            self.paging,
+            self.waiting,
+            limits,
+            self.do,
+            self._reply_with,
+            self._check_leases,
+            self._check_tokens,
+        )
         self._dispatch = dispatch
         self._describe = describe
         self._handlers: dict[str, Callable[[Asked, Session], None]] = {
@@ -141,7 +153,7 @@ class Service:
     def configure(self, deadlines: DeadlinesConfig, limits: LimitsConfig) -> None:
         """Apply what can change while serving."""
         self.deadlines = deadlines
-        self.limits = limits
+        self.limits = self.foresight.limits = limits
         self.delivery.max_unread_bytes = limits.max_unread_bytes
         self.sessions.max_sessions = limits.max_sessions
         self.sessions.session_ttl_s = limits.session_ttl_s
@@ -155,6 +167,9 @@ class Service:
             return
         if request.op == "score":
             self._reply(asked.peer, **self._scoring.answer(request.body, asked.now_s))
+            return
+        if (foreseen := self.foresight.handlers.get(request.op)) is not None:
+            foreseen(asked.peer, request, asked.now_s)
             return
         session = self.sessions.get(request.session, asked.now_s)
         try:
@@ -184,7 +199,7 @@ class Service:
             spec = NamespaceSpec.from_wire(body["spec"])
         except ValueError as error:
             raise WireError("spec", f"spec: {error}") from None
-        self._check_spec(spec)
+        check_spec(spec, self.engine)
         if len(self.sessions) >= self.sessions.max_sessions:
             self._end_idle_sessions(asked.now_s)
         self.turned_away["sessions"] += len(self.sessions) >= self.sessions.max_sessions
@@ -255,23 +270,6 @@ class Service:
             self._describe(spec)
         return number
 
-    def _check_spec(self, spec: NamespaceSpec) -> None:
-        if len(spec.groups) > 1:
-            raise WireError("spec", "protocol 1 holds models with one layer group, not several")
-        if spec.groups[0].window:
-            raise WireError("spec", "protocol 1 holds full attention, not a sliding window")
-        if spec.tp_rank >= spec.tp_size or spec.pp_rank >= spec.pp_size:
-            raise WireError("spec", "tp_rank and pp_rank count from 0 to below tp_size and pp_size")
-        mapped = [tier for tier in self.engine.residency.tiers if tier.mapped]
-        too_small = self.engine.too_small_for(spec.block_bytes)
-        if all(tier in too_small for tier in mapped):
-            rooms = " and ".join(f"{t.name} ({format_size(t.capacity_bytes)})" for t in mapped)
-            raise WireError(
-                "spec",
-                f"a block of {spec.block_bytes} bytes does not fit in {rooms}; "
-                "use fewer tokens per block or larger tiers",
-            )
-
     def _heartbeat(self, asked: Asked, session: Session) -> None:
         self._reply(asked.peer)
 
@@ -334,13 +332,7 @@ class Service:
                 known.reply.id = wanted.id
                 self._send(asked.peer, known.reply, ())
                 return
-        if len(self.engine.residency.leases.leases) >= self.limits.max_leases:
-            self.turned_away["leases"] += 1
-            raise WireError("refused", f"{self.limits.max_leases} leases are open (max_leases)")
-        if self.leased_share > self.limits.max_leased:
-            self.turned_away["leased memory"] += 1
-            share = f"{self.leased_share:.0%}"
-            raise WireError("refused", f"leases hold {share} of memory (limits.max_leased)")
+        self._check_leases()
         matched = self.do(
             p.Match(
                 session.namespace,
@@ -612,6 +604,7 @@ class Service:
             commit = self.waiting.commits.pop(ticket, None)
             if commit is not None:
                 self._reply(commit.peer, committed=commit.committed, durable=True)
+        self.foresight.news(arrivals)
         if arrivals.freed and self.waiting.puts:
             self._try_puts(now_s)
 
@@ -686,6 +679,15 @@ class Service:
         if leased is None or leased.owner != session.group.number:
             raise p.UnknownLease(lease)
         return lease
+
+    def _check_leases(self) -> None:
+        if len(self.engine.residency.leases.leases) >= self.limits.max_leases:
+            self.turned_away["leases"] += 1
+            raise WireError("refused", f"{self.limits.max_leases} leases are open (max_leases)")
+        if self.leased_share > self.limits.max_leased:
+            self.turned_away["leased memory"] += 1
+            share = f"{self.leased_share:.0%}"
+            raise WireError("refused", f"leases hold {share} of memory (limits.max_leased)")
 
     def _check_tokens(self, tokens: bytes) -> None:
         if len(tokens) > 4 * self.limits.max_prompt_tokens:

@@ -1,4 +1,5 @@
-"""Requests that cannot be answered yet: fetches, puts without room, commits that want the disk.
+"""Requests that cannot be answered yet: fetches, puts without room, commits that want the disk,
+warmings whose end is waited for.
 
 Each has a deadline; when it passes the request gets what there is by then. Exactly one final reply
 leaves for every request. Used from the daemon's loop only.
@@ -76,9 +77,10 @@ class Waiting:
     fetches: dict[int, WaitingFetch] = field(default_factory=dict)
     puts: list[WaitingPut] = field(default_factory=list)
     commits: dict[int, WaitingCommit] = field(default_factory=dict)
+    warms: dict[int, Peer] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.fetches) + len(self.puts) + len(self.commits)
+        return len(self.fetches) + len(self.puts) + len(self.commits) + len(self.warms)
 
     def put_bytes(self) -> int:
         """What the prompts of waiting puts take."""

@@ -101,6 +101,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "first after last": ("put", {"tokens": WHOLE, "first": 3, "last": 1}, "malformed"),
     "a name of a mile": ("match", {"tokens": WHOLE, "request": "x" * 300}, "too_large"),
     "NaN seconds": ("observe", {"sum_n": 1.0, "sum_nc": 1.0, "seconds": np.nan}, "malformed"),
+    "a namespace of three bytes": ("warm", {"namespace": b"abc", "tokens": WHOLE}, "malformed"),
+    "a wait in words": ("warm", {"namespace": bytes(32), "tokens": b"", "wait": "y"}, "malformed"),
     "endless seconds": ("observe", {"sum_n": 1.0, "sum_nc": 1.0, "seconds": np.inf}, "malformed"),
 }
 

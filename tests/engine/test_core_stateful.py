@@ -133,6 +133,27 @@ class EngineMachine(RuleBasedStateMachine):
         if matched.lease:
             self.leases[matched.lease] = (tokens, namespace, owner)
 
+    @rule(
+        tokens=prompts,
+        namespace=namespaces,
+        ttl_s=st.sampled_from([10.0, 100.0]),
+        by_worker=st.booleans(),
+    )
+    def warm(self, tokens: bytes, namespace: int, ttl_s: float, by_worker: bool) -> None:
+        """What is leased stays, and nothing is forgotten for it."""
+        namespace %= self.num_namespaces
+        self.world.engine.matching.settle()
+        house = self.world.engine.residency
+        leased = np.flatnonzero(house.blocks.leases)
+        held = leased[house.blocks.tags[leased] != 0]
+        now_s = self.world.now_s
+        warmed = self.world.do(p.Warm(namespace, tokens, now_s, ttl_s, by_worker))
+        keys = self.keys(tokens, namespace)
+        assert all(key in self.committed for key in keys[: warmed.held]), "a false hit"
+        assert 0 <= warmed.warm + warmed.refused <= warmed.held
+        assert bool(warmed.warming) == (warmed.warm + warmed.refused < warmed.held)
+        assert (house.blocks.tags[held] != 0).all(), "a leased block is gone"
+
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def fetch(self, data: st.DataObject) -> None:
@@ -220,7 +241,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.tickets = {k: v for k, v in self.tickets.items() if v[2] != owner}
         held = self.world.engine.residency.leases
         assert all(item.owner != owner for item in held.quarantine.values())
-        asked = {k for k, lease in held.leases.items() if lease.decision.reason != "durable"}
+        ours = "durable", "foreseen"
+        asked = {k for k, lease in held.leases.items() if lease.decision.reason not in ours}
         assert asked == set(self.leases)
 
     @rule(tier=st.sampled_from(["hbm", "dram", "disk"]))

@@ -1069,3 +1069,39 @@ def test_scores_that_nobody_told(connect: Any, daemon: ScriptedDaemon, trouble: 
     assert [score.is_answered for score in scores] == [True] * 128 + [False] * 2
     assert scores[-1].hit_blocks == 0
     assert client.last_error
+
+
+# --- warming ------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_warmed_without_a_session(connect: Any, daemon: ScriptedDaemon) -> None:
+    daemon.on("warm", {"held_blocks": 4, "warm_blocks": 1, "refused_blocks": 2})
+    client = connect()
+    warmed = client.warm(TOKENS)
+    assert warmed
+    assert (warmed.held_blocks, warmed.warm_blocks, warmed.refused_blocks) == (4, 1, 2)
+    client.warm(TOKENS, wait_s=30.0)
+    assert [seen.body["wait"] for seen in daemon.seen] == [False, True]
+    assert [seen.body["namespace"] for seen in daemon.seen] == [SPEC.digest()] * 2
+    assert daemon.seen[1].request.deadline_s > 30.0
+    assert not client.connected
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        refuse("refused"),
+        b"garbage",
+        DIE,
+        {"held_blocks": 1, "warm_blocks": 1, "refused_blocks": 1},
+        {"held_blocks": 1, "warm_blocks": 1},
+        {"held_blocks": -1, "warm_blocks": 0, "refused_blocks": 0},
+    ],
+)
+def test_a_warming_that_nobody_answers(connect: Any, daemon: ScriptedDaemon, trouble: Any) -> None:
+    daemon.on("warm", trouble)
+    client = connect()
+    warmed = client.warm(TOKENS)
+    assert not warmed
+    assert warmed.held_blocks == 0
+    assert client.last_error

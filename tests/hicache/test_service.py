@@ -47,11 +47,14 @@ class Sent:
 
 
 class Desk:
-    """A Service over a scripted engine with one tier in memory."""
+    """A Service over a scripted engine with one tier in memory, or what else is said. Moves end
+    when the test says so."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, tiers: Sequence[tuple[str, int, bool, bool]] = ONE_TIER
+    ) -> None:
         settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
-        self.world = World(ONE_TIER, settings)
+        self.world = World(tiers, settings)
         self.arena = Arena.create(folder / "arena", 8 * BLOCK_BYTES)
         self.sent: list[Sent] = []
         self.service = Service(
@@ -63,7 +66,7 @@ class Desk:
             DeadlinesConfig(),
             LimitsConfig(),
             self._send,
-            lambda plan: None,
+            self._dispatch,
             lambda spec: None,
         )
         self._ids = itertools.count(1)
@@ -73,6 +76,10 @@ class Desk:
     ) -> Sent:
         self.sent.append(Sent(decode_reply(pack(message)), [bytes(part) for part in parts]))
         return self.sent[-1]
+
+    def _dispatch(self, plan: p.Plan[Any]) -> None:
+        self.world.engine.identify(plan.moves)
+        self.world.in_flight.update({move.id: move for move in plan.moves})
 
     def ask(self, op: str, parts: Sequence[Part] = (), **fields: Any) -> dict[str, Any]:
         """The last reply to one request."""

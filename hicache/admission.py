@@ -1,0 +1,27 @@
+"""Which namespaces a daemon with these tiers can hold."""
+
+from __future__ import annotations
+
+from hicache.config.units import format_size
+from hicache.engine.core import CacheEngine
+from hicache.keys import NamespaceSpec
+from hicache.wire import WireError
+
+
+def check_spec(spec: NamespaceSpec, engine: CacheEngine) -> None:
+    """Raises WireError('spec') with the reason why it cannot be held."""
+    if len(spec.groups) > 1:
+        raise WireError("spec", "protocol 1 holds models with one layer group, not several")
+    if spec.groups[0].window:
+        raise WireError("spec", "protocol 1 holds full attention, not a sliding window")
+    if spec.tp_rank >= spec.tp_size or spec.pp_rank >= spec.pp_size:
+        raise WireError("spec", "tp_rank and pp_rank count from 0 to below tp_size and pp_size")
+    mapped = [tier for tier in engine.residency.tiers if tier.mapped]
+    too_small = engine.too_small_for(spec.block_bytes)
+    if all(tier in too_small for tier in mapped):
+        rooms = " and ".join(f"{t.name} ({format_size(t.capacity_bytes)})" for t in mapped)
+        raise WireError(
+            "spec",
+            f"a block of {spec.block_bytes} bytes does not fit in {rooms}; "
+            "use fewer tokens per block or larger tiers",
+        )

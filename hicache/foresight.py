@@ -1,0 +1,89 @@
+"""What an operator or a gateway knows of prompts to come, and the cache cannot: this one will be
+asked for soon (`warm`).
+
+Asked about a namespace, without a session: who asks holds nothing himself, and may be gone before
+it is over. What he asks for is bounded and ends by itself. Used from the daemon's loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+from hicache.config import LimitsConfig
+from hicache.engine import plan as p
+from hicache.engine.core import CacheEngine
+from hicache.paging import Paging
+from hicache.waiting import Peer, Waiting
+from hicache.wire import Request
+
+Fields = Mapping[str, Any]
+Handler = Callable[[Peer, Request, float], None]
+TICK_S: Final = 0.1
+"""What has come to its end is noticed so late."""
+
+
+class Do(Protocol):
+    """Hands an event to the cache engine, and its moves to the mover."""
+
+    def __call__(self, event: p.Event[p.Answer]) -> p.Answer: ...
+
+
+class Foresight:
+    """`handlers`: of the operations answered here. `check_leases` raises WireError('refused') where
+    there are enough, `check_tokens` WireError('too_large')."""
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        paging: Paging,
+        waiting: Waiting,
+        limits: LimitsConfig,
+        do: Do,
+        reply: Callable[[Peer, Fields], None],
+        check_leases: Callable[[], None],
+        check_tokens: Callable[[bytes], None],
+    ) -> None:
+        self.limits = limits
+        self._engine = engine
+        self._paging = paging
+        self._waiting = waiting
+        self._do = do
+        self._reply = reply
+        self._check_leases = check_leases
+        self._check_tokens = check_tokens
+        self.handlers: Mapping[str, Handler] = {"warm": self._warm}
+
+    def _warm(self, peer: Peer, request: Request, now_s: float) -> None:
+        """Plan it, and reply at once or at its end. Raises WireError('too_large' or 'refused')."""
+        body = request.body
+        self._check_tokens(body["tokens"])
+        number = self._engine.number_of(body["namespace"])
+        if number is None:
+            self._reply(peer, _told(p.Warmed(0, 0, 0, 0)))
+            return
+        self._check_leases()
+        ttl_s = self.limits.lease_ttl_s
+        if body["wait"] and request.deadline_s:
+            ttl_s = min(ttl_s, max(0.0, 0.95 * request.deadline_s - TICK_S))
+        by_worker = self._paging.copies_in(number)
+        warmed = self._do(p.Warm(number, body["tokens"], now_s, ttl_s, by_worker))
+        if body["wait"] and warmed.warming:
+            self._waiting.warms[warmed.warming] = peer
+        else:
+            self._reply(peer, _told(warmed))
+
+    def news(self, arrivals: p.Arrivals) -> None:
+        """Some warmings have ended: tell whoever waits."""
+        for number, warmed in arrivals.warmed.items():
+            peer = self._waiting.warms.pop(number, None)
+            if peer is not None:
+                self._reply(peer, _told(warmed))
+
+
+def _told(warmed: p.Warmed) -> Fields:
+    return {
+        "held_blocks": warmed.held,
+        "warm_blocks": warmed.warm,
+        "refused_blocks": warmed.refused,
+    }
