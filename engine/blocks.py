@@ -129,6 +129,13 @@ class BlockTable:
         at = bisect_left(ends, span.start + first)
         return at < len(ends) and ends[at] < span.stop
 
+    def num_held(self, span: Span) -> int:
+        """Of the blocks of one node, how many from the front are leased or above one that is."""
+        if not self.num_pins:
+            return 0
+        leased = np.flatnonzero(self.leases[span])
+        return int(leased[-1]) + 1 if len(leased) else 0
+
     def _end_of(self, span: Span) -> int:
         """The deepest of these blocks."""
         if isinstance(span, slice):

@@ -30,6 +30,7 @@ from hicache.engine.ledger import Ledger, TierCounts
 from hicache.engine.matching import Estimates, Matching
 from hicache.engine.memory import Memory
 from hicache.engine.node import Node
+from hicache.engine.pinning import Pinning
 from hicache.engine.planner import Planner
 from hicache.engine.policies.base import EvictionPolicy
 from hicache.engine.policies.lru import Lru
@@ -68,6 +69,7 @@ class CacheEngine:
         self.residency = Residency(tiers, pools, links, new_policy)
         if history is not None:
             history.num_held = self.residency.num_held
+        self.residency.leases.max_share = settings.max_pinned
         self.links = {link: LinkCost() for link in links}
         self.estimates = Estimates(self.links)
         self.prefill = self.estimates.prefill
@@ -91,6 +93,7 @@ class CacheEngine:
         )
         self.record = self.matching.record
         self.warming = Warming(self.residency, self.matching, self.evictor, self.fetching)
+        self.pinning = Pinning(self.residency, self.matching)
         self.memory = Memory(self.residency, self.estimates)
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
         self.uses = Uses(self.residency, self.identities, self.writedown.tier)
@@ -114,6 +117,8 @@ class CacheEngine:
             p.Observe: self._observe,
             p.ObserveReload: self._observe_reload,
             p.Warm: self._warm,
+            p.Pin: self._pin,
+            p.Unpin: self._unpin,
             p.Clear: self._clear,
             p.MovesDone: self._moves_done,
             p.LinkMeasured: self._link_measured,
@@ -155,6 +160,7 @@ class CacheEngine:
         """Apply what can change while serving: settings, and the tiers' watermarks."""
         self.settings = self.matching.settings = self.storing.settings = settings
         self.residency.tiers = tuple(tiers)
+        self.residency.leases.max_share = settings.max_pinned
         self.planner.settings = settings.planner
         self.evictor.max_moving_bytes = settings.max_moving_bytes
         self.gate.configure(settings.min_return, settings.write_bytes_per_s)
@@ -301,8 +307,18 @@ class CacheEngine:
         self._make_progress()
         return self.warming.answer(lease)
 
+    def _pin(self, event: p.Pin) -> p.Pinned:
+        pinned = self.pinning.pin(event)
+        self._make_progress()
+        return pinned
+
+    def _unpin(self, event: p.Unpin) -> bool:
+        is_known = self.pinning.unpin(event.pin)
+        self._make_progress()
+        return is_known
+
     def _clear(self, event: p.Clear) -> int:
-        """Forget what nobody holds: leaves first, as far as leases and moves let it."""
+        """Forget what nobody holds: leaves first, as far as leases, pins and moves let it."""
         house = self.residency
         namespace = house.namespaces[event.namespace]
         nodes = list(house.index.subtree(namespace.root))
@@ -312,9 +328,13 @@ class CacheEngine:
         for node in reversed(nodes):
             if node.is_root or node.children or node.parent is None:
                 continue
+            num_kept = house.blocks.num_held(node.span)
+            if num_kept == len(node):
+                continue
+            if num_kept:
+                house.queue(house.index.split(node, num_kept, namespace.step))
             ids = node.block_ids()
-            held = house.blocks.leases[ids].any() or any(b in house.moves_of for b in ids.tolist())
-            if held or not node.tiers:
+            if not node.tiers or any(block in house.moves_of for block in ids.tolist()):
                 continue
             forgotten += len(ids)
             for tier in range(len(house.tiers)):
@@ -511,6 +531,7 @@ class CacheEngine:
                 self.warming.end(self._lease(lease))
             else:
                 self._release(p.Release(lease, event.now_s))
+        self.pinning.expire(event.now_s)
         self.evictor.evacuations.tick(event.now_s)
         self._make_progress()
         finished = leases + self.fetching.take_ended()
@@ -604,6 +625,7 @@ class CacheEngine:
         book = self.residency.leases
         held = {lease.namespace for lease in book.leases.values()}
         held |= {ticket.namespace for ticket in book.tickets.values()}
+        held |= {pin.namespace for pin in book.pins.values()}
         for namespace in self.residency.namespaces:
             number = namespace.number
             if not namespace.root.children and number not in held and number not in used:

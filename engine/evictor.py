@@ -10,8 +10,8 @@ A victim, the coldest leaf of its tier by the tier's policy, goes one of three w
 
 Into a durable tier the whole path goes, ancestors first (`WriteDown`). A durable copy's record is
 deleted before its room counts as free. Where victims by age make no room for a size of slots, slabs
-are emptied for it (`Evacuations`). Leased copies and copies being read are parked, not asked
-again until a lease or a move has ended.
+are emptied for it (`Evacuations`). Leased copies (pinned ones, too) and copies being read are
+parked, not asked again until a lease or a move has ended.
 
 Races, told once:
 1. *Asked for while draining.* A match touches the path, which rescues: draining → ready. The copy
@@ -250,6 +250,9 @@ class Evictor:
                 if wanted < count:
                     count = wanted
             if has_pins and blocks.is_tail_pinned(node.span, node.num_blocks - count):
+                if blocks.is_tail_pinned(node.span, node.num_blocks - 1):
+                    house.park(node, tier)  # nothing of it can go
+                    continue
                 policy.add(node)
                 break
             missing -= count * slot_bytes

@@ -1,4 +1,4 @@
-"""How much of the tiers that clients read from is held by leases.
+"""How much of the tiers that clients read from is held by leases and pins.
 
 Every request that waits in an inference engine's queue may hold a lease. Together they could hold
 all of memory: then nothing finds room that must come up from below, and those at the front of the
@@ -21,6 +21,27 @@ SCAN_SHARE: Final = 256
 those pinned: 7 ms for six million."""
 
 
+def pinned_bytes(house: Residency, tier: int) -> int:
+    """What of the tier pins hold now, in slots."""
+    return _held_bytes(house, house.leases.kept, tier)
+
+
+def within_share(house: Residency, ids: Ids, tier: int) -> Ids:
+    """Of blocks of one size those that may be copied to the tier: of pinned ones no more than pins
+    may hold there, from the front."""
+    book = house.leases
+    if not len(book.kept) or not len(ids):
+        return ids
+    places = np.minimum(np.searchsorted(book.kept, ids), len(book.kept) - 1)
+    is_pinned = book.kept[places] == ids
+    if not is_pinned.any():
+        return ids
+    slot_bytes = house.namespace_of(house.index.node_of(int(ids[0]))).slot_bytes
+    left = book.max_share * house.pools[tier].capacity_bytes - pinned_bytes(house, tier)
+    may_come: Ids = ids[~is_pinned | (np.cumsum(is_pinned) <= left // slot_bytes)]
+    return may_come
+
+
 def leased_share(house: Residency) -> float:
     """Of the mapped tier where it is least: what finds no room in one may find it in another."""
     if not house.blocks.num_pins:
@@ -35,22 +56,29 @@ def leased_share(house: Residency) -> float:
 
 
 def _held_bytes(house: Residency, ids: Ids, tier: int) -> int:
-    """Of these blocks, what lies in the tier, in slots. Counted by node: sorting them takes a
-    hundred times as long."""
-    blocks, index = house.blocks, house.index
-    counts = np.bincount(blocks.node[ids[blocks.state[tier][ids] != State.ABSENT]])
+    """Of these blocks, what lies in the tier, in slots."""
+    return bytes_in(house, ids[house.blocks.state[tier][ids] != State.ABSENT], tier)
+
+
+def bytes_in(house: Residency, ids: Ids, tier: int) -> int:
+    """What these blocks take in the tier if all that it can hold lie there, in slots. Counted by
+    node: sorting them takes a hundred times as long."""
+    counts = np.bincount(house.blocks.node[ids])
     numbers = np.flatnonzero(counts)
-    nodes = [index.nodes[number] for number in numbers.tolist()]
-    return sum(
-        count * house.namespace_of(node).slot_bytes
-        for node, count in zip(nodes, counts[numbers].tolist(), strict=True)
-        if node is not None
-    )
+    nodes = [house.index.nodes[number] for number in numbers.tolist()]
+    total = 0
+    for node, count in zip(nodes, counts[numbers].tolist(), strict=True):
+        assert node is not None
+        slot_bytes = house.namespace_of(node).slot_bytes
+        total += count * slot_bytes if house.pools[tier].can_hold(slot_bytes) else 0
+    return total
 
 
 def _leased(house: Residency) -> Ids:
-    """Each block that is leased, once."""
-    blocks = house.blocks
+    """Each block that is leased or pinned, once."""
+    blocks, book = house.blocks, house.leases
+    if not book.leases:
+        return book.kept
     if blocks.num_pins * SCAN_SHARE < len(blocks.leases):
-        return np.unique(np.concatenate([lease.ids for lease in house.leases.leases.values()]))
+        return np.unique(np.concatenate([book.kept, *[o.ids for o in book.leases.values()]]))
     return np.flatnonzero(blocks.leases != 0).astype(np.int32)

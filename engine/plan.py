@@ -371,6 +371,31 @@ class Warm(Event[Warmed], frozen=True):
     by_worker: bool = False
 
 
+class Pinned(msgspec.Struct, frozen=True):
+    """The first `blocks` of a prompt are held, and kept under the number `pin`. 0: there are none,
+    or pins would have more than their share of this `tier`."""
+
+    pin: int
+    blocks: int
+    tier: str = ""
+
+
+class Pin(Event[Pinned], frozen=True):
+    """Keep what is held of this prompt for `ttl_s`, whoever comes and goes. `name`: for people."""
+
+    namespace: int
+    tokens: bytes
+    name: str
+    now_s: float
+    ttl_s: float
+
+
+class Unpin(Event[bool], frozen=True):
+    """It need not be kept any more. Answer: whether there was such a pin."""
+
+    pin: int
+
+
 class Clear(Event[int], frozen=True):
     """Forget everything of a namespace that nobody holds. Answer: blocks forgotten."""
 

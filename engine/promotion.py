@@ -15,6 +15,7 @@ import numpy as np
 
 from hicache.engine.blocks import State
 from hicache.engine.evictor import Evictor
+from hicache.engine.pinned import within_share
 from hicache.engine.plan import Priority
 from hicache.engine.policies.base import ALWAYS
 from hicache.engine.residency import Namespace, Residency
@@ -41,7 +42,7 @@ def promote(
             continue
         readable = house.blocks.tags[ids] >> src & 1
         absent = house.blocks.state[dst][ids] == State.ABSENT
-        wanted = ids[(readable == 1) & absent]
+        wanted = within_share(house, ids[(readable == 1) & absent], dst)
         if len(wanted) == 0:
             continue
         budget = max_moving_bytes - house.bytes_moving((src, dst), Priority.DEMOTION)

@@ -22,6 +22,7 @@ class EngineSettings:
     `hop_bytes_per_s`: the client's last copy, until it has been measured.
     `min_return`, `write_bytes_per_s`: what memory gives up is written to a durable tier only if it
     returns with this probability, and on average no more of it (see WriteGate).
+    `max_pinned`: share of each tier that all pins together may hold.
     """
 
     write_policy: WritePolicy = "write_back"
@@ -33,3 +34,4 @@ class EngineSettings:
     hop_bytes_per_s: float = 2e9
     min_return: float = 0.0
     write_bytes_per_s: float = math.inf
+    max_pinned: float = 0.25

@@ -117,7 +117,7 @@ class WriteDown:
         while self.pending and not self.residency.moves:
             if self._write_out_of_turn() or not self._is_stuck():
                 return
-            self._sacrifice(next(reversed(self.pending)))
+            self._sacrifice(self._least_held())
             self._advance_all()
 
     def _follow_merges(self) -> None:
@@ -166,12 +166,21 @@ class WriteDown:
         house = self.residency
         return not (house.moves or house.leases.leases or house.leases.tickets)
 
+    def _least_held(self) -> Node:
+        """The path that was wanted last, of those of which nothing is pinned if there are any."""
+        blocks = self.residency.blocks
+        free = (node for node in reversed(self.pending) if not blocks.is_pinned(node.span))
+        return next(free, next(reversed(self.pending)))
+
     def _sacrifice(self, node: Node) -> None:
         """Forget the last blocks of a path that is larger than the memory it has to pass through.
         A path that only was to be written early loses nothing: it is not written now."""
         house = self.residency
         if node.parent is None or not (self.is_flushing or any(house.draining_bytes)):
             self.pending.pop(node, None)
+            return
+        if house.blocks.is_pinned(node.span):  # it stays where it is
+            self._give_up_on(node)
             return
         leaf = node
         while leaf.children:

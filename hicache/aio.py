@@ -24,6 +24,7 @@ from hicache.answers import (
     Greeting,
     Match,
     Ping,
+    Pinned,
     PutResult,
     Score,
     Warmed,
@@ -259,6 +260,12 @@ class AsyncClient:
 
     async def warm(self, tokens: Tokens, *, wait_s: float = 0.0) -> Warmed:
         return await self._dialogue.warm(tokens, wait_s)
+
+    async def pin(self, tokens: Tokens, *, ttl_s: float = 3600.0, name: str = "") -> Pinned:
+        return await self._dialogue.pin(tokens, ttl_s, name)
+
+    async def unpin(self, pin: Pinned | str) -> bool:
+        return await self._dialogue.unpin(pin)
 
     async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
         return await self._dialogue.adopt(lease, blocks, group, epoch)

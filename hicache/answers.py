@@ -122,6 +122,19 @@ class Warmed(msgspec.Struct, frozen=True):
         return self.is_answered
 
 
+class Pinned(msgspec.Struct, frozen=True):
+    """A prefix that is kept: `blocks` whole blocks of a prompt, under this `pin` of the daemon's
+    run `epoch`, which ends with it. False where nothing is kept: nothing was held, or it was
+    refused, or no daemon answered."""
+
+    pin: str = ""
+    blocks: int = 0
+    epoch: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.pin)
+
+
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """`blocks` blocks from the front are valid in the caller's buffer; what follows is not.
@@ -443,6 +456,20 @@ def read_warmed(reply: Mapping[str, Any]) -> Warmed:
     if warm + refused > held:
         raise WireError("malformed", "warm_blocks: more than are held")
     return Warmed(held, warm, refused)
+
+
+def read_pinned(reply: Mapping[str, Any]) -> Pinned:
+    """Raises WireError where a pin keeps nothing, or there is none that keeps something."""
+    pinned = Pinned(_get(reply, "pin", str), read_count(reply, "blocks"), _get(reply, "epoch", str))
+    if bool(pinned.pin) != bool(pinned.blocks):
+        raise WireError("malformed", "pin: must have blocks, and nothing else may have any")
+    return pinned
+
+
+def read_unpinned(reply: Mapping[str, Any]) -> bool:
+    """Whether there was such a pin."""
+    unpinned: bool = _get(reply, "unpinned", bool)
+    return unpinned
 
 
 def read_runs_named(reply: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -138,6 +138,7 @@ def engine_settings(config: Config) -> EngineSettings:
         min_return=disk.min_return if disk is not None else 0.0,
         write_bytes_per_s=math.inf if budget is None else budget / 86400,
         max_moving_bytes=min(config.limits.max_queued_bytes, 256 << 20),
+        max_pinned=config.limits.max_pinned,
     )
 
 

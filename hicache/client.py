@@ -28,6 +28,7 @@ from hicache.answers import (
     Greeting,
     Match,
     Ping,
+    Pinned,
     PutResult,
     Score,
     Warmed,
@@ -58,6 +59,7 @@ __all__ = [
     "NamespaceSpec",
     "PageShare",
     "Ping",
+    "Pinned",
     "PutResult",
     "Score",
     "SharedPages",
@@ -154,6 +156,17 @@ class Client:
         passed. The copying ends after the daemon's `limits.lease_ttl` at the latest; what has come
         by then stays as any other block does."""
         return run_now(self._dialogue.warm(tokens, wait_s))
+
+    def pin(self, tokens: Tokens, *, ttl_s: float = 3600.0, name: str = "") -> Pinned:
+        """Have what is held of this prompt kept for `ttl_s` (at most 30 days), whoever comes and
+        goes, until `unpin`. It does not end with this client, and ends with the daemon: where
+        `ping().epoch` is another than the pin's, pin again. All pins share `limits.max_pinned` of
+        each tier. `name` shows in `stats`. Opens no session."""
+        return run_now(self._dialogue.pin(tokens, ttl_s, name))
+
+    def unpin(self, pin: Pinned | str) -> bool:
+        """Let a pin go, given as it was got, or by its `pin`. False where there was none."""
+        return run_now(self._dialogue.unpin(pin))
 
     def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
         """A match that another session of the same group made: its lease can be fetched and

@@ -5,8 +5,8 @@ one that awaits. The promises are kept here:
 
 - every call has one deadline, and ends by it (a put may have a copy to end first: `storing`);
 - a daemon that is absent, dies, answers garbage or refuses is a miss: no exception leaves `match`,
-  `score`, `warm`, `fetch`, `put`, `release`, `observe` (a caller's own mistake, such as a wrong
-  shape, raises);
+  `score`, `warm`, `pin`, `fetch`, `put`, `release`, `observe` (a caller's own mistake, such as a
+  wrong shape, raises);
 - after a failure the circuit breaker answers for the daemon, so a dead one costs one timeout and
   not one per request;
 - leases and tickets go only to the session that got them: another daemon's lease of the same
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -30,23 +30,28 @@ from hicache.answers import (
     FetchedRun,
     Match,
     Ping,
+    Pinned,
     PutResult,
     Score,
     Warmed,
     read_count,
     read_match,
     read_ping,
+    read_pinned,
     read_plain_match,
     read_runs,
     read_scores,
+    read_unpinned,
     read_warmed,
 )
-from hicache.connection import TROUBLE, Connection
+from hicache.channel import Reply
+from hicache.connection import TROUBLE, Body, Connection
 from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
 from hicache.storing import Fill, Source, Storing
 from hicache.tiers.arena import Arena
 from hicache.wire import MAX_SCORED_PROMPTS, MAX_SCORED_TOKENS, MatchRequest, WireError
 
+T = TypeVar("T")
 Ended = Literal["", "turn", "tool_call", "conversation"]
 """What has ended with an answer: a turn that waits for a person, a turn that waits for a tool, or
 the whole conversation."""
@@ -128,22 +133,40 @@ class Dialogue:
 
     async def warm(self, tokens: Tokens, wait_s: float) -> Warmed:
         """Asked without a session, like `score`."""
-        started_s = time.monotonic()
+        body = {"namespace": self._namespace, "tokens": encode_tokens(tokens), "wait": wait_s > 0}
+        patience_s = max(0.0, wait_s) + self._connection.timeouts.call_s
+        return await self._ask("warm", body, patience_s, read_warmed) or Warmed(is_answered=False)
+
+    async def pin(self, tokens: Tokens, ttl_s: float, name: str) -> Pinned:
         body = {
             "namespace": self._namespace,
             "tokens": encode_tokens(tokens),
-            "wait": wait_s > 0,
+            "ttl_s": float(ttl_s),
+            "name": name,
         }
-        deadline_s = started_s + max(0.0, wait_s) + self._connection.timeouts.call_s
+        patience_s = self._connection.timeouts.call_s
+        return await self._ask("pin", body, patience_s, read_pinned) or Pinned()
+
+    async def unpin(self, pin: Pinned | str) -> bool:
+        body = {"pin": pin.pin if isinstance(pin, Pinned) else pin}
+        patience_s = self._connection.timeouts.call_s
+        return bool(await self._ask("unpin", body, patience_s, read_unpinned))
+
+    async def _ask(
+        self, op: str, body: Body, patience_s: float, read: Callable[[Reply], T]
+    ) -> T | None:
+        """Without a session; None where no daemon answers as it should."""
+        started_s = time.monotonic()
         try:
             self._connection.begin(started_s)
-            reply, _ = await self._connection.exchange("warm", body, deadline_s, None)
-            warmed = read_warmed(reply)
+            deadline_s = started_s + patience_s
+            reply, _ = await self._connection.exchange(op, body, deadline_s, None)
+            answer = read(reply)
         except TROUBLE as trouble:
             self._connection.failed(trouble, started_s)
-            return Warmed(is_answered=False)
+            return None
         self._connection.succeeded()
-        return warmed
+        return answer
 
     async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
         started_s = time.monotonic()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,6 +35,7 @@ from hicache.tiers.arena import Arena
 from hicache.tiers.block import slot_bytes_for
 from hicache.waiting import Peer, Waiting, WaitingCommit, WaitingFetch, WaitingPut
 from hicache.wire import PROTOCOL, DecisionReply, MatchReply, MatchRequest, Request, WireError
+from hicache.witness import Witness
 
 Answer = TypeVar("Answer")
 CAPABILITIES: Final = (
@@ -48,6 +49,7 @@ CAPABILITIES: Final = (
     "clear",
     "score",
     "warm",
+    "pin",
 )
 TRANSPORTS: Final = ("auto", "arena", "frames")
 MAX_UNTOLD: Final = 64
@@ -67,18 +69,6 @@ class Asked(msgspec.Struct, frozen=True):
     parts: Sequence[Part]
     pid: int
     now_s: float
-
-
-class Witness(Protocol):
-    """Somebody who notes what was asked for, when the answer has left."""
-
-    def asked(self, session: Session, tokens: bytes, conversation: str, now_s: float) -> None:
-        """A prompt came."""
-
-    def hinted(
-        self, session: Session, conversation: str, stop: str, answer_tokens: int, now_s: float
-    ) -> None:
-        """An answer of a conversation ended, for this reason, after so many tokens."""
 
 
 class Service:
@@ -125,6 +115,8 @@ class Service:
             self.paging,
             self.waiting,
             limits,
+            self.turned_away,
+            epoch,
             self.do,
             self._reply_with,
             self._check_leases,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -10,8 +11,10 @@ from typing import Any, Final
 from hicache.condition import Condition
 from hicache.engine.blocks import State
 from hicache.engine.core import CacheEngine
+from hicache.engine.pinned import pinned_bytes
 from hicache.engine.plan import Priority
 from hicache.engine.record import Record
+from hicache.foresight import pin_rows
 from hicache.service import Service
 from hicache.transfer.mover import Mover
 from hicache.wire import TOKEN_BYTES
@@ -32,6 +35,8 @@ def report(
     return {
         "sessions": len(service.sessions),
         "leases": len(book.leases),
+        "pins": pin_rows(engine, service.epoch, time.monotonic()),
+        "pinned_blocks": len(book.kept),
         "tickets": len(book.tickets),
         "waiting": len(service.waiting),
         "namespaces": namespaces,
@@ -76,6 +81,7 @@ def tier_rows(
                 "used_bytes": pool.used_bytes,
                 "given_back_bytes": len(pool.withheld) * pool.slab_bytes,
                 "quarantined_bytes": pool.quarantined_bytes,
+                "pinned_bytes": pinned_bytes(house, number),
                 "blocks": int(states_of[State.READY] + states_of[State.DRAINING]),
                 "hits": counts.hits,
                 "hit_tokens": counts.hit_tokens,
@@ -282,6 +288,7 @@ def queue_rows(service: Service, mover: Mover) -> list[dict[str, Any]]:
         ("namespaces", len(house.namespaces), limits.max_namespaces, "max_namespaces"),
         ("leases", len(house.leases.leases), limits.max_leases, "max_leases"),
         ("leased memory", round(service.leased_share, 4), limits.max_leased, "max_leased"),
+        ("pinned memory", _pinned_share(service), limits.max_pinned, "max_pinned"),
         ("waiting puts", len(waiting.puts), limits.max_waiting, "max_waiting"),
     ]
     told = [(*row, turned[row[0]]) for row in rows]
@@ -295,6 +302,13 @@ def queue_rows(service: Service, mover: Mover) -> list[dict[str, Any]]:
             told.append((name, unread, limits.max_unread_bytes, "max_unread", 0))
     keys = ("name", "length", "bound", "key", "refused")
     return [dict(zip(keys, (*row[:3], f"limits.{row[3]}", row[4]), strict=True)) for row in told]
+
+
+def _pinned_share(service: Service) -> float:
+    """Of the tier where it is most."""
+    house = service.engine.residency
+    pools = enumerate(house.pools)
+    return round(max(pinned_bytes(house, n) / max(1, pool.capacity_bytes) for n, pool in pools), 4)
 
 
 def index_row(engine: CacheEngine, namespaces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -46,13 +46,15 @@ ERRORS: Final = {
     "internal": "a fault in the daemon, logged there",
 }
 
-RESERVED_OPS: Final = frozenset({"pin", "unpin", "tree", "events"})
+RESERVED_OPS: Final = frozenset({"tree", "events"})
 
 MAX_SCORED_PROMPTS: Final = 128
 MAX_SCORED_TOKENS: Final = 1 << 21
 """Of one `score`, which is answered at one go: of all its prompts together, so that it takes no
 longer than one match of a very long prompt."""
 NAMESPACE_BYTES: Final = 32
+MAX_PIN_S: Final = 30 * 86400.0
+"""What nobody asks for again within a month may go."""
 
 
 class WireError(ValueError):
@@ -116,6 +118,13 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
         "tokens": U32S,
         "wait": Field(bool, False, high=1),
     },
+    "pin": {
+        "namespace": Field(bytes, low=NAMESPACE_BYTES, high=NAMESPACE_BYTES),
+        "tokens": U32S,
+        "ttl_s": Field(float, 3600.0, low=1.0, high=MAX_PIN_S),
+        "name": NAME,
+    },
+    "unpin": {"pin": Field(str, high=64)},
     "put": {"tokens": U32S, "first": Field(int, 0), "last": COUNT},
     "commit": {"ticket": COUNT, "indices": U32S, "durable": Field(bool, False, high=1)},
     "abort": {"ticket": COUNT, "quiet": QUIET},
@@ -172,6 +181,8 @@ NEEDS_SESSION: Final = frozenset(OPS) - {
     "ping",
     "score",
     "warm",
+    "pin",
+    "unpin",
     "stats",
     "health",
     "explain",

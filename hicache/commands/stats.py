@@ -177,7 +177,8 @@ def _headline(stats: Stats) -> Text:
     return Text(
         f"hicache {stats.get('version', '?')}, pid {stats.get('pid', '?')}, up "
         f"{_seconds(stats.get('uptime_s'))}; {_number(stats.get('sessions'))} sessions, "
-        f"{_number(stats.get('leases'))} leases; {_number(index.get('blocks'))} blocks "
+        f"{_number(stats.get('leases'))} leases, {_number(len(stats.get('pins') or ()))} pins; "
+        f"{_number(index.get('blocks'))} blocks "
         f"({_number(index.get('tokens'))} tokens) in {_number(index.get('nodes'))} nodes"
     )
 

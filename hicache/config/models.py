@@ -315,6 +315,12 @@ class LimitsConfig(Section):
         le=1,
         description="Share of memory that leases may hold; above it, matches are refused.",
     )
+    max_pinned: float = Field(
+        default=0.25,
+        ge=0,
+        le=1,
+        description="Share of each tier that pins may hold; beyond it, they are refused.",
+    )
     max_waiting: int = Field(
         default=4096,
         ge=1,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from hicache.aio import AsyncClient
-from tests.e2e.household import Household, prompt, read, store, wait_for
+from tests.e2e.household import SPEC, Household, prompt, read, store, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +37,7 @@ def test_what_is_on_disk_is_warmed_and_read_from_memory() -> None:
         assert house.tier("disk")["bytes_served"] == before
 
         async def main() -> None:
-            async with AsyncClient(operator._connection.spec, house.endpoint) as gateway:
+            async with AsyncClient(SPEC, house.endpoint) as gateway:
                 assert await gateway.warm(other)
 
         asyncio.run(main())
@@ -44,3 +45,68 @@ def test_what_is_on_disk_is_warmed_and_read_from_memory() -> None:
         assert operator.warm(other, wait_s=60.0).warm_blocks == 4
         house.stop()
         assert not operator.warm(tokens)
+
+
+@pytest.mark.timeout(300)
+def test_what_is_pinned_outlives_ten_times_the_tiers() -> None:
+    """Three small tiers are filled ten times over. The pinned prefix is a hit all the while, with
+    the right bytes; once it is unpinned it goes as any other does. What was pinned for a second is
+    free by itself, and a pin of the last run is none of this one's."""
+    kept, passing = prompt(1, 8), prompt(2, 8)
+    sizes: dict[str, Any] = {
+        "hbm": {"size": "8MiB"},
+        "dram": {"size": "16MiB"},
+        "disk": {"size": "64MiB"},
+    }
+    with Household(limits={"max_pinned": 0.5}, **sizes) as house:
+        client, operator = house.client(), house.client()
+        assert store(client, kept) == store(client, passing) == 8
+        pinned = operator.pin(kept, name="the tools")
+        assert (pinned.blocks, pinned.epoch) == (8, house.ask("ping")["epoch"])
+        assert operator.pin(passing, ttl_s=1.0)
+        assert not operator.connected
+        stats = house.stats()
+        assert [(row["name"], row["blocks"]) for row in stats["pins"]] == [
+            ("the tools", 8),
+            ("", 8),
+        ]
+        assert (stats["pinned_blocks"], stats["leases"]) == (16, 0)
+        wait_for(lambda: len(house.stats()["pins"]) == 1, "the end of the short one")
+        for seed in range(100, 100 + 10 * 88 * 4 // 16):
+            store(client, prompt(seed, 16))
+            if seed % 20 == 0:
+                assert read(client, kept) == 8
+        assert read(client, kept) == 8
+        assert read(client, passing) == 0
+        for tier in house.stats()["tiers"]:
+            assert tier["pinned_bytes"] <= tier["capacity_bytes"] / 2
+        assert sum(tier["pinned_bytes"] for tier in house.stats()["tiers"]) >= 8 * SPEC.block_bytes
+        client.clear()
+        assert read(client, kept) == 8
+        assert not operator.pin(prompt(100 + 10 * 88 * 4 // 16 - 1, 16), ttl_s=31 * 86400)
+        assert operator.unpin(pinned)
+        assert not operator.unpin(pinned)
+        client.clear()
+        assert read(client, kept) == 0
+        assert store(client, kept, durable=True) == 8
+        again = operator.pin(kept)
+        house.stop()
+        house.start()
+        wait_for(lambda: house.client().score([kept])[0].hit_blocks == 8, "what was on disk")
+        assert house.stats()["pins"] == []
+        assert not house.client().unpin(again)
+
+
+@pytest.mark.timeout(180)
+def test_more_than_the_share_is_refused(house: Household) -> None:
+    """With a sentence, counted, and nothing of it is held."""
+    client, spec = house.model("too much to pin")
+    tokens = prompt(3, 200)
+    store(client, tokens[: 4 * 60 + 1], spec)
+    before = house.stats()["pinned_blocks"]
+    assert not client.pin(tokens)
+    assert "limits.max_pinned" in client.last_error
+    stats = house.stats()
+    assert stats["pinned_blocks"] == before
+    (row,) = (row for row in stats["queues"] if row["name"] == "pinned memory")
+    assert (row["key"], row["refused"]) == ("limits.max_pinned", 1)

@@ -103,6 +103,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "NaN seconds": ("observe", {"sum_n": 1.0, "sum_nc": 1.0, "seconds": np.nan}, "malformed"),
     "a namespace of three bytes": ("warm", {"namespace": b"abc", "tokens": WHOLE}, "malformed"),
     "a wait in words": ("warm", {"namespace": bytes(32), "tokens": b"", "wait": "y"}, "malformed"),
+    "a pin for ever": ("pin", {"namespace": bytes(32), "tokens": b"", "ttl_s": 1e9}, "malformed"),
+    "a pin by number": ("unpin", {"pin": 7}, "malformed"),
     "endless seconds": ("observe", {"sum_n": 1.0, "sum_nc": 1.0, "seconds": np.inf}, "malformed"),
 }
 

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 from hicache.engine import plan as p
 from hicache.engine.hazard import NUM_BINS, Model
+from hicache.engine.pinned import pinned_bytes
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.policies.catalog import POLICIES
 from hicache.engine.settings import EngineSettings
@@ -55,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
     slab_bytes = BLOCK_BYTES
     prompts_at_start = 0
     num_histories = 30
+    max_pinned = 0.5
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
                 planner=reload,
                 min_return=self.min_return,
                 write_bytes_per_s=self.write_bytes_per_s,
+                max_pinned=self.max_pinned,
             ),
             self.slab_bytes,
             self.eviction,
@@ -76,12 +79,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.tickets: dict[int, tuple[list[bytes], p.Placed, int]] = {}
         self.leases: dict[int, tuple[bytes, int, int]] = {}
         self.got: dict[int, set[int]] = {}
+        self.pins: dict[int, tuple[bytes, int, int, float]] = {}
+        self.has_lost = False
+        self.offered: list[tuple[bytes, int]] = []
         self.down: set[str] = set()
         for number in range(self.prompts_at_start):
             tokens = tokens_of(number % 3, number // 3 % 3, 2, number // 9)
             self.world.store(tokens)
             self.world.finish_all()
             self.committed.update(self.keys(tokens, 0))
+            self.offered.append((tokens, 0))
 
     def keys(self, tokens: bytes, namespace: int) -> list[bytes]:
         return keys_of(tokens, self.world.digests[namespace])
@@ -99,6 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
         if placed.ticket:
             self.world.write(tokens, placed, namespace)
             self.tickets[placed.ticket] = (keys, placed, owner)
+            self.offered.append((tokens, namespace))
         assert len(placed.indices) == len(placed.slots)
 
     @precondition(lambda self: self.tickets)
@@ -133,15 +141,11 @@ class EngineMachine(RuleBasedStateMachine):
         if matched.lease:
             self.leases[matched.lease] = (tokens, namespace, owner)
 
-    @rule(
-        tokens=prompts,
-        namespace=namespaces,
-        ttl_s=st.sampled_from([10.0, 100.0]),
-        by_worker=st.booleans(),
-    )
-    def warm(self, tokens: bytes, namespace: int, ttl_s: float, by_worker: bool) -> None:
+    @precondition(lambda self: self.offered)
+    @rule(data=st.data(), ttl_s=st.sampled_from([10.0, 100.0]), by_worker=st.booleans())
+    def warm(self, data: st.DataObject, ttl_s: float, by_worker: bool) -> None:
         """What is leased stays, and nothing is forgotten for it."""
-        namespace %= self.num_namespaces
+        tokens, namespace = data.draw(st.sampled_from(self.offered))
         self.world.engine.matching.settle()
         house = self.world.engine.residency
         leased = np.flatnonzero(house.blocks.leases)
@@ -153,6 +157,50 @@ class EngineMachine(RuleBasedStateMachine):
         assert 0 <= warmed.warm + warmed.refused <= warmed.held
         assert bool(warmed.warming) == (warmed.warm + warmed.refused < warmed.held)
         assert (house.blocks.tags[held] != 0).all(), "a leased block is gone"
+
+    @precondition(lambda self: self.offered)
+    @rule(data=st.data(), ttl_s=st.sampled_from([50.0, 1e6]))
+    def pin(self, data: st.DataObject, ttl_s: float) -> None:
+        tokens, namespace = data.draw(st.sampled_from(self.offered))
+        now_s = self.world.now_s
+        pinned = self.world.do(p.Pin(namespace, tokens, "", now_s, ttl_s))
+        keys = self.keys(tokens, namespace)
+        assert all(key in self.committed for key in keys[: pinned.blocks]), "a false hit"
+        if pinned.pin:
+            assert pinned.blocks
+            self.pins[pinned.pin] = (tokens, namespace, pinned.blocks, now_s + ttl_s)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        pin = data.draw(st.sampled_from(sorted(self.pins)))
+        del self.pins[pin]
+        assert self.world.do(p.Unpin(pin))
+        assert not self.world.do(p.Unpin(pin))
+
+    @invariant()
+    def what_is_pinned_is_held(self) -> None:
+        """Whatever happens, but for a copy that is corrupt and a tier that dies."""
+        house = self.world.engine.residency
+        assert house.leases.pins.keys() == self.pins.keys()
+        self.world.engine.matching.settle()
+        for pin, (tokens, namespace, blocks, _) in self.pins.items():
+            assert self.hit_blocks(tokens, namespace) >= blocks, f"pin {pin} has lost blocks"
+        for tier, pool in enumerate(house.pools):
+            most = self.max_pinned * pool.capacity_bytes
+            assert self.has_lost or pinned_bytes(house, tier) <= most
+
+    def hit_blocks(self, tokens: bytes, namespace: int) -> int:
+        question = p.Match(namespace, tokens, 1, self.world.now_s, 1.0)
+        return self.world.engine.score(question).hit_blocks
+
+    def forgive(self) -> None:
+        """Copies may be gone: pins hold what is left."""
+        self.has_lost = True
+        self.world.engine.matching.settle()
+        for pin, (tokens, namespace, blocks, until_s) in self.pins.items():
+            held = min(blocks, self.hit_blocks(tokens, namespace))
+            self.pins[pin] = (tokens, namespace, held, until_s)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -213,6 +261,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.world.finish(
                 *some, ok=how == "ok", corrupt=how == "corrupt", rejected=how == "full"
             )
+        if how == "corrupt":
+            self.forgive()
 
     @invariant()
     def arrivals_are_right(self) -> None:
@@ -233,6 +283,7 @@ class EngineMachine(RuleBasedStateMachine):
         book = self.world.engine.residency.leases
         self.leases = {k: v for k, v in self.leases.items() if k in book.leases}
         self.tickets = {k: v for k, v in self.tickets.items() if k in book.tickets}
+        self.pins = {k: v for k, v in self.pins.items() if v[3] > self.world.now_s}
 
     @rule(owner=owners)
     def writer_gone(self, owner: int) -> None:
@@ -256,6 +307,7 @@ class EngineMachine(RuleBasedStateMachine):
                 for k, v in self.tickets.items()
                 if k in self.world.engine.residency.leases.tickets
             }
+            self.forgive()
 
     @precondition(lambda self: self.down)
     @rule()
@@ -372,6 +424,8 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Quiet at the end: nothing leaks once everybody has gone."""
         self.regain()
+        for pin in self.pins:
+            assert self.world.do(p.Unpin(pin))
         for owner in (1, 2):
             self.world.do(p.WriterGone(owner, self.world.now_s))
         self.world.finish_all()
@@ -420,6 +474,14 @@ class UnmappedHbmMachine(EngineMachine):
     tiers = TWO_TIERS
 
 
+class PinnedMachine(EngineMachine):
+    """Full at the start, and pins may hold everything: what finds no room is refused, and nothing
+    waits for ever."""
+
+    prompts_at_start = 9
+    max_pinned = 1.0
+
+
 class OneTierMachine(EngineMachine):
     """Nothing below: what goes is forgotten, by the short way where nobody holds it."""
 
@@ -466,6 +528,7 @@ MACHINES = [
     SelectiveMachine,
     GatedMachine,
     UnmappedHbmMachine,
+    PinnedMachine,
     OneTierMachine,
     TwoSizesMachine,
     TwoSizesInSlabsMachine,

@@ -1105,3 +1105,52 @@ def test_a_warming_that_nobody_answers(connect: Any, daemon: ScriptedDaemon, tro
     assert not warmed
     assert warmed.held_blocks == 0
     assert client.last_error
+
+
+# --- pins ---------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_pinned_and_unpinned_without_a_session(
+    connect: Any, daemon: ScriptedDaemon
+) -> None:
+    daemon.on("pin", {"pin": "e-7", "blocks": 4, "epoch": "e"})
+    daemon.on("unpin", lambda seen: {"unpinned": seen.body["pin"] == "e-7"})
+    client = connect()
+    pinned = client.pin(TOKENS, ttl_s=60, name="tools")
+    assert pinned
+    assert (pinned.pin, pinned.blocks, pinned.epoch) == ("e-7", 4, "e")
+    assert client.unpin(pinned) is True
+    assert client.unpin("e-7") is True
+    assert client.unpin("e-8") is False
+    body = daemon.seen[0].body
+    assert (body["ttl_s"], body["name"], body["namespace"]) == (60.0, "tools", SPEC.digest())
+    assert not client.connected
+    daemon.on("pin", {"pin": "", "blocks": 0, "epoch": "e"})
+    assert not client.pin(TOKENS)
+    assert not client.last_error
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        refuse("refused"),
+        b"garbage",
+        DIE,
+        {"pin": "e-7", "blocks": 0, "epoch": "e"},
+        {"pin": "", "blocks": 2, "epoch": "e"},
+        {"pin": 7, "blocks": 2, "epoch": "e"},
+    ],
+)
+def test_a_pin_that_nobody_answers(connect: Any, daemon: ScriptedDaemon, trouble: Any) -> None:
+    daemon.on("pin", trouble)
+    client = connect()
+    assert not client.pin(TOKENS)
+    assert client.last_error
+
+
+@pytest.mark.parametrize("trouble", [refuse("internal"), b"garbage", DIE, {}, {"unpinned": 1}])
+def test_an_unpin_that_nobody_answers(connect: Any, daemon: ScriptedDaemon, trouble: Any) -> None:
+    daemon.on("unpin", trouble)
+    client = connect()
+    assert client.unpin("e-7") is False
+    assert client.last_error

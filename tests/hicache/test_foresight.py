@@ -1,4 +1,4 @@
-"""Warming by request and reply: what is taken, what is refused, and who is told when."""
+"""Warming and pinning by request and reply: what is taken, what is refused, who is told when."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 
 from hicache.config import DeadlinesConfig, LimitsConfig
 from hicache.engine import plan as p
-from hicache.wire import WireError
+from hicache.foresight import MAX_PINS, pin_rows
+from hicache.wire import MAX_PIN_S, WireError
 from tests.engine.test_races import DRAM_DISK, END, on_disk_only
-from tests.engine.world import DIGEST, tokens_of
+from tests.engine.world import DIGEST, STEP, tokens_of
 from tests.hicache.test_service import Desk
 
 A = tokens_of(1, 2, 3)
@@ -128,3 +129,118 @@ def test_a_bad_request_gets_one_clear_error(
     assert error.value.code == code
     assert not desk.sent
     assert not desk.world.in_flight
+
+
+# --- pins ---------------------------------------------------------------------------------------
+
+ROOMY = (("dram", 8, True, False), ("disk", 20, False, True))
+
+
+@pytest.fixture
+def roomy(tmp_path: Path) -> Desk:
+    """With two blocks of A in memory, which is a quarter of it."""
+    desk = Desk(tmp_path, ROOMY)
+    desk.world.store(A[: 2 * STEP])
+    desk.world.finish_all()
+    return desk
+
+
+def test_a_pin_is_told_with_its_epoch(roomy: Desk) -> None:
+    reply = roomy.ask("pin", **about(A + END), name="the tools", ttl_s=60)
+    assert (reply["blocks"], reply["epoch"]) == (2, "epoch")
+    assert reply["pin"].startswith("epoch-")
+    (row,) = pin_rows(roomy.world.engine, "epoch", roomy.world.now_s + 1)
+    assert (row["pin"], row["name"], row["blocks"]) == (reply["pin"], "the tools", 2)
+    assert (row["namespace"], row["ends_in_s"]) == (DIGEST.hex(), 59)
+    assert roomy.ask("unpin", pin=reply["pin"])["unpinned"] is True
+    assert roomy.ask("unpin", pin=reply["pin"])["unpinned"] is False
+    assert not roomy.world.engine.residency.blocks.num_pins
+
+
+def test_a_pin_lasts_an_hour_unless_it_is_said_otherwise(roomy: Desk) -> None:
+    roomy.ask("pin", **about(A))
+    start_s = roomy.world.now_s
+    roomy.service.tick(start_s + 3599)
+    assert len(roomy.world.engine.residency.leases.pins) == 1
+    roomy.service.tick(start_s + 3600)
+    assert not roomy.world.engine.residency.leases.pins
+
+
+def test_nothing_held_is_no_pin(roomy: Desk) -> None:
+    for unknown in (about(tokens_of(7)), about(A, namespace=b"x" * 32), about(b"")):
+        reply = roomy.ask("pin", **unknown)
+        assert (reply["pin"], reply["blocks"], reply["epoch"]) == ("", 0, "epoch")
+    assert not roomy.world.engine.knows(b"x" * 32)
+
+
+@pytest.mark.parametrize(
+    "pin", ["", "-", "epoch", "epoch-", "epoch-x", "epoch--1", "epoch-99", "EPOCH-1", "epoch-²"]
+)
+def test_no_other_name_unpins(roomy: Desk, pin: str) -> None:
+    """Not that of another run of the daemon either: its number may be another pin's by now."""
+    mine = roomy.ask("pin", **about(A))["pin"]
+    number = mine.rpartition("-")[2]
+    assert roomy.ask("unpin", pin=pin)["unpinned"] is False
+    assert roomy.ask("unpin", pin=f"before-{number}")["unpinned"] is False
+    assert len(roomy.world.engine.residency.leases.pins) == 1
+
+
+def test_more_than_the_share_is_refused_with_a_sentence(roomy: Desk) -> None:
+    roomy.world.store(A)
+    with pytest.raises(WireError, match=r"3 blocks .* more than 25% of dram \(limits.max_pinned\)"):
+        roomy.ask("pin", **about(A))
+    assert roomy.service.turned_away["pinned memory"] == 1
+    assert not roomy.world.engine.residency.leases.pins
+
+
+def test_there_are_only_so_many_pins(roomy: Desk) -> None:
+    for _ in range(MAX_PINS):
+        assert roomy.ask("pin", **about(A))["pin"]
+    with pytest.raises(WireError, match="1024 pins") as error:
+        roomy.ask("pin", **about(A))
+    assert error.value.code == "refused"
+
+
+def test_a_pin_is_no_lease_and_no_sessions(roomy: Desk) -> None:
+    """It needs none, ends with none, and clear leaves it."""
+    session = roomy.hello()
+    roomy.ask("pin", **about(A))
+    (pin,) = roomy.world.engine.residency.leases.pins
+    assert not roomy.ask("release", s=session.token, lease=pin)["released"]
+    roomy.ask("bye", s=session.token)
+    roomy.world.do(p.Clear(0, roomy.world.now_s))
+    assert not roomy.world.engine.residency.leases.leases
+    assert len(roomy.world.tiers_of(A)) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "told"),
+    [
+        ({"namespace": DIGEST[:31]}, "malformed", "namespace"),
+        ({"tokens": b"odd"}, "malformed", "tokens"),
+        ({"tokens": bytes(4 * 2_000_001)}, "too_large", "max_prompt_tokens"),
+        ({"ttl_s": 0}, "malformed", "ttl_s"),
+        ({"ttl_s": MAX_PIN_S + 1}, "malformed", "ttl_s"),
+        ({"ttl_s": float("nan")}, "malformed", "ttl_s"),
+        ({"ttl_s": "long"}, "malformed", "ttl_s"),
+        ({"name": "x" * 201}, "too_large", "name"),
+        ({"pin": "x"}, "malformed", "pin"),
+    ],
+)
+def test_a_bad_pin_gets_one_clear_error(
+    roomy: Desk, changes: dict[str, Any], code: str, told: str
+) -> None:
+    with pytest.raises(WireError, match=told) as error:
+        roomy.ask("pin", **about(A, **changes))
+    assert error.value.code == code
+    assert not roomy.world.engine.residency.leases.pins
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [({}, "malformed"), ({"pin": 7}, "malformed"), ({"pin": "x" * 65}, "too_large")],
+)
+def test_a_bad_unpin_gets_one_clear_error(roomy: Desk, fields: dict[str, Any], code: str) -> None:
+    with pytest.raises(WireError, match="pin") as error:
+        roomy.ask("unpin", **fields)
+    assert error.value.code == code
