@@ -12,7 +12,7 @@ writer acknowledges or is known dead (`Quarantine`). Owned by the daemon's one l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -153,14 +153,15 @@ class LeaseBook:
         self.pins[pin.id] = pin
         self.kept = once_each((self.kept, pin.ids))
 
-    def let_go(self, pin_id: int) -> Pin | None:
-        """Unpin; None when there is no such pin."""
-        pin = self.pins.pop(pin_id, None)
-        if pin is not None:
+    def let_go(self, pin_ids: Iterable[int]) -> list[Pin]:
+        """Unpin those that there are, and return them."""
+        ended = [self.pins.pop(number) for number in pin_ids if number in self.pins]
+        for pin in ended:
             for span in pin.spans:
                 self.blocks.unpin(span)
-            self.kept = once_each([other.ids for other in self.pins.values()])
-        return pin
+        if ended:
+            self.kept = once_each([pin.ids for pin in self.pins.values()])
+        return ended
 
     def expired(self, now_s: float) -> tuple[list[int], list[int]]:
         """Ids of leases and of tickets past their time."""

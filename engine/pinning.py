@@ -59,23 +59,22 @@ class Pinning:
         house.leases.keep(pin)
         return p.Pinned(pin.id, held)
 
-    def unpin(self, pin_id: int) -> bool:
-        """Its blocks are as all others. False when there is no such pin."""
+    def unpin(self, *pin_ids: int) -> bool:
+        """Their blocks are as all others. False when there are no such pins."""
         house = self.residency
-        pin = house.leases.let_go(pin_id)
-        if pin is None:
-            return False
-        lost = pin.ids[house.blocks.tags[pin.ids] == 0]
+        ended = house.leases.let_go(pin_ids)
+        ids = once_each([pin.ids for pin in ended])
+        lost = ids[house.blocks.tags[ids] == 0]
         if len(lost):
             house.settle(lost)
-        house.unpark()
-        return True
+        if ended:
+            house.unpark()
+        return bool(ended)
 
     def expire(self, now_s: float) -> None:
         """Unpin those whose time is over."""
-        pins = self.residency.leases.pins
-        for number in [pin.id for pin in pins.values() if pin.expires_s <= now_s]:
-            self.unpin(number)
+        pins = self.residency.leases.pins.values()
+        self.unpin(*(pin.id for pin in pins if pin.expires_s <= now_s))
 
     def _full(self, ids: Ids) -> int | None:
         """A tier of which pins would have more than their share with these blocks."""

@@ -24,6 +24,10 @@ COMMANDS = {
     "config": ("hicache.commands.config", "config", "Check, show and reload configurations."),
     "verify": ("hicache.commands.verify", "verify", "Check every block on disk."),
     "disk": ("hicache.commands.disk", "disk", "Look after a disk tier's folder."),
+    "warm": ("hicache.commands.foresight", "warm", "Have a prompt brought to memory beforehand."),
+    "pin": ("hicache.commands.foresight", "pin", "Have a prompt kept, whatever comes."),
+    "unpin": ("hicache.commands.foresight", "unpin", "Let a pin go."),
+    "pins": ("hicache.commands.foresight", "pins", "List what is pinned."),
     "demo": ("hicache.commands.demo", "demo", "Serve a small LLM with and without hicache."),
     "replay": (
         "hicache.commands.replay",

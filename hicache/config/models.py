@@ -313,7 +313,7 @@ class LimitsConfig(Section):
         default=0.9,
         gt=0,
         le=1,
-        description="Share of memory that leases may hold; above it, matches are refused.",
+        description="Share of memory that leases and pins may hold; above it, matches are refused.",
     )
     max_pinned: float = Field(
         default=0.25,
