@@ -50,7 +50,11 @@ class Warming:
         self.evictor = evictor
         self.fetching = fetching
         self._under_way: dict[int, Lease] = {}
+        self._lacking: dict[int, int] = {}  # the tier in which each waits for room
         self._ended: dict[int, p.Warmed] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
 
     def begin(self, event: p.Warm) -> Lease:
         """The prompt is as good as asked for: it is the youngest, and what is leaving of it stays.
@@ -101,6 +105,7 @@ class Warming:
         house = self.residency
         self._ended[lease.id] = self._told(lease, 0)
         del self._under_way[lease.id]
+        self._lacking.pop(lease.id, None)
         house.leases.close(lease.id)
         self.fetching.forget(lease)
         lost = lease.ids[house.blocks.tags[lease.ids] == 0]
@@ -144,10 +149,13 @@ class Warming:
 
     def _go_on(self, lease: Lease) -> bool:
         """Begin a piece if the last one has nearly come. False when nothing more will come."""
-        block_bytes = self.residency.namespaces[lease.namespace].block_bytes
-        most = max(1, PIECE_BYTES // block_bytes)
+        namespace = self.residency.namespaces[lease.namespace]
+        most = max(1, PIECE_BYTES // namespace.block_bytes)
         if len(lease.awaited) > most // 2:
             return True
+        lacking = self._lacking.pop(lease.id, None)
+        if lacking is not None and not self._room(lacking, namespace.slot_bytes):
+            return self._waits_for_room(lease, lacking)
         cold = self._cold(lease)
         cold = cold[(cold >= lease.unplaced) & (cold < lease.failed_at)]
         is_coming = bool(len(cold)) and self._begin(lease, cold[: most - len(lease.awaited)])
@@ -170,9 +178,14 @@ class Warming:
             begun = self._start(lease, run, tier, landing)
             if begun < len(run):
                 lease.unplaced = int(cold[first + begun])
-                return self.evictor.room_is_coming(landing)
+                return self._waits_for_room(lease, landing)
         lease.unplaced = int(cold[-1]) + 1
         return True
+
+    def _waits_for_room(self, lease: Lease, tier: int) -> bool:
+        """Whether some is coming: the lease is not looked through again before there is."""
+        self._lacking[lease.id] = tier
+        return bool(lease.awaited) or self.evictor.room_is_coming(tier)
 
     def _start(self, lease: Lease, run: Ids, src: int, dst: int) -> int:
         """The same for blocks of one tier. Returns how many, from the front."""

@@ -22,6 +22,8 @@ Fields = Mapping[str, Any]
 Handler = Callable[[Peer, Request, float], None]
 TICK_S: Final = 0.1
 """What has come to its end is noticed so late."""
+MAX_WARMINGS: Final = 64
+"""At once: each is looked at after every event."""
 MAX_PINS: Final = 1024
 """Of whatever size: they are told to operators one by one."""
 
@@ -74,6 +76,9 @@ class Foresight:
             self._reply(peer, _told(p.Warmed(0, 0, 0, 0)))
             return
         self._check_leases()
+        if len(self._engine.warming) >= MAX_WARMINGS:
+            self._turned_away["warmings"] += 1
+            raise WireError("refused", f"{MAX_WARMINGS} prompts are being warmed; ask again later")
         ttl_s = self.limits.lease_ttl_s
         if body["wait"] and request.deadline_s:
             ttl_s = min(ttl_s, max(0.0, 0.95 * request.deadline_s - TICK_S))

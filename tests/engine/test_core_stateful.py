@@ -479,6 +479,7 @@ class PinnedMachine(EngineMachine):
     waits for ever."""
 
     prompts_at_start = 9
+    num_histories = 10
     max_pinned = 1.0
 
 
@@ -539,7 +540,7 @@ MACHINES = [
 ]
 
 
-QUICK = (EngineMachine, OneTierMachine, WriteThroughMachine)
+QUICK = (EngineMachine, OneTierMachine, WriteThroughMachine, PinnedMachine)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from hicache.config import DeadlinesConfig, LimitsConfig
 from hicache.engine import plan as p
-from hicache.foresight import MAX_PINS, pin_rows
+from hicache.foresight import MAX_PINS, MAX_WARMINGS, pin_rows
 from hicache.wire import MAX_PIN_S, WireError
 from tests.engine.test_races import DRAM_DISK, END, on_disk_only
 from tests.engine.world import DIGEST, STEP, tokens_of
@@ -107,6 +107,17 @@ def test_warmings_are_leases_too(desk: Desk) -> None:
     with pytest.raises(WireError, match="max_leases") as error:
         desk.ask("warm", **about(A))
     assert error.value.code == "refused"
+
+
+def test_only_so_many_are_warmed_at_once(desk: Desk) -> None:
+    for _ in range(MAX_WARMINGS):
+        desk.ask("warm", **about(A))
+    with pytest.raises(WireError, match="64 prompts are being warmed") as error:
+        desk.ask("warm", **about(A))
+    assert error.value.code == "refused"
+    finish(desk, *desk.world.in_flight)
+    assert counts(desk.ask("warm", **about(A))) == (3, 3, 0)
+    assert not desk.world.engine.residency.leases.leases
 
 
 @pytest.mark.parametrize(
