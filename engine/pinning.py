@@ -5,8 +5,8 @@ nobody's that lasts long, so it holds every copy that its blocks have and get, e
 copy on disk, and the one in memory that makes a hit fast. What a lease does not keep from happening
 a pin does not either: a copy that is corrupt, or whose tier dies, is gone.
 
-All pins together have a share of each tier (`LeaseBook.max_share`), the blocks that several hold
-counted once:
+All pins together have a share of what each tier has now (`LeaseBook.max_share`), the blocks that
+several hold counted once:
 
     where blocks come unasked (to be read, written down)   all that is pinned counts
     elsewhere                                              what is there; no more is promoted

@@ -25,6 +25,7 @@ import numpy as np
 from hicache.engine.blocks import State
 from hicache.engine.evictor import MIN_VICTIMS, Evictor
 from hicache.engine.ids import Span, ids_along
+from hicache.engine.lease import NOBODY
 from hicache.engine.node import Node
 from hicache.engine.plan import Priority
 from hicache.engine.residency import Namespace, Residency
@@ -162,9 +163,12 @@ class WriteDown:
         return False
 
     def _is_stuck(self) -> bool:
-        """Nothing moves and nobody holds anything, so no news will ever come."""
+        """Nothing moves and nobody holds anything, so no news will ever come: what is warmed waits
+        for room itself, and pins for nothing."""
         house = self.residency
-        return not (house.moves or house.leases.leases or house.leases.tickets)
+        book = house.leases
+        is_held = any(lease.owner != NOBODY for lease in book.leases.values())
+        return not (house.moves or is_held or book.tickets)
 
     def _least_held(self) -> Node:
         """The path that was wanted last, of those of which nothing is pinned if there are any."""

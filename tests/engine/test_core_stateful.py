@@ -186,8 +186,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.world.engine.matching.settle()
         for pin, (tokens, namespace, blocks, _) in self.pins.items():
             assert self.hit_blocks(tokens, namespace) >= blocks, f"pin {pin} has lost blocks"
-        for tier, pool in enumerate(house.pools):
-            most = self.max_pinned * pool.capacity_bytes
+        for tier, spec in enumerate(house.tiers):
+            most = self.max_pinned * spec.capacity_bytes
             assert self.has_lost or pinned_bytes(house, tier) <= most
 
     def hit_blocks(self, tokens: bytes, namespace: int) -> int:
@@ -430,6 +430,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.world.do(p.WriterGone(owner, self.world.now_s))
         self.world.finish_all()
         house = self.world.engine.residency
+        for _ in range(20):  # what was begun at the last outcome goes on at the next tick
+            if not (house.leases.leases or sum(house.draining_bytes)):
+                break
+            self.world.do(p.Tick(self.world.now_s))
+            self.world.finish_all()
         assert not house.moves
         assert not house.moves_of
         assert not house.leases.leases
