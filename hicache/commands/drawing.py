@@ -30,7 +30,8 @@ def draw(forest: Forest, depth: int, top: int, width: int | None) -> Iterator[st
         return
     for trunk in forest.trunks[:top]:
         yield _fitted("", _parts(trunk, trunk, forest.tiers), [], width)
-        yield from _below(trunk, forest.tiers, depth, top, width)
+        if trunk.children:
+            yield from _below(trunk, forest.tiers, depth, top, width)
     rest = forest.trunks[top:]
     if rest:
         size = sum(trunk.all.blocks * trunk.space.slot_bytes for trunk in rest)

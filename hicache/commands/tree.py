@@ -92,8 +92,8 @@ def tree(
         click.echo(text)
     if forest.num_loose:
         click.echo(
-            f"the index changed while it was read: the places of {forest.num_loose:,} branches in "
-            "it are not known, and sums may be a little off",
+            "the index changed while it was read, so sums may be a little off; branches whose "
+            f"place in it is not known: {forest.num_loose:,}",
             err=True,
         )
 
