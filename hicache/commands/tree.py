@@ -73,6 +73,9 @@ def tree(
     below it: once each, then by tier, where a block in two tiers counts in both. Behind them stand
     the first token ids of the run.
 
+    With --json: all `namespaces`, and all `branches` as a flat list, parents first, each with the
+    `number` of its `parent`; `own` is a branch without what hangs below it.
+
     The index is read page by page while the daemon serves; what changes meanwhile may count twice
     or not at all. Exits 1 if no daemon answers, 2 if no namespace begins with PREFIX.
     """

@@ -195,6 +195,26 @@ def test_on_a_terminal() -> None:
         assert "reading the index" in errors
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_into_a_pipe_that_nobody_reads_any_more(house: Household, as_json: bool) -> None:
+    """As with `| head`: it ends, and complains of nothing."""
+    client, spec = house.model("tree: piped")
+    store(client, prompt(5, 2), spec)
+    readable, writable = os.pipe()
+    os.close(readable)
+    command = [sys.executable, "-m", "hicache", "tree", "--endpoint", house.endpoint]
+    ran = subprocess.run(
+        [*command, "--json"] if as_json else command,
+        stdout=writable,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+    )
+    os.close(writable)
+    assert (ran.returncode, ran.stderr) == (1, b"")
+
+
 def on_a_terminal(arguments: list[str], columns: int) -> tuple[str, str]:
     """What the command line says on stdout and on stderr, each a terminal of this width."""
     masters, slaves = zip(*(pty.openpty() for _ in range(2)), strict=True)

@@ -198,6 +198,25 @@ def test_a_lease_shows_on_what_it_holds_and_on_nothing_else() -> None:
     assert not any(run.is_leased for run in page(w.engine.residency, 0, 9, 0.0).runs)
 
 
+@pytest.mark.parametrize("is_odd", [False, True])
+def test_a_lease_shows_on_a_node_in_which_it_ends(is_odd: bool) -> None:
+    """As where a prompt ends, or where the part worth reloading does; also where the node's ids are
+    no range."""
+    w = World((("dram", 64, True, False),))
+    w.store(tokens_of(1, 2, 3, 4))
+    w.store(tokens_of(1, 9))
+    house = w.engine.residency
+    (node,) = (n for n in nodes_of(house) if n.depth == 1 and len(n) == 3)
+    if is_odd:
+        node.span = node.block_ids()
+    (first, middle, last) = node.block_ids().tolist()
+    for held, is_leased in ((slice(first, middle), True), (slice(0, first), False)):
+        with house.pinned([held]):
+            runs = {run.number: run.is_leased for run in page(house, 0, 9, 0.0).runs}
+        assert runs[node.number] == is_leased
+    assert (middle, last) == (first + 1, first + 2)
+
+
 def test_no_more_than_a_few_tokens_and_none_where_they_are_not_wanted() -> None:
     w = World()
     number = w.do(p.OpenNamespace(b"m" * 32, 20, PAGE_BYTES))

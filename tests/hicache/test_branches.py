@@ -171,7 +171,7 @@ def test_the_branches_are_those_of_the_prefixes(
         assert rows_of(trunk) == expected(prefixes, len(house.tiers))
         assert told(trunk.all) == summed(prefixes, len(house.tiers))
         assert trunk.ends == sum(not b.children for b in trunk.branches)
-        below = [child for item in [trunk, *trunk.branches] for child in item.children]
+        below = trunk.children + [child for b in trunk.branches for child in b.children]
         assert {id(b) for b in below} == {id(b) for b in trunk.branches}
         assert all(b.blocks * BLOCK_TOKENS > 0 for b in trunk.branches)
     assert list(draw(forest, 3, 8, None))
@@ -279,7 +279,7 @@ def test_orders() -> None:
     forest = read(answer(runs))
     firsts = {}
     for order in ("bytes", "recent", "branches"):
-        sort(forest, order)  # type: ignore[arg-type]
+        sort(forest, order)
         firsts[order] = [branch.number for branch in forest.trunks[0].children]
     assert firsts == {"bytes": [1, 3, 6, 2], "recent": [2, 1, 3, 6], "branches": [3, 1, 2, 6]}
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from msgspec import structs
 from rich.cells import cell_len
 
 from hicache.branches import Reading
@@ -297,8 +298,7 @@ def test_a_tree_that_changes_while_it_is_read(daemon: ScriptedDaemon) -> None:
 
 
 def test_a_daemon_without_tokens(daemon: ScriptedDaemon) -> None:
-    hidden = [Run(*[getattr(r, n) for n in r.__struct_fields__[:-1]], b"") for r in RUNS]
-    daemon.on("tree", pages(hidden))
+    daemon.on("tree", pages([structs.replace(one, tokens=b"") for one in RUNS]))
     lines = [line.rpartition("  [")[0] or line for line in TEXT.splitlines()]
     assert ask(daemon).stdout.splitlines() == lines
 
