@@ -38,7 +38,7 @@ from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
 from hicache.faults import Faults
 from hicache.fitting import Fitter
-from hicache.freed import FreedMemory
+from hicache.freed import FreedMemory, take_room_for_bursts
 from hicache.instance import Instance
 from hicache.keys import NamespaceSpec
 from hicache.recording import Recorder
@@ -174,6 +174,7 @@ class Daemon:
         self.mover.start(now_s)
         gc.collect()
         gc.freeze()  # what is made at start stays: the collector need not walk it again and again
+        self._room = take_room_for_bursts()
         next_tick_s = now_s
         while not self._is_stopping:
             now_s = time.monotonic()

@@ -1,12 +1,15 @@
 """What was freed goes back to the machine, so that the daemon's own memory stays as it is.
 
-Three things would let it creep up for hours although nothing in it grows:
+Four things would let it creep up for hours although nothing in it grows:
 
 - The C library raises its own limits with the largest block it has seen freed: a message of 30 MiB
   once, and each thread's heap may keep 60 MiB from then on. `limit_heaps` fixes them.
 - numpy keeps small buffers that were freed, and they lie between what else is used, so that what
   is free around them cannot go back. `fill_small_buffers` puts them in one place.
 - What is free between what is used goes back only when asked for: `FreedMemory`.
+- Python takes memory for small objects by the MiB, and keeps one as long as anything in it is in
+  use. So each burst that is larger than those before leaves one behind. `take_room_for_bursts`
+  takes what they need at the start.
 
 docs/faults.md says by how much each of them let it grow.
 """
@@ -14,16 +17,20 @@ docs/faults.md says by how much each of them let it grow.
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
-EVERY_S: Final = 10.0
+EVERY_S: Final = 1.0
 MAX_SHARE: Final = 1e-3
 """Of the loop's time."""
 _SMALL_BYTES: Final = 1024
+_SMALL_OBJECT: Final = 512 - sys.getsizeof(b"")
+"""Bytes in the largest `bytes` that Python keeps among its small objects."""
+_BURST_BYTES: Final = 3 << 20
 _NUM_KEPT: Final = 7  # numpy/_core/src/multiarray/alloc.c: NBUCKETS and NCACHE
 _LIMITS: Final = {
     -1: 1 << 20,  # M_TRIM_THRESHOLD: so much may stay free at a heap's end
@@ -51,6 +58,13 @@ def fill_small_buffers() -> None:
         count = 2 * _NUM_KEPT if num_bytes % 16 == 8 else _NUM_KEPT
         buffers = [np.empty(num_bytes, np.uint8) for _ in range(count)]
         buffers.clear()
+
+
+def take_room_for_bursts() -> list[bytes]:
+    """What keeps the room, some 2 MiB beside what is free already; of no other use. When everything
+    that stays has been made: Python fills its fullest MiB first, so this room is used last."""
+    objects = [bytes(_SMALL_OBJECT) for _ in range(_BURST_BYTES // 512)]
+    return objects[:: (256 << 10) // 512]  # at least one in each MiB
 
 
 class FreedMemory:
