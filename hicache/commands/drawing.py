@@ -6,7 +6,7 @@
     │  └─ … and 7 more branches, 461 MiB
     └─ 4,096 tokens  307 MiB  disk 307 MiB  used 2 days ago  [27, 5, …]
 
-Where a line has to fit in a width, it ends after the last part that fits.
+Where a line has to fit in a width, it ends after the last part that fits, and an ellipsis.
 """
 
 from __future__ import annotations
@@ -110,14 +110,14 @@ def _tokens(branch: Branch, trunk: Trunk) -> list[str]:
 
 
 def _fitted(lead: str, parts: Sequence[str], tokens: Sequence[str], width: int | None) -> str:
-    """The lead and the first part, cropped if need be; then as many of the others as fit, and the
-    first of the ways to show tokens that does."""
+    """The lead and the first part, cropped if need be; then as many of the others as fit, with an
+    ellipsis for the rest, and the first of the ways to show tokens that does."""
     line = lead + parts[0]
     if width is not None and cell_len(line) > width:
         return set_cell_size(line, max(1, width) - 1) + "…"
     for part in parts[1:]:
         if width is not None and cell_len(f"{line}  {part}") > width:
-            return line
+            return f"{line}  …" if cell_len(line) + 3 <= width else line
         line += f"  {part}"
     for ids in tokens:
         if width is None or cell_len(f"{line}  {ids}") <= width:

@@ -166,12 +166,12 @@ def test_lines_fit_in_any_width(width: int) -> None:
 def test_a_narrow_line_ends_behind_what_fits() -> None:
     reading = Reading()
     reading.take(pages(most=99)(_seen()))
-    lines = [list(draw(reading.forest(), 3, 8, width))[2] for width in (120, 70, 64, 40, 20, 12)]
+    lines = [list(draw(reading.forest(), 3, 8, width))[2] for width in (120, 70, 64, 40, 21, 12)]
     assert lines == [
         TEXT.splitlines()[2],
         "│  ├─ 12,288 tokens  1.5 GiB  disk 1.5 GiB  used 3 s ago, leased",
         "│  ├─ 12,288 tokens  1.5 GiB  disk 1.5 GiB  used 3 s ago, leased",
-        "│  ├─ 12,288 tokens  1.5 GiB",
+        "│  ├─ 12,288 tokens  1.5 GiB  …",
         "│  ├─ 12,288 tokens",
         "│  ├─ 12,28…",
     ]
