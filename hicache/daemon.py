@@ -545,6 +545,14 @@ class Daemon:
         last = request.body["last"]
         return {"decisions": figures.decision_rows(self.service, last, time.monotonic())}
 
+    def _tree(self, request: Any) -> dict[str, Any]:
+        """A page of the index. Whoever may connect without having proved anything (over TCP without
+        keys) is told nothing of what stands in prompts."""
+        is_private = self._is_ipc or self._doorkeeper is not None
+        now_s = time.monotonic()
+        rows = figures.tree_rows(self.service, request.body, now_s, with_tokens=is_private)
+        return {"epoch": self.epoch, **rows}
+
     def _verify(self, request: Any) -> dict[str, Any]:
         if request.body["start"]:
             self.scrubbing.begin(self.condition.tier_states(), request.body["bytes_per_s"])
@@ -643,6 +651,7 @@ _ADMIN: Final[Mapping[str, Callable[[Daemon, Any], dict[str, Any]]]] = {
     "health": Daemon._health,
     "explain": Daemon._explain,
     "what_if": Daemon._what_if,
+    "tree": Daemon._tree,
     "reload": Daemon._reload,
     "verify": Daemon._verify,
 }

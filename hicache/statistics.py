@@ -1,4 +1,4 @@
-"""What `stats` and `health` answer: counters of the cache engine, the mover and the front door."""
+"""What `stats`, `explain` and `tree` answer: of the cache engine, the mover and the front door."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hicache.engine.blocks import State
 from hicache.engine.core import CacheEngine
 from hicache.engine.plan import Priority
 from hicache.engine.record import Record
+from hicache.engine.tree import page
 from hicache.service import Service
 from hicache.transfer.mover import Mover
 from hicache.wire import TOKEN_BYTES
@@ -128,6 +129,33 @@ def namespace_rows(service: Service) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def tree_rows(
+    service: Service, body: Mapping[str, Any], now_s: float, *, with_tokens: bool
+) -> dict[str, Any]:
+    """A page of the index's nodes (`hicache.engine.tree`), and the namespaces that are in it."""
+    house = service.engine.residency
+    after, most, digest = body["after"], body["most"], body["namespace"]
+    found = page(house, after, most, now_s, digest, with_tokens=with_tokens)
+    spaces = [house.namespaces[number] for number in found.namespaces]
+    names = [service.namespaces.get(space.digest) for space in spaces]
+    return {
+        "tiers": [tier.name for tier in house.tiers],
+        "namespaces": [
+            {
+                "digest": space.digest.hex(),
+                "name": spec.name if spec is not None else "",
+                "block_tokens": space.block_tokens,
+                "block_bytes": space.block_bytes,
+                "slot_bytes": space.slot_bytes,
+            }
+            for space, spec in zip(spaces, names, strict=True)
+        ],
+        "nodes": found.runs,
+        "next": found.next,
+        "end": found.end,
+    }
 
 
 def _loads(engine: CacheEngine, namespace: int) -> dict[str, Any] | None:

@@ -46,13 +46,15 @@ ERRORS: Final = {
     "internal": "a fault in the daemon, logged there",
 }
 
-RESERVED_OPS: Final = frozenset({"pin", "unpin", "warm", "tree", "events"})
+RESERVED_OPS: Final = frozenset({"pin", "unpin", "warm", "events"})
 
 MAX_SCORED_PROMPTS: Final = 128
 MAX_SCORED_TOKENS: Final = 1 << 21
 """Of one `score`, which is answered at one go: of all its prompts together, so that it takes no
 longer than one match of a very long prompt."""
 NAMESPACE_BYTES: Final = 32
+MAX_TREE_NODES: Final = 512
+"""Of one page of `tree`: as many as are looked at in half a millisecond."""
 
 
 class WireError(ValueError):
@@ -155,6 +157,11 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
     "health": {},
     "explain": {"last": Field(int, 10, low=1, high=256)},
     "what_if": {},
+    "tree": {
+        "namespace": Field(bytes, b"", high=NAMESPACE_BYTES),
+        "after": Field(int, 0),
+        "most": Field(int, MAX_TREE_NODES, low=1, high=MAX_TREE_NODES),
+    },
     "verify": {
         "start": Field(bool, False, high=1),
         "bytes_per_s": Field(float, 64e6, low=1e5, high=1e12),
@@ -170,6 +177,7 @@ NEEDS_SESSION: Final = frozenset(OPS) - {
     "health",
     "explain",
     "what_if",
+    "tree",
     "reload",
     "verify",
 }
