@@ -28,7 +28,7 @@ def report(
     engine = service.engine
     book = engine.residency.leases
     notes, states = condition.tier_notes(), condition.tier_states()
-    namespaces = namespace_rows(service)  # walks the index, once
+    namespaces = namespace_rows(service)
     index = index_row(engine, namespaces)
     return {
         "sessions": len(service.sessions),
@@ -116,14 +116,13 @@ def namespace_rows(service: Service) -> list[dict[str, Any]]:
     for namespace in house.namespaces:
         spec = service.namespaces.get(namespace.digest)
         prefill = service.engine.prefill[namespace.number]
-        blocks = sum(len(node) for node in house.index.subtree(namespace.root))
         rows.append(
             {
                 "digest": namespace.digest.hex(),
                 "name": spec.name if spec is not None else "",
                 "block_tokens": namespace.block_tokens,
                 "block_bytes": namespace.block_bytes,
-                "blocks": blocks,
+                "blocks": house.index.num_blocks[namespace.number],
                 "prefill_tokens_per_s": prefill.tokens_per_s() if prefill.num_observed else None,
                 "loads": _loads(service.engine, namespace.number),
             }
