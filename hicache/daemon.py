@@ -38,7 +38,7 @@ from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
 from hicache.faults import Faults
 from hicache.fitting import Fitter
-from hicache.freed import FreedMemory, take_room_for_bursts
+from hicache.freed import FreedMemory, grow_table_of_names
 from hicache.instance import Instance
 from hicache.keys import NamespaceSpec
 from hicache.recording import Recorder
@@ -172,9 +172,9 @@ class Daemon:
             if spec.name not in far:
                 self._do(p.TierUp(spec.name, now_s))
         self.mover.start(now_s)
+        grow_table_of_names()
         gc.collect()
         gc.freeze()  # what is made at start stays: the collector need not walk it again and again
-        self._room = take_room_for_bursts()
         next_tick_s = now_s
         while not self._is_stopping:
             now_s = time.monotonic()
