@@ -134,7 +134,7 @@ class Daemon:
         self._recorder = recorder
         smallest_bytes = min(spec.capacity_bytes for spec in parts.tiers)
         self._sample = Sample(smallest_bytes) if config.what_if else None
-        self.service.witnesses = [w for w in (self._sample, recorder) if w is not None]
+        self.service.witnesses.present = [w for w in (self._sample, recorder) if w is not None]
         self._context = zmq.Context()
         self._doorkeeper = self._hire_doorkeeper()
         self._router = self._open_socket()
@@ -190,6 +190,8 @@ class Daemon:
 
     def _turn(self, wait_s: float) -> None:
         """One poll, and everything that was ready."""
+        if self.service.clearances.is_stepping:
+            wait_s = 0.0
         if self.service.waiting.is_sending:
             wait_s = min(wait_s, SEND_MORE_S)
         if self.service.waiting.fetches:
@@ -211,7 +213,9 @@ class Daemon:
         if self._router in events:
             self._serve_requests()
             self._await_the_next()
-            self.service.tell_witnesses()
+            self.service.witnesses.tell()
+        if self.service.clearances.is_stepping:
+            self.service.clear_more(time.monotonic())
         if self.service.waiting.is_sending:
             self.service.send_more()
         if self.service.waiting.fetches:
@@ -246,7 +250,7 @@ class Daemon:
     def _know_bystanders(self) -> list[tuple[Faults, Callable[[float], None]]]:
         """The parts that no request waits for: they are judged, and may fail."""
         condition = self.condition
-        condition.watch("witnesses", lambda now_s: 0.0, self.service.witness_faults)
+        condition.watch("witnesses", lambda now_s: 0.0, self.service.witnesses.faults)
         ticks: list[tuple[Faults, Callable[[float], None]]] = []
         trim = FreedMemory(self.started_s)
         ticks.append((Faults("giving freed memory back"), trim.tick))
@@ -523,7 +527,7 @@ class Daemon:
 
     def _what_if(self, _: Any) -> dict[str, Any]:
         """What was asked for lately, for somebody else to replay with other sizes."""
-        self.service.tell_witnesses()
+        self.service.witnesses.tell()
         if self._sample is None:
             raise WireError("refused", "what_if is false in the configuration")
         tiers: list[dict[str, Any]] = [
@@ -630,7 +634,7 @@ class Daemon:
         if self._fitter is not None:
             self._fitter.close()
         if self._recorder is not None:
-            self.service.tell_witnesses()
+            self.service.witnesses.tell()
             self._recorder.close()
         self._keeper.close(KEEP_S)
         left_s = max(2.0, self.config.deadlines.shutdown_s / 2)

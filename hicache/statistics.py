@@ -34,7 +34,7 @@ def report(
         "sessions": len(service.sessions),
         "leases": len(book.leases),
         "tickets": len(book.tickets),
-        "waiting": len(service.waiting),
+        "waiting": len(service.waiting) + len(service.clearances),
         "namespaces": namespaces,
         "index": index,
         "tiers": tier_rows(engine, media, notes, states),
