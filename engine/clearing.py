@@ -7,8 +7,8 @@ to; then the one above it is looked at:
         └── d        b: c and d go, so it goes; then a
 
 Memory is free at once. A durable copy drains until its record is deleted, and so long its node
-stays, but it keeps none of those above: records are deleted in the order in which nodes went, so
-what a crash leaves of them are whole prefixes.
+stays, but it keeps none of those above. Records are deleted in this order, a node's last block
+first, so that what a crash leaves of them are whole prefixes.
 
 Nodes are looked through by their numbers, some at a time (`Index.nodes`).
 
@@ -55,7 +55,7 @@ class Clearing:
         self._gone: set[Node] = set()
 
     def step(self, most_blocks: int) -> p.Cleared:
-        """So many blocks more, or a few above; at least one node, however long it is."""
+        """So many blocks more, or twice as many: a longer node is split, and its end goes."""
         house = self._house
         if len(house.moves) >= MAX_MOVES:
             return p.Cleared(0, is_over=False, is_waiting=True)
@@ -76,6 +76,10 @@ class Clearing:
             if not front:
                 break
             going = [node for node in dict.fromkeys(front) if self._may_go(node)]
+            for node in going:
+                if len(node) > most_blocks:
+                    above = house.index.split(node, len(node) - most_blocks, self.namespace.step)
+                    house.queue(above)
             if going:
                 num_blocks += sum(map(len, going))
                 self._give_up(going)
@@ -94,12 +98,10 @@ class Clearing:
         if not all(self._is_going(child) for child in node.children.values()):
             return False
         blocks, moves_of = self._house.blocks, self._house.moves_of
-        if blocks.is_pinned(node.span):
-            return False
         if moves_of and any(block in moves_of for block in node.block_ids().tolist()):
             self._is_incomplete = self._is_incomplete or not self._is_going(node)
             return False
-        return True
+        return not blocks.is_pinned(node.span)
 
     def _is_going(self, node: Node) -> bool:
         if node in self._gone:
@@ -110,7 +112,7 @@ class Clearing:
         """Their copies; and what is above them is looked at next."""
         house = self._house
         above = [node.parent for node in nodes if node.parent is not None]
-        ids = np.concatenate([node.block_ids() for node in nodes])
+        ids = np.concatenate([node.block_ids()[::-1] for node in nodes])
         for tier, spec in enumerate(house.tiers):
             held = ids[house.blocks.tags[ids] >> tier & 1 == 1]
             if spec.durable and house.is_up(tier):

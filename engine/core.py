@@ -462,8 +462,8 @@ class CacheEngine:
         held = ids[house.blocks.tags[ids] >> tier & 1 == 1]
         for namespace in house.namespaces:
             nodes = [n for n in house.index.subtree(namespace.root) if n.tiers >> tier & 1]
-            for node in nodes:
-                house.vacate(node.block_ids(), tier)
+            if nodes:
+                house.vacate(np.concatenate([node.block_ids() for node in nodes]), tier)
         house.settle(held)
         for lease in house.leases.leases.values():
             gone = np.flatnonzero(house.blocks.tags[lease.ids] == 0)
