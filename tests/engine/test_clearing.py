@@ -1,4 +1,4 @@
-"""A namespace is forgotten step by step: all of it but what somebody holds, whatever hangs where."""
+"""A namespace is forgotten step by step: all but what somebody holds, whatever hangs where."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_disk_that_has_enough_to_do_is_waited_for(monkeypatch: pytest.MonkeyPa
 
 
 def test_another_namespace_has_its_number_by_now() -> None:
-    """1. All of it is cleared that can be, and it pauses. 2. It is forgotten for another one. 3. The
+    """1. It is being cleared, empty, and forgotten for another one. 2. What goes on is over: the
     new one keeps what it has."""
     desk = Desk()
     w = desk.world
