@@ -136,6 +136,13 @@ class BlockTable:
         leased = np.flatnonzero(self.leases[span])
         return int(leased[-1]) + 1 if len(leased) else 0
 
+    def is_path_pinned(self, span: Span) -> bool:
+        """The same for the blocks of any node: what leases some of them begins above it or in it,
+        and goes on below it or ends in it."""
+        if not isinstance(span, slice):
+            return self.is_pinned(span)
+        return bool(self.leases[span.stop - 1]) or self.is_tail_pinned(span)
+
     def _end_of(self, span: Span) -> int:
         """The deepest of these blocks."""
         if isinstance(span, slice):

@@ -10,6 +10,7 @@ with a fake clock. Everything here belongs to the daemon's one loop.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -18,6 +19,7 @@ import numpy as np
 
 from hicache.engine import plan as p
 from hicache.engine.blocks import State
+from hicache.engine.clearing import Clearing
 from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Fetching, Positions
@@ -98,6 +100,8 @@ class CacheEngine:
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
         self.uses = Uses(self.residency, self.identities, self.writedown.tier)
         self._restorations: dict[int, Restoration] = {}
+        self._clearings: dict[int, Clearing] = {}
+        self._cleared_unseen: defaultdict[int, set[bytes]] = defaultdict(set)
         self.hints = Hints(self.residency, self.evictor, history)
         self._by_digest: dict[bytes, int] = {}
         self._cancel: list[int] = []
@@ -190,6 +194,7 @@ class CacheEngine:
             self.record.forget(number)
             self.memory.forget(number)
             self.estimates.loads.pop(number, None)
+            self._clearings.pop(number, None)
             self.residency.namespaces[number] = self._new_namespace(event, number, idle.root)
             self.prefill[number] = PrefillCost(prior)
             self.hop_s_per_byte[number] = 1.0 / self.settings.hop_bytes_per_s
@@ -317,35 +322,24 @@ class CacheEngine:
         self._make_progress()
         return is_known
 
-    def _clear(self, event: p.Clear) -> int:
-        """Forget what nobody holds: leaves first, as far as leases, pins and moves let it."""
+    def _clear(self, event: p.Clear) -> p.Cleared:
         house = self.residency
         namespace = house.namespaces[event.namespace]
-        nodes = list(house.index.subtree(namespace.root))
-        forgotten = 0
+        if event.begins:
+            self._clearings[event.namespace] = Clearing(house, namespace)
+        clearing = self._clearings.get(event.namespace)
+        if clearing is None:
+            return p.Cleared(0, is_over=True, is_waiting=False)
         for restoration in self._restorations.values():
-            restoration.cleared.add(event.namespace)
-        for node in reversed(nodes):
-            if node.is_root or node.children or node.parent is None:
-                continue
-            num_kept = house.blocks.num_held(node.span)
-            if num_kept == len(node):
-                continue
-            if num_kept:
-                house.queue(house.index.split(node, num_kept, namespace.step))
-            ids = node.block_ids()
-            if not node.tiers or any(block in house.moves_of for block in ids.tolist()):
-                continue
-            forgotten += len(ids)
-            for tier in range(len(house.tiers)):
-                if not node.tiers >> tier & 1:
-                    continue
-                if house.tiers[tier].durable and house.is_up(tier):
-                    house.start_giving_up(namespace, ids, tier)
-                else:
-                    house.vacate(ids, tier)
-            house.settle(ids)
-        return forgotten
+            restoration.cleared.add(namespace.digest)
+        for tier, spec in enumerate(house.tiers):
+            if spec.durable and not house.is_up(tier):
+                self._cleared_unseen[tier].add(namespace.digest)
+        cleared = clearing.step(event.most_blocks)
+        if cleared.is_over:
+            del self._clearings[event.namespace]
+        self._make_progress()
+        return cleared
 
     def _put(self, event: p.Put) -> p.Placed:
         self.gate.pass_time(event.now_s)
@@ -437,9 +431,7 @@ class CacheEngine:
     def _restore(self, event: p.Restore) -> list[bytes]:
         tier = self.residency.number_of(event.tier)
         namespace = self.residency.namespaces[event.namespace]
-        if tier not in self._restorations:
-            self._restorations[tier] = Restoration(self.residency, tier)
-        restoration = self._restorations[tier]
+        restoration = self._restorations.get(tier) or self._begin_restoring(tier)
         homeless = restoration.add(namespace, event.rows, event.now_s, event.zero_s)
         self._make_progress()
         return homeless
@@ -497,8 +489,8 @@ class CacheEngine:
         held = ids[house.blocks.tags[ids] >> tier & 1 == 1]
         for namespace in house.namespaces:
             nodes = [n for n in house.index.subtree(namespace.root) if n.tiers >> tier & 1]
-            for node in nodes:
-                house.vacate(node.block_ids(), tier)
+            if nodes:
+                house.vacate(np.concatenate([node.block_ids() for node in nodes]), tier)
         house.settle(held)
         for lease in house.leases.leases.values():
             gone = np.flatnonzero(house.blocks.tags[lease.ids] == 0)
@@ -516,8 +508,13 @@ class CacheEngine:
         self._restorations.pop(tier, None)
         if event.is_restoring:
             self.residency.restoring |= 1 << tier
-            self._restorations[tier] = Restoration(self.residency, tier)
+            self._begin_restoring(tier)
         self.residency.backoff.took(tier)
+
+    def _begin_restoring(self, tier: int) -> Restoration:
+        restoration = self._restorations[tier] = Restoration(self.residency, tier)
+        restoration.cleared |= self._cleared_unseen.pop(tier, set())
+        return restoration
 
     def _tick(self, event: p.Tick) -> p.Arrivals:
         self.residency.backoff.tick(event.now_s)

@@ -79,9 +79,11 @@ class Index:
         self.nodes: list[Node | None] = []
         self._free_numbers: list[int] = []
         self.num_nodes = 0
+        self.num_blocks: dict[int, int] = {}  # by namespace: asked often, and a tree may be large
 
     def add_root(self, namespace: int) -> Node:
         """A new, empty tree."""
+        self.num_blocks[namespace] = 0
         root = self._new_node(namespace, None, slice(0, 0), 0, 0)
         root.stem = Stem(b"", [root])
         return root
@@ -126,6 +128,7 @@ class Index:
         node = self._new_node(root.namespace, parent, span, count, depth)
         node.stem = Stem(symbols, [node])
         self.blocks.place(span, node.number, depth)
+        self.num_blocks[root.namespace] += count
         parent.adopt(first, node)
         if len(parent.children) > MAX_WAYS:
             self.part(parent, step)
@@ -293,6 +296,7 @@ class Index:
         assert 0 < kept < node.num_blocks
         assert not node.children
         node.num_blocks = kept
+        self.num_blocks[node.namespace] -= count
         node.stem.shorten(count * step)
         node.span, gone = cut_at(node.span, kept)
         return gone
@@ -320,6 +324,7 @@ class Index:
                 del parent.children[node.symbols(step, 0, 1)]
                 stem.nodes.pop()
                 stem.shorten(node.num_blocks * step)
+            self.num_blocks[node.namespace] -= node.num_blocks
             self._drop(node)
 
     def node_of(self, block: int) -> Node:
@@ -405,6 +410,7 @@ class Index:
                 for first in (0, len(ids) // 2, len(ids) - 1):
                     is_pinned = self.blocks.is_pinned(ids[first:])
                     assert self.blocks.is_tail_pinned(node.span, first) == is_pinned
+        assert self.num_blocks[root.namespace] == num_blocks
         return num_blocks
 
     def _validate_stem(self, stem: Stem, step: int) -> None:

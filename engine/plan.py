@@ -396,11 +396,23 @@ class Unpin(Event[bool], frozen=True):
     pin: int
 
 
-class Clear(Event[int], frozen=True):
-    """Forget everything of a namespace that nobody holds. Answer: blocks forgotten."""
+class Cleared(msgspec.Struct, frozen=True):
+    """A step of a clearing: `blocks` forgotten in it. Where it is not over yet it goes on at once,
+    or, `is_waiting`, after a while: other moves come first."""
+
+    blocks: int
+    is_over: bool
+    is_waiting: bool
+
+
+class Clear(Event[Cleared], frozen=True):
+    """Forget everything of a namespace that nobody holds: about so many blocks of it. `begins`:
+    from its start; otherwise what was begun goes on, and is over where nothing was."""
 
     namespace: int
     now_s: float
+    most_blocks: int = 2**62
+    begins: bool = True
 
 
 # --- what became of things ---------------------------------------------------------------------

@@ -207,7 +207,7 @@ class Residency:
 
     def start_giving_up(self, namespace: Namespace, ids: Ids, tier: int) -> None:
         """Drain durable copies: their records must be deleted before their room is free."""
-        self.drain(ids, tier)
+        self.drain(self.where(ids, tier, State.READY), tier)
         name = self.tiers[tier].name
         for block, slot in zip(ids.tolist(), self.blocks.slot[tier][ids].tolist(), strict=True):
             self._issue(

@@ -38,8 +38,9 @@ class Restoration:
     def __init__(self, residency: Residency, tier: int) -> None:
         self.residency = residency
         self.tier = tier
-        self.cleared: set[int] = set()
-        """Namespaces that were cleared meanwhile: what is told of them comes too late."""
+        self.cleared: set[bytes] = set()
+        """Digests of namespaces that were cleared meanwhile, or while the worker was away: what is
+        told of them comes too late."""
         self._block_of = np.empty(0, np.int32)  # by row
         self._row_of = np.empty(0, np.int32)  # by block
 
@@ -51,7 +52,7 @@ class Restoration:
         is_fitting = (
             rows.block_bytes == namespace.block_bytes
             and rows.step == namespace.step
-            and namespace.number not in self.cleared
+            and namespace.digest not in self.cleared
         )
         homeless: list[bytes] = []
         came: list[Ids] = []

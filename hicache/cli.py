@@ -17,6 +17,7 @@ from hicache import __version__
 COMMANDS = {
     "serve": ("hicache.commands.serve", "serve", "Run the daemon."),
     "stats": ("hicache.commands.stats", "stats", "Show what a daemon holds, does and decides."),
+    "tree": ("hicache.commands.tree", "tree", "Show which prefixes fill the tiers."),
     "explain": ("hicache.commands.explain", "explain", "Say why it was reloaded or recomputed."),
     "ping": ("hicache.commands.ping", "ping", "Ask whether a daemon answers, and how fast."),
     "health": ("hicache.commands.health", "health", "Ask whether all of a daemon is well."),

@@ -44,6 +44,7 @@ from hicache.storing import Fill
 from hicache.wire import pack
 
 __all__ = [
+    "AdminLine",
     "Client",
     "CurveKeys",
     "DaemonAbsent",
@@ -331,6 +332,40 @@ class Client:
         self.close()
 
 
+class AdminLine:
+    """Requests without a session, one after another over one connection. Not thread-safe."""
+
+    def __init__(self, endpoint: str, curve: CurveKeys | None = None) -> None:
+        self.endpoint = endpoint
+        self._channel = Channel(endpoint, curve=curve)
+        self._last_id = 0
+
+    def call(
+        self, op: str, body: Mapping[str, Any] | None = None, timeout_s: float = 5.0
+    ) -> dict[str, Any]:
+        """The reply's fields. Raises DaemonAbsent or DaemonError, whose texts are sentences for
+        people."""
+        now_s = time.monotonic()
+        channel, deadline_s = self._channel, now_s + timeout_s
+        self._last_id = number = self._last_id + 1
+        head = {"op": op, "id": number, "deadline_s": timeout_s, "sent_s": now_s, **(body or {})}
+        run_now(channel.send([pack(head)], deadline_s))
+        channel.mailbox.expect(number)
+        try:
+            reply, _ = run_now(channel.receive(number, deadline_s))
+        finally:
+            channel.mailbox.done(number)
+        if not reply["ok"]:
+            raise DaemonError(reply["error"], str(reply.get("message", "")))
+        return {name: value for name, value in reply.items() if name not in ("id", "ok")}
+
+    def __enter__(self) -> AdminLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+
 def admin_call(
     endpoint: str,
     op: str,
@@ -342,15 +377,5 @@ def admin_call(
 
     Raises DaemonAbsent or DaemonError, whose texts are sentences for people.
     """
-    deadline_s = time.monotonic() + timeout_s
-    channel = Channel(endpoint, curve=curve)
-    head = {"op": op, "id": 1, "deadline_s": timeout_s, "sent_s": time.monotonic(), **(body or {})}
-    try:
-        run_now(channel.send([pack(head)], deadline_s))
-        channel.mailbox.expect(1)
-        reply, _ = run_now(channel.receive(1, deadline_s))
-    finally:
-        channel.close()
-    if not reply["ok"]:
-        raise DaemonError(reply["error"], str(reply.get("message", "")))
-    return {name: value for name, value in reply.items() if name not in ("id", "ok")}
+    with AdminLine(endpoint, curve) as line:
+        return line.call(op, body, timeout_s)

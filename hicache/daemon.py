@@ -38,7 +38,7 @@ from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
 from hicache.faults import Faults
 from hicache.fitting import Fitter
-from hicache.freed import FreedMemory, take_room_for_bursts
+from hicache.freed import FreedMemory, grow_table_of_names
 from hicache.instance import Instance
 from hicache.keys import NamespaceSpec
 from hicache.recording import Recorder
@@ -134,7 +134,7 @@ class Daemon:
         self._recorder = recorder
         smallest_bytes = min(spec.capacity_bytes for spec in parts.tiers)
         self._sample = Sample(smallest_bytes) if config.what_if else None
-        self.service.witnesses = [w for w in (self._sample, recorder) if w is not None]
+        self.service.witnesses.present = [w for w in (self._sample, recorder) if w is not None]
         self._context = zmq.Context()
         self._doorkeeper = self._hire_doorkeeper()
         self._router = self._open_socket()
@@ -172,9 +172,9 @@ class Daemon:
             if spec.name not in far:
                 self._do(p.TierUp(spec.name, now_s))
         self.mover.start(now_s)
+        grow_table_of_names()
         gc.collect()
         gc.freeze()  # what is made at start stays: the collector need not walk it again and again
-        self._room = take_room_for_bursts()
         next_tick_s = now_s
         while not self._is_stopping:
             now_s = time.monotonic()
@@ -190,6 +190,8 @@ class Daemon:
 
     def _turn(self, wait_s: float) -> None:
         """One poll, and everything that was ready."""
+        if self.service.clearances.is_stepping:
+            wait_s = 0.0
         if self.service.waiting.is_sending:
             wait_s = min(wait_s, SEND_MORE_S)
         if self.service.waiting.fetches:
@@ -211,7 +213,9 @@ class Daemon:
         if self._router in events:
             self._serve_requests()
             self._await_the_next()
-            self.service.tell_witnesses()
+            self.service.witnesses.tell()
+        if self.service.clearances.is_stepping:
+            self.service.clear_more(time.monotonic())
         if self.service.waiting.is_sending:
             self.service.send_more()
         if self.service.waiting.fetches:
@@ -246,7 +250,7 @@ class Daemon:
     def _know_bystanders(self) -> list[tuple[Faults, Callable[[float], None]]]:
         """The parts that no request waits for: they are judged, and may fail."""
         condition = self.condition
-        condition.watch("witnesses", lambda now_s: 0.0, self.service.witness_faults)
+        condition.watch("witnesses", lambda now_s: 0.0, self.service.witnesses.faults)
         ticks: list[tuple[Faults, Callable[[float], None]]] = []
         trim = FreedMemory(self.started_s)
         ticks.append((Faults("giving freed memory back"), trim.tick))
@@ -523,7 +527,7 @@ class Daemon:
 
     def _what_if(self, _: Any) -> dict[str, Any]:
         """What was asked for lately, for somebody else to replay with other sizes."""
-        self.service.tell_witnesses()
+        self.service.witnesses.tell()
         if self._sample is None:
             raise WireError("refused", "what_if is false in the configuration")
         tiers: list[dict[str, Any]] = [
@@ -544,6 +548,14 @@ class Daemon:
         self.engine.matching.settle()
         last = request.body["last"]
         return {"decisions": figures.decision_rows(self.service, last, time.monotonic())}
+
+    def _tree(self, request: Any) -> dict[str, Any]:
+        """A page of the index. Whoever may connect without having proved anything (over TCP without
+        keys) is told nothing of what stands in prompts."""
+        is_private = self._is_ipc or self._doorkeeper is not None
+        now_s = time.monotonic()
+        rows = figures.tree_rows(self.service, request.body, now_s, with_tokens=is_private)
+        return {"epoch": self.epoch, **rows}
 
     def _verify(self, request: Any) -> dict[str, Any]:
         if request.body["start"]:
@@ -622,7 +634,7 @@ class Daemon:
         if self._fitter is not None:
             self._fitter.close()
         if self._recorder is not None:
-            self.service.tell_witnesses()
+            self.service.witnesses.tell()
             self._recorder.close()
         self._keeper.close(KEEP_S)
         left_s = max(2.0, self.config.deadlines.shutdown_s / 2)
@@ -643,6 +655,7 @@ _ADMIN: Final[Mapping[str, Callable[[Daemon, Any], dict[str, Any]]]] = {
     "health": Daemon._health,
     "explain": Daemon._explain,
     "what_if": Daemon._what_if,
+    "tree": Daemon._tree,
     "reload": Daemon._reload,
     "verify": Daemon._verify,
 }

@@ -7,9 +7,8 @@ Four things would let it creep up for hours although nothing in it grows:
 - numpy keeps small buffers that were freed, and they lie between what else is used, so that what
   is free around them cannot go back. `fill_small_buffers` puts them in one place.
 - What is free between what is used goes back only when asked for: `FreedMemory`.
-- Python takes memory for small objects by the MiB, and keeps one as long as anything in it is in
-  use. So each burst that is larger than those before leaves one behind. `take_room_for_bursts`
-  takes what they need at the start.
+- Python's table of the names in use doubles when it is full of names that are no more, minutes
+  after the start: `grow_table_of_names`.
 
 docs/faults.md says by how much each of them let it grow.
 """
@@ -28,9 +27,8 @@ EVERY_S: Final = 1.0
 MAX_SHARE: Final = 1e-3
 """Of the loop's time."""
 _SMALL_BYTES: Final = 1024
-_SMALL_OBJECT: Final = 512 - sys.getsizeof(b"")
-"""Bytes in the largest `bytes` that Python keeps among its small objects."""
-_BURST_BYTES: Final = 3 << 20
+_MANY_NAMES: Final = 1 << 15
+"""More than such a table of up to 2¹⁶ names has room for, and less than the next one has."""
 _NUM_KEPT: Final = 7  # numpy/_core/src/multiarray/alloc.c: NBUCKETS and NCACHE
 _LIMITS: Final = {
     -1: 1 << 20,  # M_TRIM_THRESHOLD: so much may stay free at a heap's end
@@ -60,11 +58,15 @@ def fill_small_buffers() -> None:
         buffers.clear()
 
 
-def take_room_for_bursts() -> list[bytes]:
-    """What keeps the room, some 2 MiB beside what is free already; of no other use. When everything
-    that stays has been made: Python fills its fullest MiB first, so this room is used last."""
-    objects = [bytes(_SMALL_OBJECT) for _ in range(_BURST_BYTES // 512)]
-    return objects[:: (256 << 10) // 512]  # at least one in each MiB
+def grow_table_of_names() -> None:
+    """Python keeps one object for all names that are equal (`sys.intern`), in a table of 940 KiB
+    here, in which a name that is no more takes up room until the table is made anew, for three
+    times the names in use by then. So it doubles once, when a daemon has lived for some minutes,
+    and never again. Here that happens at once. When all is imported; not from Python 3.12 on,
+    where a name stays for ever."""
+    if sys.version_info < (3, 12):
+        names = [sys.intern(f"no name of anything {number}") for number in range(_MANY_NAMES)]
+        names.clear()
 
 
 class FreedMemory:

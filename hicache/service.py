@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -18,6 +17,7 @@ import xxhash
 
 from hicache import __version__
 from hicache.admission import check_spec
+from hicache.clearances import Clearances
 from hicache.config import DeadlinesConfig, LimitsConfig
 from hicache.conversations import Conversations
 from hicache.delivery import Delivery, Part, Send
@@ -25,7 +25,6 @@ from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.cost import plausible_hop
 from hicache.engine.pinned import leased_share
-from hicache.faults import Faults
 from hicache.foresight import Foresight
 from hicache.keys import NamespaceSpec
 from hicache.paging import Paging
@@ -35,7 +34,7 @@ from hicache.tiers.arena import Arena
 from hicache.tiers.block import slot_bytes_for
 from hicache.waiting import Peer, Waiting, WaitingCommit, WaitingFetch, WaitingPut
 from hicache.wire import PROTOCOL, DecisionReply, MatchReply, MatchRequest, Request, WireError
-from hicache.witness import Witness
+from hicache.witnesses import Witnesses
 
 Answer = TypeVar("Answer")
 CAPABILITIES: Final = (
@@ -52,7 +51,6 @@ CAPABILITIES: Final = (
     "pin",
 )
 TRANSPORTS: Final = ("auto", "arena", "frames")
-MAX_UNTOLD: Final = 64
 ENDED: Final[Mapping[str, p.Ended]] = {
     "": "",
     "turn": "turn",
@@ -100,9 +98,7 @@ class Service:
         self.conversations = Conversations()
         self.leased_share = 0.0
         self.turned_away: Counter[str] = Counter()
-        self.witnesses: Sequence[Witness] = ()
-        self._untold: list[Callable[[Witness], None]] = []
-        self.witness_faults = Faults("who notes what is asked for")
+        self.witnesses = Witnesses()
         self.namespaces: dict[bytes, NamespaceSpec] = {}
         self.requests: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -122,6 +118,7 @@ class Service:
             self._check_leases,
             self._check_tokens,
         )
+        self.clearances = Clearances(engine, self.do, self._reply_with)
         self._dispatch = dispatch
         self._describe = describe
         self._handlers: dict[str, Callable[[Asked, Session], None]] = {
@@ -362,20 +359,9 @@ class Service:
         conversation = wanted.conversation
         if conversation:
             self.conversations.went_on(session.namespace, conversation, tokens)
-        self._note(lambda witness: witness.asked(session, tokens, conversation, asked.now_s))
-
-    def _note(self, told: Callable[[Witness], None]) -> None:
-        if self.witnesses:
-            self._untold.append(told)
-            if len(self._untold) >= MAX_UNTOLD:
-                self.tell_witnesses()
-
-    def tell_witnesses(self) -> None:
-        """Those who keep a record of what was asked for get to know it when no client waits."""
-        untold, self._untold = self._untold, []
-        for told in untold:
-            for witness in self.witnesses:
-                self.witness_faults.guard(partial(told, witness))
+        self.witnesses.note(
+            lambda witness: witness.asked(session, tokens, conversation, asked.now_s)
+        )
 
     def _is_same(self, known: RememberedMatch, tokens: bytes, skip_blocks: int) -> bool:
         """Idempotent: the same request asking the same gets the same lease while it lasts."""
@@ -518,8 +504,8 @@ class Service:
         self._confirm(asked, aborted=aborted)
 
     def _clear(self, asked: Asked, session: Session) -> None:
-        cleared = self.do(p.Clear(session.namespace, asked.now_s))
-        self._reply(asked.peer, cleared=cleared)
+        deadline_s = self._deadline(asked, self.deadlines.put_s)
+        self.clearances.ask(asked.peer, session.namespace, deadline_s, asked.now_s)
 
     def _register(self, asked: Asked, session: Session) -> None:
         self.paging.register(asked.peer, session, asked.request.body)
@@ -573,7 +559,7 @@ class Service:
             )
         stop = " ".join(filter(None, (ended, body["finish_reason"])))
         told = session, conversation, stop, body["answer_tokens"], asked.now_s
-        self._note(lambda witness: witness.hinted(*told))
+        self.witnesses.note(lambda witness: witness.hinted(*told))
         if conversation and ended == "conversation":
             self.conversations.ended(session.namespace, conversation)
         self._confirm(asked, known=bool(known))
@@ -622,11 +608,17 @@ class Service:
             self._reply(commit.peer, committed=commit.committed, durable=False)
         if any(put.deadline_s <= now_s for put in self.waiting.puts):
             self._try_puts(now_s)
+        self.clearances.tick(now_s)
 
     def end_overdue_fetches(self, now_s: float) -> None:
         """Their clients go on with what has come."""
         for fetch in self.waiting.overdue_fetches(now_s):
             self._give_up(fetch)
+
+    def clear_more(self, now_s: float) -> None:
+        """Where namespaces are being cleared: a step."""
+        if self.clearances.go_on(now_s) and self.waiting.puts:
+            self._try_puts(now_s)
 
     def send_more(self) -> None:
         """Clients may have read what was sent to them: what waits for that goes on."""

@@ -1,4 +1,4 @@
-"""What `stats` and `health` answer: counters of the cache engine, the mover and the front door."""
+"""What `stats`, `explain` and `tree` answer: of the cache engine, the mover and the front door."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hicache.engine.core import CacheEngine
 from hicache.engine.pinned import pinned_bytes
 from hicache.engine.plan import Priority
 from hicache.engine.record import Record
+from hicache.engine.tree import page
 from hicache.foresight import pin_rows
 from hicache.service import Service
 from hicache.transfer.mover import Mover
@@ -30,7 +31,7 @@ def report(
     engine = service.engine
     book = engine.residency.leases
     notes, states = condition.tier_notes(), condition.tier_states()
-    namespaces = namespace_rows(service)  # walks the index, once
+    namespaces = namespace_rows(service)
     index = index_row(engine, namespaces)
     return {
         "sessions": len(service.sessions),
@@ -38,7 +39,7 @@ def report(
         "pins": pin_rows(engine, service.epoch, time.monotonic()),
         "pinned_blocks": len(book.kept),
         "tickets": len(book.tickets),
-        "waiting": len(service.waiting),
+        "waiting": len(service.waiting) + len(service.clearances),
         "namespaces": namespaces,
         "index": index,
         "tiers": tier_rows(engine, media, notes, states),
@@ -121,19 +122,45 @@ def namespace_rows(service: Service) -> list[dict[str, Any]]:
     for namespace in house.namespaces:
         spec = service.namespaces.get(namespace.digest)
         prefill = service.engine.prefill[namespace.number]
-        blocks = sum(len(node) for node in house.index.subtree(namespace.root))
         rows.append(
             {
                 "digest": namespace.digest.hex(),
                 "name": spec.name if spec is not None else "",
                 "block_tokens": namespace.block_tokens,
                 "block_bytes": namespace.block_bytes,
-                "blocks": blocks,
+                "blocks": house.index.num_blocks[namespace.number],
                 "prefill_tokens_per_s": prefill.tokens_per_s() if prefill.num_observed else None,
                 "loads": _loads(service.engine, namespace.number),
             }
         )
     return rows
+
+
+def tree_rows(
+    service: Service, body: Mapping[str, Any], now_s: float, *, with_tokens: bool
+) -> dict[str, Any]:
+    """A page of the index's nodes (`hicache.engine.tree`), and the namespaces that are in it."""
+    house = service.engine.residency
+    after, most, digest = body["after"], body["most"], body["namespace"]
+    found = page(house, after, most, now_s, digest, with_tokens=with_tokens)
+    spaces = [house.namespaces[number] for number in found.namespaces]
+    names = [service.namespaces.get(space.digest) for space in spaces]
+    return {
+        "tiers": [tier.name for tier in house.tiers],
+        "namespaces": [
+            {
+                "digest": space.digest.hex(),
+                "name": spec.name if spec is not None else "",
+                "block_tokens": space.block_tokens,
+                "block_bytes": space.block_bytes,
+                "slot_bytes": space.slot_bytes,
+            }
+            for space, spec in zip(spaces, names, strict=True)
+        ],
+        "nodes": found.runs,
+        "next": found.next,
+        "end": found.end,
+    }
 
 
 def _loads(engine: CacheEngine, namespace: int) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ ERRORS: Final = {
     "internal": "a fault in the daemon, logged there",
 }
 
-RESERVED_OPS: Final = frozenset({"tree", "events"})
+RESERVED_OPS: Final = frozenset({"events"})
 
 MAX_SCORED_PROMPTS: Final = 128
 MAX_SCORED_TOKENS: Final = 1 << 21
@@ -55,6 +55,8 @@ longer than one match of a very long prompt."""
 NAMESPACE_BYTES: Final = 32
 MAX_PIN_S: Final = 30 * 86400.0
 """What nobody asks for again within a month may go."""
+MAX_TREE_NODES: Final = 512
+"""Of one page of `tree`: as many as are looked at in half a millisecond."""
 
 
 class WireError(ValueError):
@@ -169,6 +171,11 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
     "health": {},
     "explain": {"last": Field(int, 10, low=1, high=256)},
     "what_if": {},
+    "tree": {
+        "namespace": Field(bytes, b"", high=NAMESPACE_BYTES),
+        "after": Field(int, 0),
+        "most": Field(int, MAX_TREE_NODES, low=1, high=MAX_TREE_NODES),
+    },
     "verify": {
         "start": Field(bool, False, high=1),
         "bytes_per_s": Field(float, 64e6, low=1e5, high=1e12),
@@ -187,6 +194,7 @@ NEEDS_SESSION: Final = frozenset(OPS) - {
     "health",
     "explain",
     "what_if",
+    "tree",
     "reload",
     "verify",
 }

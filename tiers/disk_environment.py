@@ -35,6 +35,7 @@ _DAMAGE = (
     lmdb.InvalidParameterError,  # its lock file was
     lmdb.BadTxnError,  # a page of its trees was no page
     lmdb.CursorFullError,  # its trees are deeper than any tree
+    lmdb.PageFullError,  # one of its pages holds more than a page
 )
 
 

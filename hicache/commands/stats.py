@@ -18,6 +18,7 @@ from rich.text import Text
 from hicache.bench.report import ProgressLine
 from hicache.client import DaemonAbsent, DaemonError, admin_call
 from hicache.commands.curve import curve_option
+from hicache.commands.figures import told_bytes as _bytes
 from hicache.curve import CurveKeys
 from hicache.endpoint import default_endpoint
 
@@ -372,17 +373,6 @@ def _number(value: Any) -> str:
 
 def _share(part: Any, whole: Any) -> str:
     return f"{part / whole:.0%}" if whole and part is not None else "–"
-
-
-def _bytes(value: Any) -> str:
-    if value is None:
-        return "–"
-    size, unit = float(value), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:,.0f} {unit}" if unit == "B" or size >= 100 else f"{size:,.1f} {unit}"
 
 
 def _seconds(value: Any) -> str:

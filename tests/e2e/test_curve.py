@@ -88,6 +88,16 @@ def test_a_listed_client_works(castle: Castle) -> None:
     assert read(client, tokens) == 6
 
 
+def test_a_listed_client_may_look_into_the_index(castle: Castle) -> None:
+    tokens = prompt(9, 2)
+    store(castle.guest(castle.keys_of("friend")), tokens)
+    keys = str(castle.keys / "friend.key_secret"), str(castle.keys / "server.key")
+    ran = hicache("tree", "--json", "--endpoint", castle.endpoint, "--curve", *keys)
+    rows = json.loads(ran.stdout)["branches"]
+    assert tokens[:4].tolist() in [row["token_ids"] for row in rows]
+    assert hicache("tree", "--endpoint", castle.endpoint).returncode == 1
+
+
 def test_a_listed_client_of_asyncio_works(castle: Castle) -> None:
     async def talk() -> int:
         tokens = prompt(2, 6)

@@ -106,6 +106,12 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a pin for ever": ("pin", {"namespace": bytes(32), "tokens": b"", "ttl_s": 1e9}, "malformed"),
     "a pin by number": ("unpin", {"pin": 7}, "malformed"),
     "endless seconds": ("observe", {"sum_n": 1.0, "sum_nc": 1.0, "seconds": np.inf}, "malformed"),
+    "an empty page": ("tree", {"most": 0}, "malformed"),
+    "a page too long": ("tree", {"most": 513}, "malformed"),
+    "a page before the first": ("tree", {"after": -1}, "malformed"),
+    "a digest in hex": ("tree", {"namespace": "ab"}, "malformed"),
+    "a digest too long": ("tree", {"namespace": bytes(33)}, "too_large"),
+    "a page after nothing": ("tree", {"after": None, "before": 7}, "malformed"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -298,3 +299,21 @@ def test_one_request_asked_twice_has_one_lease(house: Household) -> None:
     assert client.match(tokens[:9], request="r1").lease != one.lease
     client.release(one)
     assert client.match(tokens, request="r1").lease not in (0, one.lease)
+
+
+def test_what_is_cleared_is_cleared_on_disk_too(tmp_path: Path) -> None:
+    """Prompts that branch, on disk: what they share goes with them, and does not come back."""
+    shared = prompt(1, 4)
+    prompts = [np.concatenate([shared[:16], prompt(seed, 4)]) for seed in range(2, 40)]
+    with Household(disk={"path": str(tmp_path / "disk"), "size": "96MiB"}) as house:
+        client = house.client()
+        for tokens in prompts:
+            client.put(tokens, blocks_of(tokens), durable=True)
+        house.settle()
+        assert client.clear() == 4 + 4 * len(prompts)
+        assert [client.match(tokens).hit_blocks for tokens in prompts] == [0] * len(prompts)
+        wait_for(lambda: not house.stats()["tiers"][-1]["blocks"], "records deleted")
+        house.stop()
+        house.start()
+        house.forget_clients()
+        assert [house.client().match(tokens).hit_blocks for tokens in prompts] == [0] * len(prompts)

@@ -339,9 +339,9 @@ class EngineMachine(RuleBasedStateMachine):
             house.index.try_merge(node, space.step)
         self.world.engine.validate()
 
-    @rule()
-    def clear(self) -> None:
-        self.world.do(p.Clear(0, self.world.now_s))
+    @rule(most_blocks=st.integers(1, 20), begins=st.booleans())
+    def clear(self, most_blocks: int, begins: bool) -> None:
+        self.world.do(p.Clear(0, self.world.now_s, most_blocks, begins))
 
     @rule(num_bytes=st.integers(1, 10**9), seconds=st.floats(1e-6, 10.0), data=st.data())
     def measured(self, num_bytes: int, seconds: float, data: st.DataObject) -> None:

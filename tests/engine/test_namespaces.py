@@ -78,7 +78,7 @@ def test_clearing_one_leaves_the_other() -> None:
     other = w.open(OTHER, BLOCK_BYTES)
     w.store(tokens_of(1))
     w.store(tokens_of(1), namespace=other)
-    assert w.do(p.Clear(0, w.now_s)) == 1
+    assert w.do(p.Clear(0, w.now_s)).blocks == 1
     assert w.tiers_of(tokens_of(1)) == []
     assert w.tiers_of(tokens_of(1), other) == ["hbm"]
 
@@ -209,7 +209,7 @@ def test_a_namespace_is_not_idle_while_anything_of_it_is_held() -> None:
     assert w.engine.idle_namespace(set()) is None
     lease = w.match(a + END).lease
     w.finish_all()
-    assert w.do(p.Clear(0, w.now_s)) == 0
+    assert w.do(p.Clear(0, w.now_s)).blocks == 0
     w.release(lease)
     w.do(p.Clear(0, w.now_s))
     assert w.moving("disk", None)

@@ -93,7 +93,7 @@ def test_clear_leaves_what_is_pinned_and_nothing_else() -> None:
     w.match(whole + END)  # both parts are the youngest: they are one node again
     w.do(p.WriterGone(1, w.now_s))
     assert len({int(house.blocks.node[block]) for block in range(5)}) == 1
-    assert w.do(p.Clear(w.namespace, w.now_s)) == 3
+    assert w.do(p.Clear(w.namespace, w.now_s)).blocks == 3
     assert w.tiers_of(whole) == ["dram"] * 2
     w.store(whole)
     assert w.tiers_of(whole) == ["dram"] * 5

@@ -573,7 +573,7 @@ def test_a_block_that_is_being_deleted_is_stored_anew(ok: bool, is_late: bool) -
     a = tokens_of(1, 2)
     w.store(a, durable=True)
     w.finish_all()
-    assert w.do(p.Clear(0, w.now_s)) == 2
+    assert w.do(p.Clear(0, w.now_s)).blocks == 2
     deleted = w.moving("disk", None)
     assert len(deleted) == 2
     assert w.match(a + END).hit_blocks == 0
@@ -619,7 +619,7 @@ def test_a_lease_expires() -> None:
     with pytest.raises(p.UnknownLease):
         w.fetch(lease)
     assert not w.release(lease)
-    assert w.do(p.Clear(0, w.now_s)) == 1
+    assert w.do(p.Clear(0, w.now_s)).blocks == 1
 
 
 def test_leased_blocks_never_go() -> None:

@@ -105,7 +105,7 @@ def test_what_is_being_deleted_is_not_held() -> None:
     w = world()
     w.store(A, durable=True)
     w.finish_all()
-    assert w.do(p.Clear(0, w.now_s)) == 2
+    assert w.do(p.Clear(0, w.now_s)).blocks == 2
     assert w.moving("disk", None)
     assert asked(w, A + END).hit_blocks == 0
     assert w.match(A + END).hit_blocks == 0

@@ -268,13 +268,13 @@ def test_witnesses_are_told_in_order_and_once(desk: Desk) -> None:
         ) -> None:
             told.append(f"{stop} {answer_tokens}")
 
-    desk.service.witnesses = [Witness()]
+    desk.service.witnesses.present = [Witness()]
     session = desk.hello()
     desk.send("match", s=session.token, tokens=PROMPT, conversation="c")
     desk.send(
         "hint", s=session.token, tokens=PROMPT, conversation="c", ended="turn", answer_tokens=7
     )
     assert not told, "nobody waits for a record"
-    desk.service.tell_witnesses()
-    desk.service.tell_witnesses()
+    desk.service.witnesses.tell()
+    desk.service.witnesses.tell()
     assert told == ["c", "turn 7"]

@@ -140,7 +140,7 @@ def test_one_flipped_byte_is_only_ever_a_wire_error(
         ({"op": None}, "malformed", "op: missing"),
         ({"op": 7}, "malformed", "op: missing, or not a string"),
         ({"op": "mtach"}, "malformed", "'mtach' is no operation"),
-        ({"op": "tree"}, "unsupported", "reserved"),
+        ({"op": "events"}, "unsupported", "reserved"),
         ({"id": -1}, "malformed", "id: must be an unsigned integer"),
         ({"id": "7"}, "malformed", "id: must be an unsigned integer"),
         ({"id": True}, "malformed", "id: must be an unsigned integer"),
