@@ -43,7 +43,10 @@ MAX_MESSAGE_BYTES: Final = 64 << 10
 MAX_WAITING: Final = 64
 """Messages for the thread; some ten ticks of them."""
 MAX_SUBSCRIPTION_BYTES: Final = 128
-"""Of one message from a subscriber: a topic of 64 characters, and what ZeroMQ puts around it."""
+"""Of one message from a subscriber: a topic of 64 characters, and what ZeroMQ puts around it. It
+makes a tree as deep as the longest topic, and falls from one that is too deep."""
+MAX_HANDSHAKE_BYTES: Final = 512
+"""The same where a handshake of CURVE comes before, whose longest part has some 300."""
 MAX_PAGE_BLOCKS: Final = 4096
 MAX_TOPICS: Final = 4096
 """Whose sequences are kept though nothing is held of them."""
@@ -218,6 +221,7 @@ def _open(
     socket.setsockopt(zmq.SNDHWM, hwm)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
     if doorkeeper is not None:
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_HANDSHAKE_BYTES)
         doorkeeper.guard(socket)
     listen(socket, endpoint, "publish")
     return socket
