@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -45,6 +44,8 @@ COPY_BYTES: Final = 64
 """What telling of one copy counts, besides its tokens: it is mostly the time for its key."""
 MAX_SCANNED: Final = 1 << 18
 """Ids looked at for one page, whoever's they are."""
+RUN_BYTES: Final = 512
+"""What telling of consecutive blocks counts besides, however few they are."""
 _AT_A_TIME: Final = 256
 _NUM_TIERS: Final = np.array([bits.bit_count() for bits in range(256)], np.int64)
 
@@ -85,6 +86,16 @@ class _Gone(msgspec.Struct, frozen=True):
     keys: npt.NDArray[np.uint8]
 
 
+class _Run(msgspec.Struct, frozen=True):
+    """Consecutive blocks of a node, from `place` on, that came to and left the same tiers."""
+
+    node: Node
+    place: int
+    blocks: Ids
+    came: int
+    left: int
+
+
 class Changes:
     """`listen` begins, `take` tells, `page` tells what has been told."""
 
@@ -94,6 +105,7 @@ class Changes:
         self._numbers: dict[bytes, int] = {}
         self._gone: deque[_Gone] = deque()
         self._from = 0
+        self._left_bytes = 0
         self._told: Bits = np.empty(0, np.uint8)
         self._has_key = np.empty(0, np.bool_)
         self._of = np.empty(0, np.int32)
@@ -110,7 +122,8 @@ class Changes:
 
     def take(self, most_bytes: int) -> list[Stored | Removed]:
         """What is new, in this order; empty where nothing is left to tell. A copy counts COPY_BYTES
-        and, where it came, its tokens; at least one block is told, whatever it counts."""
+        and, where it came, its tokens, a run of blocks RUN_BYTES; at least one block is told,
+        whatever it counts."""
         if not self.is_listening:
             return []
         self._grow()
@@ -160,86 +173,121 @@ class Changes:
 
     # --- what changed ---------------------------------------------------------------------------
 
-    def _changed(self, left_bytes: int) -> list[Stored | Removed]:
+    def _changed(self, left_bytes: int) -> Iterator[Stored | Removed]:
         """Of the blocks there are, so much. Goes on next time where it stopped: no block waits for
         ever behind others that keep changing."""
-        house = self._house
         now = self._now()
-        differs = now != self._told
-        changed = np.flatnonzero(differs)
-        most = left_bytes // COPY_BYTES + 1
+        changed = np.flatnonzero(now != self._told)
         start = int(np.searchsorted(changed, self._from))
+        most = left_bytes // COPY_BYTES + 1
         some = np.concatenate((changed[start : start + most], changed[:start]))[:most]
-        numbers, first = np.unique(house.blocks.node[some], return_index=True)
-        news: list[Stored | Removed] = []
-        for place in np.argsort(first).tolist():
-            node = house.index.nodes[numbers[place]]
-            assert node is not None, "a block of no node has copies"
-            for due in self._due(node, now):
-                if left_bytes <= 0:
-                    self._from = int(some[first[place]])
-                    return news
-                ids = due.block_ids()
-                places = np.flatnonzero(differs[ids]).astype(np.int32)
-                places = places[: max(most, 1)]
-                costs = self._costs(ids[places], now, self._house.namespace_of(due).step)
-                ends = np.cumsum(costs)
-                fit = int(np.searchsorted(ends, left_bytes, "right"))
-                num_told = min(len(places), max(fit, 0 if news else 1))
-                if num_told:
-                    news += self._differences(due, ids, places[:num_told], now)
-                    told = ids[places[:num_told]]
-                    self._told[told] = now[told]
-                    differs[told] = False
-                    left_bytes -= int(ends[num_told - 1])
-                if num_told < len(places):
-                    self._from = int(some[first[place]])
-                    return news
+        self._left_bytes = left_bytes
+        for run in self._runs(some, now):
+            for due in self._due(run, now) if run.came else ():
+                yield from self._tell_node(due, now)
+            first = run.blocks[0]
+            if self._left_bytes > 0 and self._told[first] != now[first]:  # it was not among those
+                yield from self._tell_run(run)
+            if self._left_bytes <= 0:
+                rest = run.blocks[self._told[run.blocks] != now[run.blocks]]
+                self._from = int(rest[0]) if len(rest) else int(run.blocks[-1]) + 1
+                return
         self._from = int(some[-1]) + 1 if len(some) else 0
-        return news
 
-    def _costs(self, blocks: Ids, now: Bits, step: int) -> npt.NDArray[np.int64]:
-        """What telling of each of these blocks counts."""
+    def _runs(self, blocks: Ids, now: Bits) -> Iterator[_Run]:
+        """These blocks, put together where they are consecutive and changed alike; node by node,
+        as the nodes come first, and each from its front."""
+        if not len(blocks):
+            return
+        table, nodes = self._house.blocks, self._house.index.nodes
+        numbers = table.node[blocks]
+        _, first, of = np.unique(numbers, return_index=True, return_inverse=True)
+        depths = table.depth[blocks]
+        order = np.lexsort((depths, first[of]))
+        blocks, numbers, depths = blocks[order], numbers[order], depths[order]
         before, after = self._told[blocks], now[blocks]
-        num_came, num_left = _NUM_TIERS[after & ~before], _NUM_TIERS[before & ~after]
-        costs: npt.NDArray[np.int64] = num_came * (COPY_BYTES + step) + num_left * COPY_BYTES
-        return costs
+        came, left = after & ~before, before & ~after
+        is_cut = (np.diff(numbers) != 0) | (np.diff(depths) != 1)
+        is_cut |= (np.diff(came) != 0) | (np.diff(left) != 0)
+        starts = np.concatenate(([0], np.flatnonzero(is_cut) + 1))
+        ends = np.append(starts[1:], len(blocks)).tolist()
+        rows = zip(
+            starts.tolist(),
+            ends,
+            numbers[starts].tolist(),
+            depths[starts].tolist(),
+            came[starts].tolist(),
+            left[starts].tolist(),
+            strict=True,
+        )
+        for start, end, number, depth, has_come, has_left in rows:
+            node = nodes[number]
+            assert node is not None, "a block of no node has copies"
+            yield _Run(node, depth - node.depth, blocks[start:end], has_come, has_left)
 
-    def _due(self, node: Node, now: Bits) -> list[Node]:
-        """The node, and before it those of its ancestors that must be told first."""
-        due = [node]
-        above = node.parent
-        while above is not None and not above.is_root:
-            last = int(above.block_ids()[-1])
-            if self._told[last] or not now[last]:
-                break
-            due.append(above)
-            above = above.parent
+    def _due(self, run: _Run, now: Bits) -> list[Node]:
+        """The nodes of which something must be told before this run: those in front of it whose
+        last block can be read and was not told of."""
+        due: list[Node] = []
+        node, place = run.node, run.place
+        while not self._is_known(node, place, now):
+            if not place:
+                assert node.parent is not None
+                node = node.parent
+            due.append(node)
+            place = 0
         due.reverse()
         return due
 
-    def _differences(
-        self, node: Node, ids: Ids, places: Ids, now: Bits
-    ) -> Iterator[Stored | Removed]:
-        """Of the blocks at these places of a node, at least one."""
-        namespace = self._house.namespace_of(node)
-        self._key(node, ids[: int(places[-1]) + 1], namespace)
-        blocks = ids[places]
-        before, after = self._told[blocks], now[blocks]
-        came, left = after & ~before, before & ~after
-        is_cut = (np.diff(places) != 1) | (np.diff(came) != 0) | (np.diff(left) != 0)
-        bounds = [0, *(np.flatnonzero(is_cut) + 1).tolist(), len(places)]
-        for first, last in pairwise(bounds):
-            start = int(places[first])
-            keys = _split(self._keys[blocks[first:last]])
-            for name in self._names(int(left[first])):
-                yield Removed(namespace.digest, name, keys)
-            if came[first]:
-                tokens = node.symbols(namespace.step, start, start + last - first)
-                parent = self._key_before(node, ids, start)
-                for name in self._names(int(came[first])):
-                    yield Stored(namespace.digest, name, parent, keys, tokens)
+    def _is_known(self, node: Node, place: int, now: Bits) -> bool:
+        """Whether the block before this place of a node was told of, or need not be."""
+        before = _before(node, place)
+        return before is None or bool(self._told[before]) or not now[before]
+
+    def _tell_node(self, node: Node, now: Bits) -> Iterator[Stored | Removed]:
+        ids = node.block_ids()
+        for run in self._runs(ids[self._told[ids] != now[ids]], now):
+            if self._left_bytes > 0:
+                yield from self._tell_run(run)
+
+    def _tell_run(self, run: _Run) -> Iterator[Stored | Removed]:
+        """So much of it as may be told, and at least one block."""
+        namespace = self._house.namespace_of(run.node)
+        num_came, num_left = run.came.bit_count(), run.left.bit_count()
+        cost_bytes = num_came * (COPY_BYTES + namespace.step) + num_left * COPY_BYTES
+        room = max(1, (self._left_bytes - RUN_BYTES) // cost_bytes)
+        blocks = run.blocks[:room]
+        self._left_bytes -= RUN_BYTES + len(blocks) * cost_bytes
+        end = run.place + len(blocks)
+        keys = self._keys_of(run.node, run.place, blocks, namespace)
+        for name in self._names(run.left):
+            yield Removed(namespace.digest, name, keys)
+        if run.came:
+            tokens = run.node.symbols(namespace.step, run.place, end)
+            before = _before(run.node, run.place)
+            parent = ROOT_KEY if before is None else self._key_of(before)
+            for name in self._names(run.came):
+                yield Stored(namespace.digest, name, parent, keys, tokens)
         self._of[blocks] = self._number_of(namespace.digest)
+        self._told[blocks] = (int(self._told[blocks[0]]) | run.came) & ~run.left
+
+    # --- keys -----------------------------------------------------------------------------------
+
+    def _keys_of(self, node: Node, place: int, blocks: Ids, namespace: Namespace) -> list[bytes]:
+        """The keys of consecutive blocks of a node. Whatever has one, all above it have."""
+        if self._has_key[blocks[-1]]:
+            return _split(self._keys[blocks])
+        before = _before(node, place)
+        if before is not None and not self._has_key[before]:
+            self._key(node, node.block_ids()[:place], namespace)
+        known = int(np.count_nonzero(self._has_key[blocks]))
+        front = _split(self._keys[blocks[:known]])
+        parent = front[-1] if front else ROOT_KEY if before is None else self._key_of(before)
+        symbols = node.symbols(namespace.step, place + known, place + len(blocks))
+        keys = keys_along(namespace.digest, parent, symbols, namespace.step)
+        self._keys[blocks[known:]] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
+        self._has_key[blocks[known:]] = True
+        return front + keys
 
     def _key(self, node: Node, ids: Ids, namespace: Namespace) -> None:
         """Know the keys of these first blocks of a node, hence those of all above it."""
@@ -250,22 +298,8 @@ class Changes:
             path.append(above)
         for due in reversed(path):
             mine = ids if due is node else due.block_ids()
-            known = int(self._has_key[mine].sum())  # those in front
-            if known < len(mine):
-                symbols = due.symbols(namespace.step, known, len(mine))
-                parent = self._key_before(due, mine, known)
-                keys = keys_along(namespace.digest, parent, symbols, namespace.step)
-                rows = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
-                self._keys[mine[known:]] = rows
-                self._has_key[mine[known:]] = True
-
-    def _key_before(self, node: Node, ids: Ids, place: int) -> bytes:
-        if place:
-            return self._key_of(int(ids[place - 1]))
-        above = node.parent
-        if above is None or above.is_root:
-            return ROOT_KEY
-        return self._key_of(int(above.block_ids()[-1]))
+            if len(mine):
+                self._keys_of(due, 0, mine, namespace)
 
     def _key_of(self, block: int) -> bytes:
         key: bytes = self._keys[block].tobytes()
@@ -324,6 +358,16 @@ class Changes:
             new = np.zeros((size, *old.shape[1:]), old.dtype)
             new[:known] = old
             setattr(self, name, new)
+
+
+def _before(node: Node, place: int) -> int | None:
+    """The block before this place of a node, None before the first of all."""
+    if not place:
+        above = node.parent
+        if above is None or above.is_root:
+            return None
+        node, place = above, len(above)
+    return int(node.span.start + place - 1 if isinstance(node.span, slice) else node.span[place - 1])
 
 
 def _split(keys: npt.NDArray[np.uint8]) -> list[bytes]:

@@ -21,7 +21,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import zmq

@@ -3,21 +3,22 @@
     loop ──tick──▶ Changes ──▶ messages ──▶ thread ──PUB──▶ subscribers
     loop ──page──▶ Changes ──▶ reply on the front door
 
-A thread of its own has the PUB socket, and a ZeroMQ context and I/O thread of its own: subscriptions,
-however many and of what, never reach the loop. At most MAX_WAITING messages wait for the thread; what
-does not fit is dropped, counted, and shows as a gap in the topic's sequence. The topic is the
-namespace's digest in hex, and messages are laid out as vLLM's, so that what reads those reads these:
+A thread of its own has the PUB socket, with a ZeroMQ context and an I/O thread of its own: what
+subscribers say, however much and of what, never reaches the loop. At most MAX_WAITING messages wait
+for the thread; what does not fit is dropped, counted, and shows as a gap in the topic's sequence.
+The topic is the namespace's digest in hex. Messages are laid out as vLLM's, so that what reads
+those reads these:
 
     [topic, sequence (u64, big-endian), msgpack [wall clock, [event, …], nil]]
-    {"type": "BlockStored", "block_hashes": [key, …], "parent_block_hash": key or nil, "token_ids":
-     [int, …], "block_size": int, "lora_id": nil, "lora_name": nil, "medium": str, "tier": …, "epoch": …}
-    {"type": "BlockRemoved", "block_hashes": [key, …], "medium": str, "tier": str, "epoch": str}
-    {"type": "AllBlocksCleared", "epoch": str}     first of all in each topic's messages of an epoch
 
-`medium` is what vLLM's readers know; `tier` and `epoch` are ours, and passed over by others. What is
-held already is not told again for whoever comes: it asks for pages on the front door (`page`), each
-the state of exactly the sequence that it names. Used from the daemon's loop only, but for the
-thread's `send_multipart`.
+    {"type": "BlockStored", "block_hashes": [key, …], "parent_block_hash": key or nil,
+     "token_ids": [int, …], "block_size": int, "lora_id": nil, "lora_name": nil, "medium": str, …}
+    {"type": "BlockRemoved", "block_hashes": [key, …], "medium": str, …}
+    {"type": "AllBlocksCleared", …}         the first of all in a topic's messages of an epoch
+
+and each event has our `tier` and `epoch`, which others pass over. What is held already is not told
+again for whoever comes: it asks for pages on the front door (`page`), each the state of exactly the
+sequence that it names. Used from the daemon's loop only; `_publish` is the thread's.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Publisher:
         self._sequences: dict[bytes, int] = {}
         self._first_sequence = 0
         self._socket = _open(context, endpoint, hwm, doorkeeper)
-        self.hand: Hand[list[bytes]] = Hand("events", self._socket.send_multipart, MAX_WAITING)
+        self.hand: Hand[list[bytes]] = Hand("events", self._publish, MAX_WAITING)
         changes.listen()
 
     def tick(self, now_s: float) -> None:
@@ -123,8 +124,8 @@ class Publisher:
         }
 
     def close(self) -> None:
-        """What waits still leaves, if the thread gets to it. One that stands still keeps its socket:
-        it ends with the process."""
+        """What waits still leaves, if the thread gets to it. One that stands still keeps its socket
+        until the process ends."""
         if self.hand.close(CLOSE_S):
             self._context.destroy(linger=0)
 
@@ -179,6 +180,9 @@ class Publisher:
         self._sequences[digest] += 1
         packed = _pack([time.time(), events, None])
         self.num_sent += self.hand.give([topic_of(digest), number.to_bytes(8, "big"), packed])
+
+    def _publish(self, parts: list[bytes]) -> None:
+        self._socket.send_multipart(parts)
 
     def _show_a_gap(self) -> None:
         """Something may be noted as told that was not."""

@@ -21,9 +21,9 @@ class AlreadyServed(Exception):
 
 
 class Instance:
-    """Holds the endpoint until `close`. For `tcp://` the bind itself is the lock. `setting` is what
-    the operator calls it. Raises AlreadyServed, and FileExistsError where the path is something else
-    than a socket."""
+    """Holds the endpoint until `close`. For `tcp://` the bind itself is the lock. `setting`: what
+    the operator calls it. Raises AlreadyServed, and FileExistsError where the path is something
+    else than a socket."""
 
     def __init__(self, endpoint: str, setting: str = "socket.endpoint") -> None:
         self.endpoint = endpoint

@@ -11,8 +11,8 @@
 
 It subscribes first, then reads what is held page by page on the front door, then applies every
 message from the number on that the first page named. In `reading` after a gap it still answers by
-what it knew; in `absent` it holds nothing. When nothing was heard for QUIET_S it asks the front door
-whether that is all: so a daemon that has died, one that started again with nothing, and a last
+what it knew; in `absent` it holds nothing. When nothing was heard for QUIET_S it asks the front
+door whether that is all: so a daemon that has died, one that started again with nothing, and a last
 message that was lost are noticed. What it knows is a little old: a match decides.
 
 Every wait is bounded, and no message raises anything. Not thread-safe.

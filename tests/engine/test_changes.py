@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
 from hicache.engine import plan as p
-from hicache.engine.changes import COPY_BYTES, Changes, Removed, Stored
+from hicache.engine.changes import COPY_BYTES, RUN_BYTES, Changes, Removed, Stored
 from tests.engine.test_core_stateful import (
     EngineMachine,
     OneTierMachine,
@@ -132,7 +132,7 @@ class Listening:
 
     @rule(most=st.integers(1, 9))
     def hear(self, most: int) -> None:
-        self._tell(most * ONE)
+        self._tell(most * (ONE + RUN_BYTES) // 2)
 
     @rule()
     def forget_idle(self) -> None:
@@ -220,7 +220,7 @@ def test_a_long_node_is_told_in_pieces() -> None:
     tokens = tokens_of(*range(50))
     w.store(tokens)
     listener = listened(w)
-    news = w.engine.changes.take(20 * ONE)
+    news = w.engine.changes.take(RUN_BYTES + 20 * ONE)
     assert news == [Stored(DIGEST, "dram", ROOT, keys_of(tokens)[:20], tokens[: 20 * STEP])]
     assert w.engine.changes.num_pending() == 30
     (one,) = w.engine.changes.take(1)
