@@ -19,7 +19,7 @@ from tests.engine.test_core_stateful import (
     TwoSizesMachine,
 )
 from tests.engine.test_races import world
-from tests.engine.world import DIGEST, ROOT, STEP, World, keys_of, tokens_of
+from tests.engine.world import BLOCK_BYTES, DIGEST, ROOT, STEP, World, keys_of, tokens_of
 
 ALL = 1 << 30
 ONE = COPY_BYTES + STEP
@@ -311,6 +311,34 @@ def test_a_page_is_what_was_told_and_not_what_is_there() -> None:
     assert w.engine.changes.page(DIGEST, 1 << 62, 10).next is None
     assert w.engine.changes.page(b"x" * 32, 0, 10).keys == b""
     assert {type(item) for item in news} == {Stored}
+
+
+def test_a_page_is_of_one_namespace() -> None:
+    w = World((("dram", 8, True, False),))
+    w.engine.changes.listen()
+    other = w.open(b"o" * 32, BLOCK_BYTES)
+    w.store(tokens_of(1))
+    w.store(tokens_of(1, 2), namespace=other)
+    w.store(tokens_of(3))
+    all_of(w)
+    mine = w.engine.changes.page(DIGEST, 0, 10).keys
+    assert mine == b"".join(keys_of(tokens_of(1)) + keys_of(tokens_of(3)))
+    others = w.engine.changes.page(b"o" * 32, 0, 10).keys
+    assert others == b"".join(keys_of(tokens_of(1, 2), b"o" * 32))
+
+
+def test_a_hole_that_is_filled_again() -> None:
+    """Some keys of a run are known from before, when only a block behind them could be read."""
+    w = World((("dram", 8, True, False),))
+    tokens = tokens_of(1, 2, 3)
+    w.store(tokens)
+    w.engine.changes.listen()
+    tags = w.engine.residency.blocks.tags
+    for readable in ([0, 1, 0], [0, 0, 0]):
+        tags[:3] = readable
+        assert len(all_of(w)) == 1
+    tags[:3] = 1
+    assert all_of(w) == [Stored(DIGEST, "dram", ROOT, keys_of(tokens), tokens)]
 
 
 def test_a_namespace_of_which_nothing_is_held_is_forgotten() -> None:
