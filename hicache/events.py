@@ -44,8 +44,8 @@ MAX_MESSAGE_BYTES: Final = 64 << 10
 MAX_WAITING: Final = 64
 """Messages for the thread; some ten ticks of them."""
 MAX_SUBSCRIPTION_BYTES: Final = 128
-"""Of one message from a subscriber: a topic of 64 characters, and what ZeroMQ puts around it. It
-makes a tree as deep as the longest topic, and falls from one that is too deep."""
+"""Of one message from a subscriber: a topic of 64 characters, and what ZeroMQ puts around it. Each
+character costs ZeroMQ some 48 bytes until the connection ends."""
 MAX_HANDSHAKE_BYTES: Final = 512
 """The same where a handshake of CURVE comes before, whose longest part has some 300."""
 MAX_PAGE_BLOCKS: Final = 4096

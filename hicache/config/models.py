@@ -96,14 +96,14 @@ class SocketConfig(Section):
 class EventsConfig(Section):
     endpoint: str | None = Field(
         default=None,
-        description="Where KV events are published; none: nowhere. On tcp:// with the CURVE keys "
-        "of the socket, if it has any.",
+        description="Where KV events are published for routers; none: nowhere. On tcp:// with the "
+        "CURVE keys of the socket, if it has any.",
     )
     hwm: int = Field(
         default=256,
         ge=1,
-        description="Messages (some 64 KiB each) kept for a subscriber that does not read before "
-        "it loses new ones.",
+        description="Messages of at most 64 KiB kept for a subscriber that does not read: 16 MiB "
+        "for 256. It loses those beyond, and sees a gap.",
     )
 
     @field_validator("endpoint")

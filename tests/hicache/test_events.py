@@ -471,7 +471,7 @@ def test_a_flood_of_subscriptions_stops_nobody(station: Station, router: HeldPre
 def test_too_large_a_subscription_ends_its_connection(
     station: Station, router: HeldPrefixes
 ) -> None:
-    """ZeroMQ would make a tree as deep as the topic is long, and fall from it."""
+    """A topic costs ZeroMQ fifty times its length."""
     settle(station, router)
     with RawSubscriber(station.endpoint) as peer:
         peer.send(subscription(bytes(1 << 20)))
