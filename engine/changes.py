@@ -31,6 +31,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from hicache.engine.node import Node
 from hicache.engine.residency import Residency
@@ -38,9 +39,13 @@ from hicache.engine.shadow import Bits, Gone, Page, Shadow, block_before, split_
 from hicache.tiers.block import Ids
 
 COPY_BYTES: Final = 64
-"""What telling of one copy counts, besides its tokens: it is mostly the time for its key."""
+"""What telling of a copy that came counts, besides its tokens: mostly the time for its key."""
+GONE_BYTES: Final = 16
+"""Of one that left: its key is known."""
 RUN_BYTES: Final = 512
 """What telling of consecutive blocks counts besides, however few they are."""
+MAX_DROPPED: Final = 1 << 14
+"""Ids at a time."""
 _NUM_TIERS: Final = np.array([bits.bit_count() for bits in range(256)], np.int64)
 
 
@@ -93,21 +98,23 @@ class Changes:
             self._house.blocks.ids.mark_given()
 
     def take(self, most_bytes: int) -> list[Stored | Removed]:
-        """What is new, in this order; empty where nothing is left to tell. A copy counts COPY_BYTES
-        and, where it came, its tokens, a run of blocks RUN_BYTES; at least one block is told,
-        whatever it counts."""
+        """What is new, in this order; empty where nothing is left to tell. A copy that came
+        counts COPY_BYTES and its tokens, one that left GONE_BYTES, a run of blocks RUN_BYTES; at
+        least one block is told, whatever it counts."""
         given = self._house.blocks.ids.given
         if given is None:
             return []
         self._shadow.grow(len(given))
-        self._gone += self._shadow.drop(np.flatnonzero(given).astype(np.int32))
-        given[:] = False
         news: list[Stored | Removed] = []
         left_bytes = most_bytes
-        while self._gone and left_bytes > 0:
+        while left_bytes > 0:
+            if not self._gone:
+                self._drop_given(given)
+            if not self._gone:
+                break
             gone = self._gone.popleft()
             news += self._removed(gone)
-            left_bytes -= COPY_BYTES * int(_NUM_TIERS[gone.tiers].sum())
+            left_bytes -= GONE_BYTES * int(_NUM_TIERS[gone.tiers].sum())
         if left_bytes > 0:
             news += self._changed(left_bytes)
         return news
@@ -131,6 +138,18 @@ class Changes:
         to be told. Returns them."""
         return self._shadow.forget_idle({gone.namespace for gone in self._gone})
 
+    def _drop_given(self, given: npt.NDArray[np.bool_]) -> None:
+        """Look at ids that were given back until some of them had been told of. Those that are left
+        for later are looked at before anything is told as stored."""
+        if not given.any():
+            return
+        for start in range(0, len(given), MAX_DROPPED):
+            ids = np.flatnonzero(given[start : start + MAX_DROPPED]).astype(np.int32) + start
+            given[ids] = False
+            self._gone += self._shadow.drop(ids)
+            if self._gone:
+                return
+
     def _removed(self, gone: Gone) -> Iterator[Removed]:
         for tier, spec in enumerate(self._house.tiers):
             held = gone.keys[gone.tiers >> tier & 1 == 1]
@@ -145,7 +164,7 @@ class Changes:
         now = self._now()
         changed = np.flatnonzero(now != self._shadow.told).astype(np.int32)
         start = int(np.searchsorted(changed, self._from))
-        most = left_bytes // COPY_BYTES + 1
+        most = left_bytes // GONE_BYTES + 1
         some = np.concatenate((changed[start : start + most], changed[:start]))[:most]
         self._left_bytes = left_bytes
         for run in self._runs(some, now):
@@ -221,7 +240,7 @@ class Changes:
         """So much of it as may be told, and at least one block."""
         namespace = self._house.namespace_of(run.node)
         num_came, num_left = run.came.bit_count(), run.left.bit_count()
-        cost_bytes = num_came * (COPY_BYTES + namespace.step) + num_left * COPY_BYTES
+        cost_bytes = num_came * (COPY_BYTES + namespace.step) + num_left * GONE_BYTES
         room = max(1, (self._left_bytes - RUN_BYTES) // cost_bytes)
         blocks = run.blocks[:room]
         self._left_bytes -= RUN_BYTES + len(blocks) * cost_bytes

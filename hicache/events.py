@@ -38,8 +38,8 @@ from hicache.instance import listen
 from hicache.keys import ROOT_KEY, TOKEN_BYTES
 
 MAX_BYTES_PER_TICK: Final = 128 << 10
-"""Of news, as `Changes.take` counts: 1,024 blocks of 16 tokens, 2,048 that are gone, 7 blocks of
-4,096 tokens. Some 5 ms, in which nobody else is served."""
+"""Of news, as `Changes.take` counts: 1,020 blocks of 16 tokens, 8,192 that are gone, 7 blocks of
+4,096 tokens. Some 5 ms at most, in which nobody else is served."""
 MAX_MESSAGE_BYTES: Final = 64 << 10
 MAX_WAITING: Final = 64
 """Messages for the thread; some ten ticks of them."""

@@ -46,7 +46,9 @@ STEADY_S: Final = 10.0
 MAX_TAKEN: Final = 256
 """Messages in one `poll`."""
 MAX_QUEUED: Final = 1000
-"""Messages that wait while pages are read; those lost beyond show as a gap."""
+"""Messages, 64 KiB at most, that wait while pages are read; those lost beyond show as a gap."""
+RECONNECT_MS: Final = 2000
+"""A daemon that is not there, or lets nobody in, is tried ever more seldom, up to this."""
 MAX_MESSAGE_BYTES: Final = 1 << 20
 
 State = Literal["absent", "reading", "current"]
@@ -179,9 +181,10 @@ class HeldPrefixes:
         socket.linger = 0
         socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
         if self._curve is not None:
             self._curve.apply(socket)
-        where = self._events_endpoint or _seen_from(self._endpoint, page.endpoint or "")
+        where = self._events_endpoint or seen_from(self._endpoint, page.endpoint or "")
         try:
             socket.connect(where)
         except zmq.ZMQError as error:
@@ -308,8 +311,9 @@ class HeldPrefixes:
         return 1 << self._tiers.index(event.tier)
 
 
-def _seen_from(front_door: str, events: str) -> str:
-    """An address that means "any of this machine's" is reached where the front door is."""
+def seen_from(front_door: str, events: str) -> str:
+    """Where to subscribe: an address that means "any of this machine's" is reached where the front
+    door is."""
     there, told = tcp_address(front_door), tcp_address(events)
     if there is None or told is None or told[0] not in ("*", "0.0.0.0", "::"):
         return events

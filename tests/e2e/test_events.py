@@ -164,14 +164,19 @@ def test_a_file_where_the_events_socket_should_be_is_left_alone(
 def test_two_daemons_do_not_publish_at_one_endpoint(house: PublishingHousehold) -> None:
     """The second ends, and the first goes on."""
     house.start()
-    with Household(autostart=False) as other:
+    with Household(autostart=False) as other, socket.socket() as taken:
         other.log.touch()
-        other.configure(events={"endpoint": f"ipc://{house.events}"})
-        ran = hicache("serve", "--config", str(other.file))
-        assert ran.returncode != 0
-        assert "already serves" in ran.stderr
-        assert "another events.endpoint" in ran.stderr
-        assert "Traceback" not in ran.stderr
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for endpoint, why in (
+            (f"ipc://{house.events}", "already serves"),
+            (f"tcp://127.0.0.1:{taken.getsockname()[1]}", "cannot publish at tcp"),
+        ):
+            other.configure(events={"endpoint": endpoint})
+            ran = hicache("serve", "--config", str(other.file))
+            assert ran.returncode != 0
+            assert why in ran.stderr
+            assert "Traceback" not in ran.stderr
     with house.router() as router:
         assert store(house.client(), prompt(1, 3)) == 3
         wait_for(lambda: router.poll(0.05) and len(router) == 3, "what was stored")

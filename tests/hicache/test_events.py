@@ -19,7 +19,7 @@ import zmq
 from hicache import events
 from hicache.engine import plan as p
 from hicache.events import MAX_MESSAGE_BYTES, MAX_WAITING, Publisher, topic_of, unpublished
-from hicache.router import HeldPrefixes
+from hicache.router import HeldPrefixes, seen_from
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, World, keys_of, tokens_of
 from tests.hicache.scripted_daemon import ScriptedDaemon, Seen
 from tests.zmtp import RawSubscriber, subscription, unsubscription
@@ -322,6 +322,23 @@ def test_messages_that_mean_nothing_are_counted_and_passed_over(
             station.tick_until(is_counted)
         station.tick_until(lambda: knows(router, (1, 2)) and router.state == "current")
     stranger.close(0)
+
+
+@pytest.mark.parametrize(
+    ("front_door", "told", "reached"),
+    [
+        ("tcp://10.0.0.7:1", "tcp://0.0.0.0:5", "tcp://10.0.0.7:5"),
+        ("tcp://10.0.0.7:1", "tcp://*:5", "tcp://10.0.0.7:5"),
+        ("tcp://[fe80::1]:1", "tcp://[::]:5", "tcp://[fe80::1]:5"),
+        ("tcp://10.0.0.7:1", "tcp://10.0.0.8:5", "tcp://10.0.0.8:5"),
+        ("ipc:///a", "tcp://0.0.0.0:5", "tcp://0.0.0.0:5"),
+        ("ipc:///a", "ipc:///b", "ipc:///b"),
+    ],
+)
+def test_any_address_of_the_daemons_machine_is_that_of_its_front_door(
+    front_door: str, told: str, reached: str
+) -> None:
+    assert seen_from(front_door, told) == reached
 
 
 # --- what is published ----------------------------------------------------------------------------
