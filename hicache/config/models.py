@@ -102,8 +102,8 @@ class EventsConfig(Section):
     hwm: int = Field(
         default=256,
         ge=1,
-        description="Messages of at most 64 KiB kept for a subscriber that does not read: 16 MiB "
-        "for 256. It loses those beyond, and sees a gap.",
+        description="Messages of at most 64 KiB kept for each subscriber that does not read: "
+        "16 MiB for 256. It loses those beyond, and sees a gap.",
     )
 
     @field_validator("endpoint")
