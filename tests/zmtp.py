@@ -39,8 +39,20 @@ class RawSubscriber:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(PATIENCE_S)
         self._socket.connect(path)
-        self.send(_GREETING + frame(_READY, flags=4))
         self._heard = b""
+        self.send(_GREETING)
+        self._receive(len(_GREETING))
+        self.send(frame(_READY, flags=4))
+        _, size = self._receive(2)
+        self._receive(size)
+
+    def _receive(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            some = self._socket.recv(size - len(data))
+            assert some, "it hung up"
+            data += some
+        return data
 
     def send(self, frames: bytes) -> None:
         """However long that takes. Who has hung up takes no more."""
