@@ -46,6 +46,7 @@ CAPABILITIES: Final = (
     "frames",
     "clear",
     "score",
+    "events",
 )
 TRANSPORTS: Final = ("auto", "arena", "frames")
 ENDED: Final[Mapping[str, p.Ended]] = {

@@ -46,7 +46,7 @@ ERRORS: Final = {
     "internal": "a fault in the daemon, logged there",
 }
 
-RESERVED_OPS: Final = frozenset({"pin", "unpin", "warm", "events"})
+RESERVED_OPS: Final = frozenset({"pin", "unpin", "warm"})
 
 MAX_SCORED_PROMPTS: Final = 128
 MAX_SCORED_TOKENS: Final = 1 << 21
@@ -113,6 +113,10 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
         "tokens": U32S,
         "lengths": U32S,
     },
+    "events": {
+        "namespace": Field(bytes, low=NAMESPACE_BYTES, high=NAMESPACE_BYTES),
+        "after": Field(int, 0),
+    },
     "put": {"tokens": U32S, "first": Field(int, 0), "last": COUNT},
     "commit": {"ticket": COUNT, "indices": U32S, "durable": Field(bool, False, high=1)},
     "abort": {"ticket": COUNT, "quiet": QUIET},
@@ -172,6 +176,7 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
 NEEDS_SESSION: Final = frozenset(OPS) - {
     "hello",
     "ping",
+    "events",
     "score",
     "stats",
     "health",
