@@ -19,6 +19,7 @@ import numpy as np
 
 from hicache.engine import plan as p
 from hicache.engine.blocks import State
+from hicache.engine.changes import Changes
 from hicache.engine.clearing import Clearing
 from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.evictor import Evictor
@@ -96,6 +97,7 @@ class CacheEngine:
         self.record = self.matching.record
         self.warming = Warming(self.residency, self.matching, self.evictor, self.fetching)
         self.pinning = Pinning(self.residency, self.matching)
+        self.changes = Changes(self.residency)
         self.memory = Memory(self.residency, self.estimates)
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
         self.uses = Uses(self.residency, self.identities, self.writedown.tier)

@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache.tiers.block import Ids
 
@@ -109,9 +110,11 @@ def together(spans: Sequence[Span]) -> list[Span]:
 
 
 class IdSpace:
-    """Free ids below `size`."""
+    """Free ids below `size`. `given` marks those that were given back, for somebody who asked for
+    it by `mark_given` and clears what it has seen; None until then."""
 
     def __init__(self) -> None:
+        self.given: npt.NDArray[np.bool_] | None = None
         self.size = 0
         self.num_free = 0
         self._end_of: dict[int, int] = {}
@@ -124,6 +127,15 @@ class IdSpace:
         """Ids up to `size` exist from now on."""
         self._add(self.size, size)
         self.size = size
+        if self.given is not None:
+            self.mark_given()
+
+    def mark_given(self) -> None:
+        """From now on. An id costs one byte, however often it is given back."""
+        marks = np.zeros(self.size, np.bool_)
+        if self.given is not None:
+            marks[: len(self.given)] = self.given
+        self.given = marks
 
     def take(self, count: int) -> slice | None:
         """`count` ids in a row; None where no such extent is found."""
@@ -167,6 +179,8 @@ class IdSpace:
 
     def give(self, span: Span) -> None:
         """These ids are free again."""
+        if self.given is not None:
+            self.given[span] = True
         if isinstance(span, slice):
             self._add(span.start, span.stop)
             return

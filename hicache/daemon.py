@@ -21,7 +21,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import zmq
@@ -36,10 +35,11 @@ from hicache.delivery import Part
 from hicache.doorkeeper import Doorkeeper
 from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
+from hicache.events import Publisher, unpublished
 from hicache.faults import Faults
 from hicache.fitting import Fitter
 from hicache.freed import FreedMemory, grow_table_of_names
-from hicache.instance import Instance
+from hicache.instance import Instance, listen
 from hicache.keys import NamespaceSpec
 from hicache.recording import Recorder
 from hicache.remembering import Keeper
@@ -89,7 +89,7 @@ class Daemon:
         self,
         config: Config,
         parts: Parts,
-        instance: Instance,
+        instances: Sequence[Instance],
         load: Callable[[str], LoadedConfig],
         recorder: Recorder | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class Daemon:
         self.parts = parts
         self.epoch = secrets.token_hex(8)
         self.started_s = time.monotonic()
-        self._instance = instance
+        self._instances = instances
         self._load = load
         self._is_stopping = False
         self._wants_reload = False
@@ -135,13 +135,14 @@ class Daemon:
         smallest_bytes = min(spec.capacity_bytes for spec in parts.tiers)
         self._sample = Sample(smallest_bytes) if config.what_if else None
         self.service.witnesses.present = [w for w in (self._sample, recorder) if w is not None]
-        self._context = zmq.Context()
-        self._doorkeeper = self._hire_doorkeeper()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._doorkeepers: list[Doorkeeper] = []
         self._router = self._open_socket()
+        self._publisher = self._open_publisher()
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
-        if self._doorkeeper is not None:
-            self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
+        for keeper in self._doorkeepers:
+            self._poller.register(keeper.socket, zmq.POLLIN)
         self._poller.register(self.mover.fileno(), zmq.POLLIN)
         self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
         self._watched: set[int] = set()
@@ -208,8 +209,9 @@ class Daemon:
             self.service.buried(self.sessions.bury(pidfd), time.monotonic())
         if self._wake_read.fileno() in events:
             self._wake_read.recv(4096)
-        if self._doorkeeper is not None and self._doorkeeper.socket in events:
-            self._doorkeeper.answer()
+        for keeper in self._doorkeepers:
+            if keeper.socket in events:
+                keeper.answer()
         if self._router in events:
             self._serve_requests()
             self._await_the_next()
@@ -254,8 +256,13 @@ class Daemon:
         ticks: list[tuple[Faults, Callable[[float], None]]] = []
         trim = FreedMemory(self.started_s)
         ticks.append((Faults("giving freed memory back"), trim.tick))
-        if self._doorkeeper is not None:
-            condition.watch("doorkeeper", lambda now_s: 0.0, self._doorkeeper.faults)
+        if self._doorkeepers:
+            faults_of = [keeper.faults for keeper in self._doorkeepers]
+            condition.watch("doorkeeper", lambda now_s: 0.0, *faults_of)
+        if self._publisher is not None:
+            hand_of_events = self._publisher.hand
+            ticks.append((Faults("telling events"), self._publisher.tick))
+            condition.watch("events", hand_of_events.owes_s, hand_of_events.faults, ticks[-1][0])
         if self._fitter is not None:
             ticks.append((Faults("fitting"), self._fitter.tick))
             condition.watch("fit", self._fitter.owes_s, self._fitter.faults, ticks[-1][0])
@@ -280,13 +287,15 @@ class Daemon:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def _hire_doorkeeper(self) -> Doorkeeper | None:
+    def _hire_doorkeeper(self, context: zmq.Context[zmq.Socket[bytes]]) -> Doorkeeper | None:
         """With CURVE keys only. There before the socket is, or somebody might slip in."""
         config = self.config.socket
         if config.curve_secret_key_file and config.curve_allowed_clients_dir:
-            return Doorkeeper(
-                self._context, config.curve_secret_key_file, config.curve_allowed_clients_dir
+            keeper = Doorkeeper(
+                context, config.curve_secret_key_file, config.curve_allowed_clients_dir
             )
+            self._doorkeepers.append(keeper)
+            return keeper
         return None
 
     def _open_socket(self) -> zmq.Socket[bytes]:
@@ -297,20 +306,24 @@ class Daemon:
         router.setsockopt(zmq.RCVHWM, self.config.socket.hwm)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        if self._doorkeeper is not None:
-            self._doorkeeper.guard(router)
-        endpoint = self.config.socket.endpoint
-        path = ipc_path(endpoint)
-        before = os.umask(0o177)
-        try:
-            router.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise OSError(f"cannot listen at {endpoint}: {error.strerror}") from None
-        finally:
-            os.umask(before)
-        if path is not None:
-            Path(path).chmod(0o600)
+        keeper = self._hire_doorkeeper(self._context)
+        if keeper is not None:
+            keeper.guard(router)
+        listen(router, self.config.socket.endpoint)
         return router
+
+    def _open_publisher(self) -> Publisher | None:
+        """Where the configuration says so. On tcp behind the same keys as the front door; its
+        ZeroMQ is its own, so that what subscribers do costs the front door nothing."""
+        config = self.config.events
+        if config.endpoint is None:
+            return None
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        tiers = [spec.name for spec in self.parts.tiers]
+        keeper = self._hire_doorkeeper(context) if ipc_path(config.endpoint) is None else None
+        return Publisher(
+            context, config.endpoint, config.hwm, self.engine.changes, tiers, self.epoch, keeper
+        )
 
     def _serve_requests(self) -> None:
         router = self._router
@@ -522,6 +535,7 @@ class Daemon:
             "epoch": self.epoch,
             "pid": os.getpid(),
             "version": __version__,
+            "events": self._publisher.counts() if self._publisher is not None else {},
             **figures.report(self.service, self.mover, self.condition, self.parts.media),
         }
 
@@ -543,6 +557,13 @@ class Daemon:
     def _health(self, _: Any) -> dict[str, Any]:
         return self.condition.report(time.monotonic())
 
+    def _events(self, request: Any) -> dict[str, Any]:
+        """What has been told as held of a namespace, and where more is told."""
+        namespace, after = request.body["namespace"], request.body["after"]
+        if self._publisher is None:
+            return unpublished(namespace, self.epoch)
+        return self._publisher.page(namespace, after)
+
     def _explain(self, request: Any) -> dict[str, Any]:
         """The last decisions on hits, in words and as data."""
         self.engine.matching.settle()
@@ -552,7 +573,7 @@ class Daemon:
     def _tree(self, request: Any) -> dict[str, Any]:
         """A page of the index. Whoever may connect without having proved anything (over TCP without
         keys) is told nothing of what stands in prompts."""
-        is_private = self._is_ipc or self._doorkeeper is not None
+        is_private = self._is_ipc or bool(self._doorkeepers)
         now_s = time.monotonic()
         rows = figures.tree_rows(self.service, request.body, now_s, with_tokens=is_private)
         return {"epoch": self.epoch, **rows}
@@ -631,6 +652,8 @@ class Daemon:
 
     def _close(self) -> None:
         self._router.close()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._fitter is not None:
             self._fitter.close()
         if self._recorder is not None:
@@ -642,7 +665,8 @@ class Daemon:
         self.sessions.close_all()
         self._context.destroy(linger=0)
         self.parts.close()
-        self._instance.close()
+        for instance in self._instances:
+            instance.close()
         signal.set_wakeup_fd(-1)
         self._wake_read.close()
         self._wake_write.close()
@@ -654,6 +678,7 @@ _ADMIN: Final[Mapping[str, Callable[[Daemon, Any], dict[str, Any]]]] = {
     "stats": Daemon._stats,
     "health": Daemon._health,
     "explain": Daemon._explain,
+    "events": Daemon._events,
     "what_if": Daemon._what_if,
     "tree": Daemon._tree,
     "reload": Daemon._reload,

@@ -115,10 +115,12 @@ class Hand(Generic[Order]):
         if not self.faults.is_resting(now_s):
             self._thread = self._start()
 
-    def close(self, patience_s: float) -> None:
-        """Do what is still waiting; what takes longer than that is left undone."""
+    def close(self, patience_s: float) -> bool:
+        """Do what is still waiting; what takes longer than that is left undone. Returns whether the
+        thread has ended."""
         self._orders.put(None)
         self._thread.join(patience_s)
+        return not self._thread.is_alive()
 
     def _start(self) -> threading.Thread:
         thread = threading.Thread(target=self._work_on, name=self.faults.part, daemon=True)

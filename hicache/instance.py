@@ -9,6 +9,9 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from typing import Any
+
+import zmq
 
 from hicache.endpoint import ipc_path
 
@@ -18,10 +21,11 @@ class AlreadyServed(Exception):
 
 
 class Instance:
-    """Holds the endpoint until `close`. For `tcp://` the bind itself is the lock. Raises
-    AlreadyServed, and FileExistsError where the path is something else than a socket."""
+    """Holds the endpoint until `close`. For `tcp://` the bind itself is the lock. `setting`: what
+    the operator calls it. Raises AlreadyServed, and FileExistsError where the path is something
+    else than a socket."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, setting: str = "socket.endpoint") -> None:
         self.endpoint = endpoint
         self._fd = -1
         self._socket: Path | None = None
@@ -31,7 +35,7 @@ class Instance:
         self._socket = Path(path)
         if self._socket.exists() and not self._socket.is_socket():
             raise FileExistsError(
-                f"{path} is no socket, and is left as it is: give socket.endpoint another path"
+                f"{path} is no socket, and is left as it is: give {setting} another path"
             )
         self._socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = self._socket.with_name(self._socket.name + ".lock")
@@ -44,7 +48,7 @@ class Instance:
             self._fd = -1
             raise AlreadyServed(
                 f"a hicache daemon (pid {pid}) already serves {endpoint}: stop it first, or give "
-                "this one another socket.endpoint and other tier paths"
+                f"this one another {setting} and other tier paths"
             ) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
@@ -57,3 +61,19 @@ class Instance:
                 self._socket.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
+
+
+def listen(socket: zmq.Socket[Any], endpoint: str, verb: str = "listen") -> None:
+    """Bind; on `ipc://` for this user only. The caller holds the endpoint. Raises OSError with a
+    sentence, having closed the socket."""
+    path = ipc_path(endpoint)
+    before = os.umask(0o177)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise OSError(f"cannot {verb} at {endpoint}: {error.strerror}") from None
+    finally:
+        os.umask(before)
+    if path is not None:
+        Path(path).chmod(0o600)

@@ -49,6 +49,7 @@ CAPABILITIES: Final = (
     "score",
     "warm",
     "pin",
+    "events",
 )
 TRANSPORTS: Final = ("auto", "arena", "frames")
 ENDED: Final[Mapping[str, p.Ended]] = {

@@ -46,7 +46,7 @@ ERRORS: Final = {
     "internal": "a fault in the daemon, logged there",
 }
 
-RESERVED_OPS: Final = frozenset({"events"})
+RESERVED_OPS: Final[frozenset[str]] = frozenset()
 
 MAX_SCORED_PROMPTS: Final = 128
 MAX_SCORED_TOKENS: Final = 1 << 21
@@ -127,6 +127,10 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
         "name": NAME,
     },
     "unpin": {"pin": Field(str, high=64)},
+    "events": {
+        "namespace": Field(bytes, low=NAMESPACE_BYTES, high=NAMESPACE_BYTES),
+        "after": Field(int, 0),
+    },
     "put": {"tokens": U32S, "first": Field(int, 0), "last": COUNT},
     "commit": {"ticket": COUNT, "indices": U32S, "durable": Field(bool, False, high=1)},
     "abort": {"ticket": COUNT, "quiet": QUIET},
@@ -186,6 +190,7 @@ OPS: Final[Mapping[str, Mapping[str, Field]]] = {
 NEEDS_SESSION: Final = frozenset(OPS) - {
     "hello",
     "ping",
+    "events",
     "score",
     "warm",
     "pin",

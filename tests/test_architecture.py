@@ -42,7 +42,9 @@ LIGHT = (
     "hicache.endpoint",
     "hicache.keys",
     "hicache.paged",
+    "hicache.router",
     "hicache.storing",
+    "hicache.told",
     "hicache.wire",
 )
 HEAVY = ("cupy", "lmdb", "psutil", "pydantic", "rich", "click", "yaml")

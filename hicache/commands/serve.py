@@ -95,11 +95,13 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
 
     parts = None
     try:
-        instance = Instance(config.socket.endpoint)
+        instances = [Instance(config.socket.endpoint)]
+        if config.events.endpoint is not None:
+            instances.append(Instance(config.events.endpoint, "events.endpoint"))
         device = None if config.tiers.hbm is None else probe.device(config.tiers.hbm)
         parts = assemble(config, device, _Progress())
         recorder = Recorder(record, record_size) if record is not None else None
-        daemon = Daemon(config, parts, instance, load, recorder)
+        daemon = Daemon(config, parts, instances, load, recorder)
     except (AlreadyServed, ArenaError, ConfigError, ValueError, OSError) as error:
         if parts is not None:
             parts.close()

@@ -69,14 +69,11 @@ class SocketConfig(Section):
     @field_validator("endpoint")
     @classmethod
     def _is_an_endpoint(cls, endpoint: str) -> str:
-        path = ipc_path(endpoint)
-        if path is None and tcp_address(endpoint) is None:
-            raise wrong("this is not an endpoint", ENDPOINT_FORM)
-        if path is not None and not path.startswith("/"):
-            raise wrong("the socket's path must be absolute", ENDPOINT_FORM)
-        if path is not None and len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
-            raise wrong("the socket's path is too long", f"at most {MAX_IPC_PATH_BYTES} bytes")
-        return endpoint
+        return _checked_endpoint(endpoint)
+
+    @property
+    def has_keys(self) -> bool:
+        return self.curve_secret_key_file is not None
 
     @model_validator(mode="after")
     def _is_private(self) -> Self:
@@ -94,6 +91,36 @@ class SocketConfig(Section):
                 "tcp://127.0.0.1:port, or curve_secret_key_file and curve_allowed_clients_dir",
             )
         return self
+
+
+class EventsConfig(Section):
+    endpoint: str | None = Field(
+        default=None,
+        description="Where KV events are published for routers; none: nowhere. On tcp:// with the "
+        "CURVE keys of the socket, if it has any.",
+    )
+    hwm: int = Field(
+        default=256,
+        ge=1,
+        description="Messages of at most 64 KiB kept for each subscriber that does not read: "
+        "16 MiB for 256. It loses those beyond, and sees a gap.",
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_an_endpoint(cls, endpoint: str | None) -> str | None:
+        return None if endpoint is None else _checked_endpoint(endpoint)
+
+
+def _checked_endpoint(endpoint: str) -> str:
+    path = ipc_path(endpoint)
+    if path is None and tcp_address(endpoint) is None:
+        raise wrong("this is not an endpoint", ENDPOINT_FORM)
+    if path is not None and not path.startswith("/"):
+        raise wrong("the socket's path must be absolute", ENDPOINT_FORM)
+    if path is not None and len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+        raise wrong("the socket's path is too long", f"at most {MAX_IPC_PATH_BYTES} bytes")
+    return endpoint
 
 
 class TierConfig(Section):
@@ -380,6 +407,9 @@ class DebugConfig(Section):
 
 class Config(Section):
     socket: SocketConfig = Field(default=SocketConfig(), description="How clients connect.")
+    events: EventsConfig = Field(
+        default=EventsConfig(), description="What routers are told of blocks that come and go."
+    )
     block_tokens: int = Field(default=16, ge=1, le=4096, description="Tokens per block.")
     tiers: TiersConfig = Field(description="Where blocks live, fastest first.")
     write_policy: Literal["write_back", "write_through", "write_through_selective"] = Field(
@@ -405,3 +435,20 @@ class Config(Section):
     debug: Annotated[DebugConfig, InShort((True, False))] = Field(
         default=DebugConfig(), description="For tests and demonstrations; `true` checks invariants."
     )
+
+    @model_validator(mode="after")
+    def _are_events_private(self) -> Self:
+        endpoint = self.events.endpoint
+        if endpoint is None:
+            return self
+        if endpoint == self.socket.endpoint:
+            raise wrong("events.endpoint is where clients connect", "another endpoint")
+        address = tcp_address(endpoint)
+        if address is not None and not is_loopback(address[0]) and not self.socket.has_keys:
+            raise wrong(
+                f"{endpoint} can be reached from other machines, and anyone who reaches it could "
+                "read the tokens of cached prompts",
+                "tcp://127.0.0.1:port, or socket.curve_secret_key_file and "
+                "socket.curve_allowed_clients_dir",
+            )
+        return self

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import zmq
 
 from hicache.aio import AsyncClient
 from hicache.client import Client, CurveKeys, DaemonAbsent, admin_call
+from hicache.router import HeldPrefixes
 from tests.e2e.household import (
     SPEC,
     Household,
@@ -234,3 +236,49 @@ def test_a_daemon_that_cannot_start_says_why(castle: Castle, tmp_path: Path) -> 
     status, said = serve("--endpoint", "tcp://0.0.0.0:1")
     assert status == 2
     assert "can be reached from other machines" in said
+
+
+def test_events_are_for_those_who_are_listed(tmp_path: Path) -> None:
+    """The events' socket stands behind the same door: who is turned away hears nothing, of the
+    front door or of what is published."""
+    events = f"tcp://127.0.0.1:{free_port()}"
+    with Castle(tmp_path / "keys", events={"endpoint": events}) as castle:
+        tokens, digest = prompt(31, 3), SPEC.digest()
+        friends_keys = castle.keys_of("friend")
+        with ExitStack() as stack:
+            context = stack.enter_context(zmq.Context())
+
+            def router(curve: CurveKeys | None) -> HeldPrefixes:
+                held = HeldPrefixes(
+                    castle.endpoint, digest, SPEC.block_tokens, curve=curve, request_s=PLENTY_S
+                )
+                return stack.enter_context(held)
+
+            def listener(curve: CurveKeys | None) -> zmq.Socket[bytes]:
+                socket = stack.enter_context(context.socket(zmq.SUB))
+                if curve is not None:
+                    curve.apply(socket)
+                socket.subscribe(b"")
+                socket.connect(events)
+                return socket
+
+            friend, ear = router(friends_keys), listener(friends_keys)
+            strangers = [router(curve) for curve in outsiders(castle).values()]
+            ears = [listener(curve) for curve in outsiders(castle).values()]
+            client = castle.guest(friends_keys)
+            assert store(client, tokens) == 3
+            wait_for(lambda: friend.poll(0.05) and len(friend) == 3, "what was stored")
+            assert friend.match(tokens) == [("dram", 3)]
+            number = 40
+
+            def hears() -> int:
+                nonlocal number
+                number += 1
+                store(client, prompt(number, 1))
+                return ear.poll(200)
+
+            wait_for(hears, "a message for who is listed")
+            wait_for(lambda: friend.poll(0.05) and len(friend) == number - 40 + 3, "all of it")
+            assert not any(stranger.poll() or len(stranger) for stranger in strangers)
+            assert all("did not let this client in" in stranger.error for stranger in strangers)
+            assert not any(ear.poll(0) for ear in ears)

@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from hicache.client import DaemonError, admin_call
 from hicache.endpoint import ipc_path
-from hicache.wire import PROTOCOL, RESERVED_OPS, pack
+from hicache.wire import PROTOCOL, pack
 from tests.e2e.household import (
     MIB,
     SPEC,
@@ -123,12 +123,6 @@ def test_wrong_fields_get_one_error_reply(house: Household, peer: Peer, what: st
     reply = peer.ask(op, s=session, **fields)
     assert (reply["ok"], reply["error"]) == (False, code), reply
     assert peer.ask("heartbeat", s=session)["ok"]
-
-
-def test_reserved_operations_are_unsupported(house: Household, peer: Peer) -> None:
-    """Operations of later versions are known by name and refused."""
-    for op in sorted(RESERVED_OPS):
-        assert peer.ask(op)["error"] == "unsupported"
 
 
 def test_another_protocol_version(house: Household, peer: Peer) -> None:

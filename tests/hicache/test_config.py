@@ -113,7 +113,7 @@ def test_every_value_says_where_it_came_from() -> None:
         ("block_tokens: 0", "at least 1 and at most 4096"),
         ("block_tokens: true", "found true"),
         ("write_policy: write_bak", "write_through_selective; did you mean write_back?"),
-        ("tires: 1", "x.yaml:2: tires: unknown key; allowed: socket, block_tokens, tiers"),
+        ("tires: 1", "x.yaml:2: tires: unknown key; allowed: socket, events, block_tokens"),
         ("tires: 1", "did you mean tiers?"),
         ("high_watermark: 0.5", "did you mean tiers.disk.high_watermark?"),
         ("deadlines: {fetch_s: 1}", "deadlines.fetch_s: unknown key"),
@@ -133,6 +133,12 @@ def test_every_value_says_where_it_came_from() -> None:
         ("socket: {endpoint: 'ipc:///" + "x" * 120 + "'}", "at most 107 bytes"),
         ("socket: {endpoint: 'tcp://0.0.0.0:99'}", "can be reached from other machines"),
         ("socket: {endpoint: 'tcp://*:99', curve_secret_key_file: /k}", "both keys are needed"),
+        ("events: {endpoint: nowhere}", "allowed: ipc:///absolute/path.sock, or tcp://host:port"),
+        ("events: {endpoint: 'tcp://0.0.0.0:99'}", "read the tokens of cached prompts"),
+        (
+            "socket: {endpoint: 'tcp://127.0.0.1:9'}\nevents: {endpoint: 'tcp://127.0.0.1:9'}",
+            "events.endpoint is where clients connect",
+        ),
         (
             "block_tokens: 1\nblock_tokens: 2",
             "x.yaml:3: block_tokens: the same key stands on line 2",

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache import wire
 from hicache.wire import (
     ERRORS,
     MAX_HEAD_BYTES,
@@ -140,7 +141,6 @@ def test_one_flipped_byte_is_only_ever_a_wire_error(
         ({"op": None}, "malformed", "op: missing"),
         ({"op": 7}, "malformed", "op: missing, or not a string"),
         ({"op": "mtach"}, "malformed", "'mtach' is no operation"),
-        ({"op": "events"}, "unsupported", "reserved"),
         ({"id": -1}, "malformed", "id: must be an unsigned integer"),
         ({"id": "7"}, "malformed", "id: must be an unsigned integer"),
         ({"id": True}, "malformed", "id: must be an unsigned integer"),
@@ -181,10 +181,11 @@ def test_defaults_are_filled_in() -> None:
     assert request.body.request == ""
 
 
-@pytest.mark.parametrize("op", sorted(RESERVED_OPS))
-def test_reserved_operations_are_unsupported(op: str) -> None:
-    with pytest.raises(WireError) as caught:
-        decode_request(pack({"op": op, "id": 3, "anything": 1}))
+def test_reserved_operations_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none now."""
+    monkeypatch.setattr(wire, "RESERVED_OPS", frozenset({"later"}))
+    with pytest.raises(WireError, match="reserved") as caught:
+        decode_request(pack({"op": "later", "id": 3, "anything": 1}))
     assert (caught.value.code, caught.value.request_id) == ("unsupported", 3)
 
 

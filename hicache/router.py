@@ -1,0 +1,321 @@
+"""What a router needs: the prefixes that a daemon holds, kept up to date by its KV events.
+
+    held = HeldPrefixes(endpoint, spec.digest(), spec.block_tokens)
+    ...
+    held.poll()                              # take what has been told since
+    held.match(token_ids)                    # [("dram", 12), ("disk", 40)]: its first 52 blocks
+
+    absent ──subscribe──▶ reading ──last page──▶ current ──gap, garbage──▶ reading
+      ▲                                             │
+      └──── no answer, another run of the daemon ───┘
+
+It subscribes first, then reads what is held page by page on the front door, then applies every
+message from the number on that the first page named. In `reading` after a gap it still answers by
+what it knew; in `absent` it holds nothing. When nothing was heard for QUIET_S it asks the front
+door whether that is all: so a daemon that has died, one that started again with nothing, and a last
+message that was lost are noticed. What it knows is a little old: a match decides.
+
+Every wait is bounded, and no message raises anything. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any, Final, Literal
+
+import zmq
+
+from hicache.channel import Channel, DaemonAbsent, run_now
+from hicache.curve import CurveKeys
+from hicache.endpoint import tcp_address
+from hicache.keys import KEY_BYTES, ROOT_KEY, TOKEN_BYTES, Tokens, encode_tokens
+from hicache.told import HEADER_ONLY, ToldEvent, ToldPage, read_message, read_page
+from hicache.wire import WireError, pack
+
+QUIET_S: Final = 2.0
+SOON_S: Final = 0.2
+"""After reading, the first time: ZeroMQ may not have known of the subscription at once."""
+GRACE_S: Final = 0.5
+"""How long a message may be on its way that the front door says was told."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 2.0
+STEADY_S: Final = 10.0
+"""What went well for so long has nothing to do with the pauses before."""
+MAX_TAKEN: Final = 256
+"""Messages in one `poll`."""
+MAX_QUEUED: Final = 1000
+"""Messages, 64 KiB at most, that wait while pages are read; those lost beyond show as a gap."""
+RECONNECT_MS: Final = 2000
+"""A daemon that is not there, or lets nobody in, is tried ever more seldom, up to this."""
+MAX_MESSAGE_BYTES: Final = 1 << 20
+
+State = Literal["absent", "reading", "current"]
+
+
+class HeldPrefixes:
+    """One namespace of one daemon. `endpoint`: its front door, which says where it publishes;
+    `events_endpoint`, where that is not the way from here. `request_s`: how long it may take to
+    answer.
+
+    `epoch` is the run of the daemon, `error` what went wrong last, for people; `num_gaps` and
+    `num_malformed` count why everything was read again."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        namespace: bytes,
+        block_tokens: int,
+        *,
+        events_endpoint: str = "",
+        curve: CurveKeys | None = None,
+        request_s: float = 1.0,
+    ) -> None:
+        self.state: State = "absent"
+        self.epoch = ""
+        self.error = ""
+        self.num_gaps = 0
+        self.num_malformed = 0
+        self._endpoint = endpoint
+        self._events_endpoint = events_endpoint
+        self._namespace = namespace
+        self._step = block_tokens * TOKEN_BYTES
+        self._curve = curve
+        self._request_s = request_s
+        self._channel = Channel(endpoint, curve=curve)
+        self._ids = itertools.count(1)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._held: dict[bytes, int] = {}
+        self._read: dict[bytes, int] = {}
+        self._tiers: list[str] = []
+        self._after = 0
+        self._expected = 0
+        self._num_failures = 0
+        self._retry_s = 0.0
+        self._since_s = 0.0
+        self._heard_s = 0.0
+
+    def __len__(self) -> int:
+        """How many blocks are held, in whatever tier."""
+        return len(self._held)
+
+    def poll(self, timeout_s: float = 0.0) -> int:
+        """Take what has been told, waiting so long for the first of it; a request to the front
+        door, where one is due, may take `request_s` more. Returns how many messages and pages."""
+        give_up_s = time.monotonic() + timeout_s
+        while True:
+            num_taken = self._listen(give_up_s) if self.state == "current" else self._read_on()
+            now_s = time.monotonic()
+            if num_taken or now_s >= give_up_s:
+                return num_taken
+            if self.state != "current" and self._retry_s > now_s:
+                time.sleep(min(self._retry_s, give_up_s) - now_s)
+
+    def match(self, tokens: Tokens) -> list[tuple[str, int]]:
+        """Where the longest held prefix of a prompt lies: (tier, blocks) front to back, by each
+        block's fastest tier."""
+        runs: list[tuple[str, int]] = []
+        for key in self._keys_of(encode_tokens(tokens)):
+            bits = self._held.get(key, 0)
+            if not bits:
+                break
+            tier = self._tiers[(bits & -bits).bit_length() - 1]
+            count = runs.pop()[1] if runs and runs[-1][0] == tier else 0
+            runs.append((tier, count + 1))
+        return runs
+
+    def close(self) -> None:
+        self._channel.close()
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> HeldPrefixes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _keys_of(self, packed: bytes) -> Iterator[bytes]:
+        parent = ROOT_KEY
+        for start in range(0, len(packed) - self._step + 1, self._step):
+            data = self._namespace + parent + packed[start : start + self._step]
+            parent = hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
+            yield parent
+
+    # --- reading pages --------------------------------------------------------------------------
+
+    def _read_on(self) -> int:
+        """One page, unless it is too early."""
+        if time.monotonic() < self._retry_s:
+            return 0
+        page = self._ask(self._after)
+        if page is None:
+            return 0
+        if page.endpoint is None:
+            self._fail("nothing is published there: events.endpoint is not configured", "absent")
+            return 0
+        if page.epoch != self.epoch or self._socket is None:
+            self._begin(page)  # and read only now: what is told from here on is heard
+            return 0
+        if self._after == 0:
+            self._expected = page.sequence
+            self._read = {}
+        self._read.update(page.blocks())
+        self._after = page.next or 0
+        if page.next is None:
+            self._held, self._read = self._read, {}
+            self.state = "current"
+            self._since_s = time.monotonic()
+            self._heard_s = self._since_s - QUIET_S + SOON_S
+        return 1
+
+    def _begin(self, page: ToldPage) -> None:
+        """Another run of the daemon: what was known counts no more."""
+        self._held, self._read, self._after = {}, {}, 0
+        self.epoch = page.epoch
+        self._tiers = page.tier_names
+        if self._socket is not None:
+            self._socket.close(0)
+        socket = self._context.socket(zmq.SUB)
+        socket.linger = 0
+        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS)
+        if self._curve is not None:
+            self._curve.apply(socket)
+        where = self._events_endpoint or seen_from(self._endpoint, page.endpoint or "")
+        try:
+            socket.connect(where)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            self._socket = None
+            self._fail(f"cannot subscribe at {where}: {error.strerror}", "absent")
+            return
+        socket.subscribe(page.topic)
+        self._socket = socket
+        self.state = "reading"
+
+    def _ask(self, after: int) -> ToldPage | None:
+        """A page; None, and noted, where there is none."""
+        now_s = time.monotonic()
+        body: dict[str, Any] = {"namespace": self._namespace, "after": after}
+        request_id = next(self._ids)
+        head = {"op": "events", "id": request_id, "deadline_s": self._request_s, "sent_s": now_s}
+        channel, give_up_s = self._channel, now_s + self._request_s
+        channel.mailbox.expect(request_id)
+        try:
+            run_now(channel.send([pack({**head, **body})], give_up_s))
+            reply, _ = run_now(channel.receive(request_id, give_up_s))
+            if not reply["ok"]:
+                raise WireError(reply["error"], str(reply.get("message", "")))
+            return read_page(reply, after if after < HEADER_ONLY else 0)
+        except (DaemonAbsent, WireError) as trouble:
+            self._fail(str(trouble), "absent")
+            return None
+        finally:
+            channel.mailbox.done(request_id)
+
+    def _fail(self, why: str, state: State) -> None:
+        """Read everything anew, after a pause that grows."""
+        now_s = time.monotonic()
+        if self.state == "current" and now_s - self._since_s > STEADY_S:
+            self._num_failures = 0
+        self._retry_s = now_s + min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._num_failures, 9))
+        self._num_failures += 1
+        self.error = why
+        self.state = state
+        self._read, self._after = {}, 0
+        if state == "absent":
+            self._held = {}
+            self.epoch = ""
+
+    # --- listening ------------------------------------------------------------------------------
+
+    def _listen(self, give_up_s: float) -> int:
+        """Messages, if there are any before `give_up_s`; then a question if it is time."""
+        now_s = time.monotonic()
+        quiet_s = self._heard_s + QUIET_S
+        wait_s = max(0.0, min(give_up_s, quiet_s) - now_s)
+        num_taken = 0
+        while self.state == "current" and num_taken < MAX_TAKEN and self._take(wait_s):
+            num_taken += 1
+            wait_s = 0.0
+        if not num_taken and time.monotonic() >= quiet_s:
+            self._ask_whether_that_is_all()
+        return num_taken
+
+    def _ask_whether_that_is_all(self) -> None:
+        page = self._ask(HEADER_ONLY)
+        if page is None:
+            return
+        if page.epoch != self.epoch:
+            self._fail("the daemon is another one", "absent")
+            return
+        for _ in range(MAX_TAKEN):  # what is on its way
+            if self._expected >= page.sequence or not self._take(GRACE_S):
+                break
+            if self.state != "current":
+                return
+        if self._expected != page.sequence:
+            self._miss(page.sequence)
+        self._heard_s = time.monotonic()
+
+    def _take(self, wait_s: float) -> bool:
+        """One message, if there is one in time."""
+        assert self._socket is not None
+        if not self._socket.poll(round(wait_s * 1000)):
+            return False
+        parts = self._socket.recv_multipart()
+        try:
+            message = read_message(parts)
+            if any(event.epoch != self.epoch for event in message.events):
+                self._fail("the daemon is another one", "absent")
+            elif message.number > self._expected:
+                self._miss(message.number)
+            elif message.number == self._expected:
+                for event in message.events:
+                    self._apply(event)
+                self._expected += 1
+                self._heard_s = time.monotonic()
+        except WireError as error:
+            self.num_malformed += 1
+            self._fail(str(error), "reading")
+        return True
+
+    def _miss(self, number: int) -> None:
+        self.num_gaps += 1
+        self._fail(f"messages were lost: {self._expected} … {number - 1}", "reading")
+
+    def _apply(self, event: ToldEvent) -> None:
+        """Kinds that are not known are passed over."""
+        held = self._held
+        if event.type == "AllBlocksCleared":
+            held.clear()
+        elif event.type == "BlockStored":
+            bit = self._bit(event)
+            for key in event.block_hashes:
+                held[key] = held.get(key, 0) | bit
+        elif event.type == "BlockRemoved":
+            bit = self._bit(event)
+            for key in event.block_hashes:
+                left = held.get(key, 0) & ~bit
+                if left:
+                    held[key] = left
+                else:
+                    held.pop(key, None)
+
+    def _bit(self, event: ToldEvent) -> int:
+        if event.tier not in self._tiers:
+            raise WireError("malformed", f"a block in a tier {event.tier[:40]!r}")
+        return 1 << self._tiers.index(event.tier)
+
+
+def seen_from(front_door: str, events: str) -> str:
+    """Where to subscribe: an address that means "any of this machine's" is reached where the front
+    door is."""
+    there, told = tcp_address(front_door), tcp_address(events)
+    if there is None or told is None or told[0] not in ("*", "0.0.0.0", "::"):
+        return events
+    host = f"[{there[0]}]" if ":" in there[0] else there[0]
+    return f"tcp://{host}:{told[1]}"
