@@ -39,7 +39,7 @@ from hicache.events import Publisher, unpublished
 from hicache.faults import Faults
 from hicache.fitting import Fitter
 from hicache.freed import FreedMemory, grow_table_of_names
-from hicache.instance import Instance, listen
+from hicache.instance import Instance, listen, peer_pid
 from hicache.keys import NamespaceSpec
 from hicache.recording import Recorder
 from hicache.remembering import Keeper
@@ -371,7 +371,7 @@ class Daemon:
                 return
             if self._is_stopping:
                 raise WireError("stopping", "")
-            pid = _peer_pid(frames[0]) if request.op == "hello" and self._is_ipc else 0
+            pid = peer_pid(frames[0]) if request.op == "hello" and self._is_ipc else 0
             parts = [frame.buffer for frame in frames[1:]]
             self.service.handle(Asked(peer, request, parts, pid, now_s))
             os.sched_yield()  # ZeroMQ's own thread has the answer to send; the rest can wait
@@ -662,6 +662,8 @@ class Daemon:
         self._keeper.close(KEEP_S)
         left_s = max(2.0, self.config.deadlines.shutdown_s / 2)
         self.mover.close(left_s)
+        for name, error in self.mover.last_words().items():
+            log.warning("the last thing that %s said: %s", name, error)
         self.sessions.close_all()
         self._context.destroy(linger=0)
         self.parts.close()
@@ -684,16 +686,3 @@ _ADMIN: Final[Mapping[str, Callable[[Daemon, Any], dict[str, Any]]]] = {
     "reload": Daemon._reload,
     "verify": Daemon._verify,
 }
-
-
-def _peer_pid(frame: zmq.Frame) -> int:
-    """The pid of the process at the other end of an ipc socket, 0 when it is not visible.
-
-    From the kernel through the socket itself (SO_PEERCRED), never from the message. ZeroMQ's own
-    "Peer-Address" says the same as `host:uid:gid:pid`.
-    """
-    try:
-        pid = int(str(frame.get("Peer-Address")).rsplit(":", 1)[1])
-    except (zmq.ZMQError, ValueError, IndexError):
-        return 0
-    return pid if pid > 0 else 0

@@ -77,3 +77,16 @@ def listen(socket: zmq.Socket[Any], endpoint: str, verb: str = "listen") -> None
         os.umask(before)
     if path is not None:
         Path(path).chmod(0o600)
+
+
+def peer_pid(frame: zmq.Frame) -> int:
+    """The pid of the process at the other end of an ipc socket, 0 when it is not visible.
+
+    From the kernel through the socket itself (SO_PEERCRED), never from the message. ZeroMQ's own
+    "Peer-Address" says the same as `host:uid:gid:pid`.
+    """
+    try:
+        pid = int(str(frame.get("Peer-Address")).rsplit(":", 1)[1])
+    except (zmq.ZMQError, ValueError, IndexError):
+        return 0
+    return pid if pid > 0 else 0

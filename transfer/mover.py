@@ -265,6 +265,11 @@ class Mover:
         running = [d.process for d in self._devices.values() if d.process is not None]
         return sum(process.num_unsent for process in running)
 
+    def last_words(self) -> dict[str, str]:
+        """What each device's worker said, or was found to do, that ended it; not of those that
+        end in order."""
+        return {name: device.error for name, device in self._devices.items() if device.error}
+
     def pids(self) -> dict[str, int]:
         """The process of each device that has one."""
         return {n: d.process.pid for n, d in self._devices.items() if d.process is not None}

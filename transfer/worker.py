@@ -309,7 +309,10 @@ def main(fd: int) -> int:
             near.close()
         except (TierError, ArenaError) as error:
             message = pack("broken", error=str(error), damaged=isinstance(error, TierDamaged))
-            sock.sendall(message)
+            try:
+                sock.sendall(message)
+            except OSError:  # the daemon has died: there is nobody else to tell it to
+                print(f"{config.title}: {error}", file=sys.stderr)
             return EXIT_BROKEN
         except OSError:
             return 0 if worker is not None else EXIT_BROKEN  # the daemon is gone
