@@ -90,7 +90,7 @@ class Soak:
         self.troubles += chaos.troubles
         totals, slowest_s = _totals(chaos.files)
         self._judge_totals(totals)
-        self._judge_leaks(house, before)
+        self._judge_leaks(house, chaos, before)
         growth = self._judge_memory()
         return {
             "seed": self.seed,
@@ -113,14 +113,14 @@ class Soak:
             return
 
     def _judge_totals(self, totals: Mapping[str, int]) -> None:
-        for what in ("late match", "late fetch", "late put", "wrong"):
+        for what in ("late match", "late fetch", "late put", "late warm", "late pin", "wrong"):
             if totals.get(what):
                 self.troubles.append(f"{totals[what]} × {what}")
-        for what in ("fetched", "stored"):
+        for what in ("fetched", "stored", "warmed", "pinned"):
             if not totals.get(what):
                 self.troubles.append(f"nothing was {what}: the soak proved nothing")
 
-    def _judge_leaks(self, house: Household, before: Mapping[str, int]) -> None:
+    def _judge_leaks(self, house: Household, chaos: Chaos, before: Mapping[str, int]) -> None:
         """With all clients gone nothing may be held, and all that is held must be right. `before`:
         what the first daemon had when it was ready and nobody had come."""
         wait_for(lambda: house.ask("health")["healthy"], "all tiers up")
@@ -135,6 +135,10 @@ class Soak:
                     if not np.array_equal(out[:came], load.blocks(spec, tokens, 0, came)):
                         self.troubles.append(f"wrong bytes at the end, {spec.model_digest}")
 
+        with suppress(AssertionError):
+            wait_for(lambda: not chaos.astray(), "routers that know what is held")
+        self.troubles += [f"a router is wrong: {what}" for what in chaos.astray()]
+        chaos.end_routers()
         with suppress(AssertionError):
             wait_for(lambda: not _held(house), "nothing held by anybody")
         if held := _held(house):
@@ -165,6 +169,7 @@ def _held(house: Household) -> dict[str, int]:
     """What clients hold, by what it is."""
     stats = house.stats()
     held = {what: stats[what] for what in ("sessions", "leases", "tickets", "waiting")}
+    held["pins"] = len(stats["pins"])
     for tier in stats["tiers"]:
         held[f"{tier['name']} given back"] = tier["given_back_bytes"]
         held[f"{tier['name']} quarantined"] = tier["quarantined_bytes"]

@@ -25,6 +25,7 @@ import psutil
 import zmq
 
 from hicache.client import DaemonAbsent
+from hicache.router import HeldPrefixes
 from tests.e2e.faulty_worker import CONTROL, mark_beside
 from tests.e2e.household import ROOT, Household, Peer
 from tests.soak import load
@@ -73,6 +74,9 @@ class SoakHousehold(Household):
         self.patience_s = START_S
         self.will_fail("sync", 1, errno.EIO, for_good=False)
 
+    def configure(self, **changes: Any) -> None:
+        super().configure(events={"endpoint": f"ipc://{self.root}/events"}, **changes)
+
     def will_fail(self, kind: str, nth: int, error: int, for_good: bool) -> None:
         """From SIGUSR1 on, until SIGUSR2, in the process of the disk."""
         fault = {"kind": kind, "nth": nth, "errno": error, "for_good": for_good, "at_start": False}
@@ -94,6 +98,10 @@ class Chaos:
         self._to_wake: list[tuple[float, int]] = []
         self._to_heal: list[tuple[float, int]] = []
         self.hands = [self._hire(number) for number in range(num_clients)]
+        self.routers = [
+            HeldPrefixes(house.endpoint, spec.digest(), spec.block_tokens, request_s=0.1)
+            for spec in load.MODELS
+        ]
 
     def __enter__(self) -> Self:
         return self
@@ -103,6 +111,27 @@ class Chaos:
         for hand in self.hands:
             hand.process.kill()
             hand.bury()
+        self.end_routers()
+
+    def end_routers(self) -> None:
+        for router in self.routers:
+            router.close()
+        self.routers = []
+
+    def astray(self) -> list[str]:
+        """What routers believe that is not so, now that nothing moves any more."""
+        found = []
+        for spec, router in zip(load.MODELS, self.routers, strict=True):
+            router.poll(0.1)
+            prompts = [load.conversation(number) for number in range(load.NUM_CONVERSATIONS)]
+            with self.house.client(spec) as client:
+                scores = client.score(prompts)
+            for number, (tokens, score) in enumerate(zip(prompts, scores, strict=True)):
+                believed = sum(count for _, count in router.match(tokens))
+                if not score.is_answered or believed != score.hit_blocks:
+                    what = f"{spec.model_digest} {number}: {believed} of {score.hit_blocks} blocks"
+                    found.append(f"{what}, {router.state} {router.error}".strip())
+        return found
 
     def step(self, spare_daemon: bool) -> None:
         """One deed, and a look at everybody."""
@@ -122,6 +151,8 @@ class Chaos:
         self._to_wake = [entry for entry in self._to_wake if now_s < entry[0]]
         self._heal([pid for heal_s, pid in self._to_heal if now_s >= heal_s])
         self._to_heal = [entry for entry in self._to_heal if now_s < entry[0]]
+        for router in self.routers:
+            router.poll()
         for number, hand in enumerate(self.hands):
             status = hand.ended()
             if status is not None:

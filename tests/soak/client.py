@@ -31,6 +31,8 @@ GRACE_S: Final = 2.0
 AT_ONCE_S: Final = 0.05
 TELL_S: Final = 1.0
 PREFILL_S: Final = 0.01
+PIN_S: Final = 5.0
+"""Some are let go before; the last ones end with nobody's help, before the soak looks."""
 WRONG_BYTES: Final = 3
 
 
@@ -71,6 +73,8 @@ class SoakClient:
             self.client.observe(sum_n=len(tokens), sum_nc=1e3, seconds=0.05)
         time.sleep(self.rng.uniform(0.0, 2 * PREFILL_S))
         self.put(tokens, have)
+        if self.rng.random() < 0.04:
+            self.foresee(load.prompt(number, load.MAX_TURNS))
 
     def fetch(self, match: Match, tokens: Tokens) -> int:
         started_s = time.monotonic()
@@ -89,6 +93,21 @@ class SoakClient:
         self.told["fetched"] += fetched.blocks
         self.told["missing"] += match.decision.reload_blocks - fetched.blocks
         return fetched.blocks
+
+    def foresee(self, tokens: Tokens) -> None:
+        """A gateway knows something of prompts to come."""
+        wait_s = self.rng.choice([0.0, 0.3])
+        started_s = time.monotonic()
+        if self.rng.random() < 0.5:
+            warmed = self.client.warm(tokens, wait_s=wait_s)
+            self.judge("warm", started_s, CALL_S + wait_s)
+            self.told["warmed"] += warmed.warm_blocks
+            return
+        pinned = self.client.pin(tokens, ttl_s=self.rng.uniform(1.0, PIN_S), name="soak")
+        self.judge("pin", started_s, CALL_S)
+        self.told["pinned"] += pinned.blocks
+        if pinned and self.rng.random() < 0.5:
+            self.client.unpin(pinned)
 
     def put(self, tokens: Tokens, first: int) -> None:
         last = (len(tokens) - 1) // self.spec.block_tokens
