@@ -331,12 +331,14 @@ class CacheEngine:
             self._clearings[event.namespace] = Clearing(house, namespace)
         clearing = self._clearings.get(event.namespace)
         if clearing is None:
-            return p.Cleared(0, is_over=True, is_waiting=False)
+            return p.Cleared(0, is_over=True, is_waiting=False, is_complete=True)
         for restoration in self._restorations.values():
             restoration.cleared.add(namespace.digest)
+            clearing.misses_records = True
         for tier, spec in enumerate(house.tiers):
             if spec.durable and not house.is_up(tier):
                 self._cleared_unseen[tier].add(namespace.digest)
+                clearing.misses_records = True
         cleared = clearing.step(event.most_blocks)
         if cleared.is_over:
             del self._clearings[event.namespace]
@@ -484,6 +486,10 @@ class CacheEngine:
         house.up &= ~(1 << tier)
         house.restoring &= ~(1 << tier)
         self._restorations.pop(tier, None)
+        if house.tiers[tier].durable:
+            for clearing in self._clearings.values():  # what was to be deleted there will be told
+                self._cleared_unseen[tier].add(clearing.namespace.digest)
+                clearing.misses_records = True
         mine = [m.id for m in house.moves.values() if event.tier in (m.src, m.dst)]
         failed = [p.Outcome(move, False, error="tier down") for move in mine]
         told, _, _ = self._apply(failed, event.now_s)
