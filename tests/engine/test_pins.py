@@ -316,3 +316,26 @@ def test_a_smaller_share_keeps_what_is_pinned_and_takes_no_more() -> None:
     engine.configure(EngineSettings(max_pinned=0.1), engine.residency.tiers)
     assert pin(w, A) == p.Pinned(0, 2, "dram")
     assert first.pin in engine.residency.leases.pins
+
+
+def test_what_many_have_pinned_is_let_go_of_by_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pins of the same prompts, let go of in any order: against a count by block. An unpin looks at
+    nothing that others keep: with a thousand pins of one long prompt each took seconds."""
+    w = world(ROOMY, max_pinned=1.0)
+    prompts = [A, A + tokens_of(7), tokens_of(1, 8), tokens_of(9)]
+    for tokens in prompts:
+        w.store(tokens)
+    random = np.random.default_rng(5)
+    pinned: list[tuple[int, bytes]] = []
+    for number in random.integers(0, len(prompts), 40).tolist():
+        done = pin(w, prompts[number])
+        assert done.pin
+        pinned.append((done.pin, prompts[number]))
+    book = w.engine.residency.leases
+    monkeypatch.setattr("hicache.engine.lease.once_each", None)  # sorts all that it is given
+    random.shuffle(pinned)
+    while pinned:
+        number, _ = pinned.pop()
+        assert w.do(p.Unpin(number))
+        kept = {tokens[: 8 * n] for _, tokens in pinned for n in range(1, len(tokens) // 8 + 1)}
+        assert len(book.kept) == len(kept)
