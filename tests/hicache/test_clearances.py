@@ -66,8 +66,8 @@ def test_who_asks_while_it_is_under_way_joins_it_and_it_begins_once_more() -> No
 
 
 def test_who_has_waited_long_enough_is_told_what_was_forgotten_by_then() -> None:
-    """1. What is cleared is on its way to disk. 2. One gives up waiting. 3. It has arrived, and been
-    deleted, and the other one is told that it is gone."""
+    """1. What is cleared is on its way to disk. 2. One gives up waiting. 3. It has arrived, and is
+    deleted: the other one is told that it is gone."""
     desk = Desk()
     desk.world.store(tokens_of(1, 2), durable=True)
     desk.ask(1, patience_s=5.0)

@@ -1,0 +1,44 @@
+"""Options that are a time: `250ms`, `2s`, `1m`, or a number of seconds, within bounds."""
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import click
+
+from hicache.config.units import UnitError, format_seconds, parse_seconds
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+MAX_WAIT_S: Final = 3600.0
+"""The protocol's longest deadline."""
+
+
+def seconds_option(
+    flag: str, name: str, default: str, low_s: float, high_s: float, text: str
+) -> Callable[[Command], Command]:
+    """Anything else is a usage error, before a daemon is asked."""
+
+    def read(_: click.Context, parameter: click.Parameter, value: str) -> float:
+        try:
+            seconds = _seconds(value)
+        except UnitError as error:
+            raise click.BadParameter(str(error), param=parameter) from None
+        if not low_s <= seconds <= high_s:
+            bounds = f"{format_seconds(low_s)} … {format_seconds(high_s)}"
+            raise click.BadParameter(f"{value} is outside {bounds}", param=parameter)
+        return seconds
+
+    return click.option(
+        flag, name, default=default, show_default=True, callback=read, metavar="TIME", help=text
+    )
+
+
+def timeout_option(default: str, text: str = "How long to wait.") -> Callable[[Command], Command]:
+    """`--timeout`, as `timeout_s`."""
+    return seconds_option("--timeout", "timeout_s", default, 0.0, MAX_WAIT_S, text)
+
+
+def _seconds(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        return parse_seconds(value)
