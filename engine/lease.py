@@ -152,9 +152,7 @@ class LeaseBook:
 
     def keep(self, pin: Pin) -> None:
         """Pin its blocks."""
-        more = len(self.blocks.leases) - len(self._num_keeping)
-        self._num_keeping = np.append(self._num_keeping, np.zeros(more, np.int32))
-        new = [self._unkept(span) for span in pin.spans]
+        new = [self.unkept(ids_of(span)) for span in pin.spans]
         for span in pin.spans:
             self.blocks.pin(span)
             self._num_keeping[span] += 1
@@ -174,9 +172,13 @@ class LeaseBook:
         gone, self.kept = self.kept[~is_kept], self.kept[is_kept]
         return len(ended), gone
 
-    def _unkept(self, span: Span) -> Ids:
+    def unkept(self, ids: Ids) -> Ids:
         """Those of these blocks that no pin keeps."""
-        return ids_of(span)[self._num_keeping[span] == 0]
+        more = len(self.blocks.leases) - len(self._num_keeping)
+        if more:
+            self._num_keeping = np.append(self._num_keeping, np.zeros(more, np.int32))
+        unkept: Ids = ids[self._num_keeping[ids] == 0]
+        return unkept
 
     def expired(self, now_s: float) -> tuple[list[int], list[int]]:
         """Ids of leases and of tickets past their time."""

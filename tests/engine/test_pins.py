@@ -283,15 +283,33 @@ def test_an_unpinned_hole_is_forgotten() -> None:
     assert w.engine.idle_namespace(()) == 0
 
 
-def test_pins_count_as_memory_that_is_held() -> None:
-    """What leases may hold of memory counts what is pinned, once."""
+def test_leases_have_a_share_of_what_pins_leave() -> None:
+    """What is pinned and leased counts as pinned."""
+    w = World(ONE_TIER)
+    w.store(A)
+    w.store(B)
+    assert pin(w, A).pin
+    assert all([w.match(A + END).lease for _ in range(3)])
+    assert leased_share(w.engine.residency) == 0
+    leases = [w.match(B + END).lease for _ in range(3)]
+    assert leased_share(w.engine.residency) == 3 / 6
+    for lease in leases:
+        w.release(lease)
+    assert leased_share(w.engine.residency) == 0
+
+
+def test_pins_that_hold_all_that_is_left_of_memory_refuse_nobody() -> None:
+    """1. The machine wants its memory, and gets all that is not pinned. 2. What is pinned is a hit,
+    and nobody has to wait for that to end."""
     w = World(ONE_TIER)
     w.store(A)
     assert pin(w, A).pin
-    assert leased_share(w.engine.residency) == 2 / 8
-    leases = [w.match(A + END).lease for _ in range(3)]
-    assert all(leases)
-    assert leased_share(w.engine.residency) == 2 / 8
+    w.do(p.Shed("dram", 6, in_haste=True))
+    house = w.engine.residency
+    assert house.pools[0].capacity_bytes == pinned_bytes(house, 0)
+    lease = w.match(A + END).lease
+    assert leased_share(house) == 0
+    assert w.read(0, w.fetch(lease).ready, A) == 2
 
 
 def test_the_short_way_of_making_room_passes_pinned_leaves_by() -> None:
