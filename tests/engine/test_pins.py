@@ -289,7 +289,8 @@ def test_leases_have_a_share_of_what_pins_leave() -> None:
     w.store(A)
     w.store(B)
     assert pin(w, A).pin
-    assert all([w.match(A + END).lease for _ in range(3)])
+    for _ in range(3):
+        assert w.match(A + END).lease
     assert leased_share(w.engine.residency) == 0
     leases = [w.match(B + END).lease for _ in range(3)]
     assert leased_share(w.engine.residency) == 3 / 6
