@@ -10,12 +10,13 @@ import click
 from hicache.client import admin_call
 from hicache.commands.curve import curve_option
 from hicache.commands.drawing import duration, printable
-from hicache.commands.seconds import MAX_WAIT_S, seconds_option
+from hicache.commands.seconds import seconds_option
 from hicache.config.units import format_seconds
 from hicache.curve import CurveKeys
+from hicache.dialogue import waiting
 from hicache.endpoint import default_endpoint
 from hicache.keys import encode_tokens
-from hicache.wire import MAX_PIN_S
+from hicache.wire import MAX_DEADLINE_S, MAX_PIN_S
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 TIMEOUT_S = 5.0
@@ -49,7 +50,7 @@ def _of_a_prompt(command: Command) -> Command:
 @click.command()
 @_of_a_prompt
 @_of_a_daemon
-@seconds_option("--wait", "wait_s", "0s", 0.0, MAX_WAIT_S - TIMEOUT_S, "Wait for it so long.")
+@seconds_option("--wait", "wait_s", "0s", 0.0, MAX_DEADLINE_S - TIMEOUT_S, "Wait for it so long.")
 def warm(
     tokens: IO[str], namespace: str, endpoint: str | None, curve: CurveKeys | None, wait_s: float
 ) -> None:
@@ -57,7 +58,7 @@ def warm(
     JSON array; - for stdin."""
     endpoint = _endpoint(endpoint)
     prompt = _prompt(endpoint, curve, namespace, tokens)
-    body = {**prompt, "wait": wait_s > 0}
+    body = {**prompt, **waiting(wait_s)}
     reply = admin_call(endpoint, "warm", body, timeout_s=wait_s + TIMEOUT_S, curve=curve)
     held, there = reply["held_blocks"], reply["warm_blocks"]
     refused = reply["refused_blocks"]

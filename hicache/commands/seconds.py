@@ -1,15 +1,14 @@
 """Options that are a time: `250ms`, `2s`, `1m`, or a number of seconds, within bounds."""
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from hicache.config.units import UnitError, format_seconds, parse_seconds
+from hicache.wire import MAX_DEADLINE_S
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-MAX_WAIT_S: Final = 3600.0
-"""The protocol's longest deadline."""
 
 
 def seconds_option(
@@ -34,7 +33,7 @@ def seconds_option(
 
 def timeout_option(default: str, text: str = "How long to wait.") -> Callable[[Command], Command]:
     """`--timeout`, as `timeout_s`."""
-    return seconds_option("--timeout", "timeout_s", default, 0.0, MAX_WAIT_S, text)
+    return seconds_option("--timeout", "timeout_s", default, 0.0, MAX_DEADLINE_S, text)
 
 
 def _seconds(value: str) -> float:
