@@ -138,6 +138,7 @@ class CacheEngine:
             p.Shed: self._shed,
             p.Regain: self._regain,
             p.Tick: self._tick,
+            p.EndWarmings: self._end_warmings,
             p.Flush: self._flush,
         }
 
@@ -553,6 +554,10 @@ class CacheEngine:
 
     def _regain(self, event: p.Regain) -> None:
         self.residency.pools[self.residency.number_of(event.tier)].restore(event.first_page)
+        self._make_progress()
+
+    def _end_warmings(self, _: p.EndWarmings) -> None:
+        self.warming.end_all()
         self._make_progress()
 
     def _flush(self, event: p.Flush) -> int:

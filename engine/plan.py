@@ -552,6 +552,12 @@ class Tick(Event[Arrivals], frozen=True):
     now_s: float
 
 
+class EndWarmings(Event[None], frozen=True):
+    """Hold nothing more of what is being warmed: what travels arrives, the rest is not begun."""
+
+    now_s: float
+
+
 class Flush(Event[int], frozen=True):
     """Write everything that a durable tier lacks down to it (a clean stop). Answer: blocks that
     still have to travel, those read from there not counted; repeat after their outcomes until it
