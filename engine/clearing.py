@@ -10,17 +10,20 @@ Memory is free at once. A durable copy drains until its record is deleted, and s
 stays, but it keeps none of those above. Records are deleted in this order, a node's last block
 first, so that what a crash leaves of them are whole prefixes.
 
-Nodes are looked through by their numbers, some at a time (`Index.nodes`).
+Nodes are looked through by their numbers, some at a time (`Index.nodes`). It is over when all
+records are deleted: until then whoever dies could bring them back.
 
 Races, told once:
 1. *Held.* What is leased, pinned or being written stays, with all above it.
 2. *On its way.* A block that is being copied stays for now; the next pass looks again.
 3. *Stored meanwhile.* It goes if the pass has not come by yet. What is written below a block that
    goes is not found: it leaves as a leaf, as anything does that nobody asks for.
-4. *Deleting a record fails.* The copy is ready again; what was above it is gone all the same, so it
-   is found no more, and leaves as in 3.
+4. *Deleting a record fails.* The copy is ready again, and the next pass tries once more. If that
+   is of no use it is found no more where one above it is gone, and leaves as in 3.
 5. *Asked for while it goes.* What is being deleted is no hit; what has not had its turn is one, and
    its lease keeps it.
+6. *The disk dies while it goes.* Whoever starts again tells records that were to be deleted: they
+   come too late and are removed (`misses_records`).
 
 Owned by the daemon's one loop.
 """
@@ -32,6 +35,7 @@ from typing import Final
 import numpy as np
 
 from hicache.engine import plan as p
+from hicache.engine.blocks import State
 from hicache.engine.node import Node
 from hicache.engine.residency import Namespace, Residency
 
@@ -43,7 +47,8 @@ MAX_PASSES: Final = 20
 
 
 class Clearing:
-    """One namespace being cleared."""
+    """One namespace being cleared. `misses_records`: a durable tier was away or telling what it
+    holds meanwhile, so that records are removed later, as they are told."""
 
     def __init__(self, residency: Residency, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -51,14 +56,21 @@ class Clearing:
         self._front: list[Node] = []
         self._next = 0
         self._num_passes = 0
+        self._is_walked = False
         self._is_incomplete = False
         self._gone: set[Node] = set()
+        self._deleting: dict[int, tuple[int, int]] = {}  # move: the block and its tier
+        self.misses_records = False
 
     def step(self, most_blocks: int) -> p.Cleared:
         """So many blocks more, or twice as many: a longer node is split, and its end goes."""
         house = self._house
-        if len(house.moves) >= MAX_MOVES:
+        if len(self._deleting) > MAX_MOVES:
+            self._is_deleting()
+        if len(house.moves) >= MAX_MOVES or (self._is_walked and self._is_deleting()):
             return p.Cleared(0, is_over=False, is_waiting=True)
+        if self._is_walked:
+            return self._end_pass(0)
         num_blocks = 0
         nodes = house.index.nodes
         look_until = self._next + MAX_LOOKED_AT
@@ -83,13 +95,30 @@ class Clearing:
             if going:
                 num_blocks += sum(map(len, going))
                 self._give_up(going)
-        is_through = not self._front and self._next >= len(nodes)
-        if not is_through:
-            return p.Cleared(num_blocks, is_over=False, is_waiting=False)
+        self._is_walked = not self._front and self._next >= len(nodes)
+        if not self._is_walked or self._is_deleting():
+            return p.Cleared(num_blocks, is_over=False, is_waiting=self._is_walked)
+        return self._end_pass(num_blocks)
+
+    def _end_pass(self, num_blocks: int) -> p.Cleared:
+        """Another one follows, after a while, if something stayed that should not."""
         self._num_passes += 1
-        is_over = not self._is_incomplete or self._num_passes == MAX_PASSES
-        self._next, self._is_incomplete = 0, False
-        return p.Cleared(num_blocks, is_over, is_waiting=not is_over)
+        is_all = not self._is_incomplete
+        is_over = is_all or self._num_passes == MAX_PASSES
+        self._next, self._is_incomplete, self._is_walked = 0, False, False
+        is_complete = is_all and not self.misses_records
+        return p.Cleared(num_blocks, is_over, is_waiting=not is_over, is_complete=is_complete)
+
+    def _is_deleting(self) -> bool:
+        """Whether records are still being deleted. Notes those that could not be."""
+        house = self._house
+        ended = self._deleting.keys() - house.moves.keys()
+        for move in ended:
+            block, tier = self._deleting.pop(move)
+            if house.blocks.state[tier][block] != State.ABSENT:
+                self._is_incomplete = True
+                self._gone.discard(house.index.node_of(block))
+        return bool(self._deleting)
 
     def _may_go(self, node: Node) -> bool:
         """Whether nobody holds it and nothing stays below it. Notes what is only on its way."""
@@ -121,6 +150,8 @@ class Clearing:
             held = ids[house.blocks.tags[ids] >> tier & 1 == 1]
             if spec.durable and house.is_up(tier):
                 house.start_giving_up(self.namespace, held, tier)
+                for block in held.tolist():
+                    self._deleting[house.moves_of[block][-1].id] = (block, tier)
             else:
                 house.vacate(held, tier)
         house.settle(ids)

@@ -138,6 +138,7 @@ class CacheEngine:
             p.Shed: self._shed,
             p.Regain: self._regain,
             p.Tick: self._tick,
+            p.EndWarmings: self._end_warmings,
             p.Flush: self._flush,
         }
 
@@ -331,12 +332,14 @@ class CacheEngine:
             self._clearings[event.namespace] = Clearing(house, namespace)
         clearing = self._clearings.get(event.namespace)
         if clearing is None:
-            return p.Cleared(0, is_over=True, is_waiting=False)
+            return p.Cleared(0, is_over=True, is_waiting=False, is_complete=True)
         for restoration in self._restorations.values():
             restoration.cleared.add(namespace.digest)
+            clearing.misses_records = True
         for tier, spec in enumerate(house.tiers):
             if spec.durable and not house.is_up(tier):
                 self._cleared_unseen[tier].add(namespace.digest)
+                clearing.misses_records = True
         cleared = clearing.step(event.most_blocks)
         if cleared.is_over:
             del self._clearings[event.namespace]
@@ -484,6 +487,10 @@ class CacheEngine:
         house.up &= ~(1 << tier)
         house.restoring &= ~(1 << tier)
         self._restorations.pop(tier, None)
+        if house.tiers[tier].durable:
+            for clearing in self._clearings.values():  # what was to be deleted there will be told
+                self._cleared_unseen[tier].add(clearing.namespace.digest)
+                clearing.misses_records = True
         mine = [m.id for m in house.moves.values() if event.tier in (m.src, m.dst)]
         failed = [p.Outcome(move, False, error="tier down") for move in mine]
         told, _, _ = self._apply(failed, event.now_s)
@@ -547,6 +554,10 @@ class CacheEngine:
 
     def _regain(self, event: p.Regain) -> None:
         self.residency.pools[self.residency.number_of(event.tier)].restore(event.first_page)
+        self._make_progress()
+
+    def _end_warmings(self, _: p.EndWarmings) -> None:
+        self.warming.end_all()
         self._make_progress()
 
     def _flush(self, event: p.Flush) -> int:

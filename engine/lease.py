@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from hicache.engine.blocks import BlockTable
-from hicache.engine.ids import Span
+from hicache.engine.ids import Span, ids_of, size_of
 from hicache.engine.plan import Decision, TierRun
 from hicache.tiers.block import Ids
 
@@ -61,14 +61,17 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A prefix that is kept; `spans` are its `ids` as indices into the arrays."""
+    """A prefix that is kept; `spans` are its blocks' ids, each once."""
 
     id: int
     namespace: int
     name: str
-    ids: Ids
     spans: list[Span]
     expires_s: float
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(size_of, self.spans))
 
 
 @dataclass(slots=True)
@@ -113,6 +116,7 @@ class LeaseBook:
         self.leases: dict[int, Lease] = {}
         self.pins: dict[int, Pin] = {}
         self.kept: Ids = _NO_IDS
+        self._num_keeping = _NO_IDS  # by block, how many pins keep it
         self.max_share = 0.0
         self.tickets: dict[int, Ticket] = {}
         self.quarantine: dict[int, Quarantined] = {}
@@ -148,20 +152,33 @@ class LeaseBook:
 
     def keep(self, pin: Pin) -> None:
         """Pin its blocks."""
+        new = [self.unkept(ids_of(span)) for span in pin.spans]
         for span in pin.spans:
             self.blocks.pin(span)
+            self._num_keeping[span] += 1
         self.pins[pin.id] = pin
-        self.kept = once_each((self.kept, pin.ids))
+        self.kept = once_each((self.kept, *new))
 
-    def let_go(self, pin_ids: Iterable[int]) -> list[Pin]:
-        """Unpin those that there are, and return them."""
+    def let_go(self, pin_ids: Iterable[int]) -> tuple[int, Ids]:
+        """Unpin those that there are. Returns how many, and the blocks that no pin keeps any
+        more. What that takes does not grow with the pins that stay: the same prompt may be pinned
+        a thousand times."""
         ended = [self.pins.pop(number) for number in pin_ids if number in self.pins]
         for pin in ended:
             for span in pin.spans:
                 self.blocks.unpin(span)
-        if ended:
-            self.kept = once_each([pin.ids for pin in self.pins.values()])
-        return ended
+                self._num_keeping[span] -= 1
+        is_kept = self._num_keeping[self.kept] > 0 if ended else np.ones(len(self.kept), bool)
+        gone, self.kept = self.kept[~is_kept], self.kept[is_kept]
+        return len(ended), gone
+
+    def unkept(self, ids: Ids) -> Ids:
+        """Those of these blocks that no pin keeps."""
+        more = len(self.blocks.leases) - len(self._num_keeping)
+        if more:
+            self._num_keeping = np.append(self._num_keeping, np.zeros(more, np.int32))
+        unkept: Ids = ids[self._num_keeping[ids] == 0]
+        return unkept
 
     def expired(self, now_s: float) -> tuple[list[int], list[int]]:
         """Ids of leases and of tickets past their time."""
@@ -175,12 +192,14 @@ class LeaseBook:
         counted = self.blocks.leases.copy()
         for lease in self.leases.values():
             counted[lease.ids] -= 1
-        kept = np.zeros(len(counted), bool)
+        num_keeping = np.zeros(len(counted), np.int32)
         for pin in self.pins.values():
-            kept[pin.ids] = True
-            counted[pin.ids] -= 1
-        assert not counted.any(), "lease counts differ from leases and pins"
-        assert np.array_equal(np.flatnonzero(kept), self.kept), "not what the pins keep"
+            for span in pin.spans:
+                num_keeping[span] += 1
+        assert not (counted - num_keeping).any(), "lease counts differ from leases and pins"
+        assert np.array_equal(np.flatnonzero(num_keeping), self.kept), "not what the pins keep"
+        known = len(self._num_keeping)
+        assert np.array_equal(num_keeping[:known], self._num_keeping), "not how many pins keep it"
         for tier, pool in enumerate(self.blocks.pools):
             held = sum(
                 len(item.slots) * item.slot_bytes

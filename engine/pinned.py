@@ -4,6 +4,9 @@ Every request that waits in an inference engine's queue may hold a lease. Togeth
 all of memory: then nothing finds room that must come up from below, and those at the front of the
 queue wait for those behind them. Above a share the service grants no more. Counted from the ground,
 and not with every lease: prefixes that many requests share count once.
+
+It is a share of what pins leave. Nobody waits for those to end, and where memory was given back to
+the machine they may hold all that is left: then what they hold is a hit, and the rest is not.
 """
 
 from __future__ import annotations
@@ -43,12 +46,14 @@ def within_share(house: Residency, ids: Ids, tier: int) -> Ids:
 
 
 def leased_share(house: Residency) -> float:
-    """Of the mapped tier where it is least: what finds no room in one may find it in another."""
-    if not house.blocks.num_pins:
+    """Of what pins leave of the mapped tier where it is least: what finds no room in one may find
+    it in another."""
+    if not house.leases.leases:
         return 0.0
     ids = _leased(house)
     shares = [
-        _held_bytes(house, ids, tier) / max(1, house.pools[tier].capacity_bytes)
+        _held_bytes(house, ids, tier)
+        / max(1, house.pools[tier].capacity_bytes - pinned_bytes(house, tier))
         for tier, spec in enumerate(house.tiers)
         if spec.mapped
     ]
@@ -75,10 +80,10 @@ def bytes_in(house: Residency, ids: Ids, tier: int) -> int:
 
 
 def _leased(house: Residency) -> Ids:
-    """Each block that is leased or pinned, once."""
+    """Each block that is leased and not pinned, once."""
     blocks, book = house.blocks, house.leases
-    if not book.leases:
-        return book.kept
     if blocks.num_pins * SCAN_SHARE < len(blocks.leases):
-        return np.unique(np.concatenate([book.kept, *[o.ids for o in book.leases.values()]]))
-    return np.flatnonzero(blocks.leases != 0).astype(np.int32)
+        leased = np.unique(np.concatenate([lease.ids for lease in book.leases.values()]))
+    else:
+        leased = np.flatnonzero(blocks.leases != 0).astype(np.int32)
+    return book.unkept(leased)

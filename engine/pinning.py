@@ -55,21 +55,20 @@ class Pinning:
         if full is not None:
             return p.Pinned(0, held, house.tiers[full].name)
         expires_s = event.now_s + event.ttl_s
-        pin = Pin(house.leases.next_id(), event.namespace, event.name, ids, spans, expires_s)
+        pin = Pin(house.leases.next_id(), event.namespace, event.name, spans, expires_s)
         house.leases.keep(pin)
         return p.Pinned(pin.id, held)
 
     def unpin(self, *pin_ids: int) -> bool:
         """Their blocks are as all others. False when there are no such pins."""
         house = self.residency
-        ended = house.leases.let_go(pin_ids)
-        ids = once_each([pin.ids for pin in ended])
-        lost = ids[house.blocks.tags[ids] == 0]
+        num_ended, gone = house.leases.let_go(pin_ids)
+        lost = gone[house.blocks.tags[gone] == 0]
         if len(lost):
             house.settle(lost)
-        if ended:
+        if num_ended:
             house.unpark()
-        return bool(ended)
+        return num_ended > 0
 
     def expire(self, now_s: float) -> None:
         """Unpin those whose time is over."""

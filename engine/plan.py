@@ -398,11 +398,13 @@ class Unpin(Event[bool], frozen=True):
 
 class Cleared(msgspec.Struct, frozen=True):
     """A step of a clearing: `blocks` forgotten in it. Where it is not over yet it goes on at once,
-    or, `is_waiting`, after a while: other moves come first."""
+    or, `is_waiting`, after a while: other moves come first. `is_complete`: it is over, and no
+    record is left of what went, nor a block that was on its way."""
 
     blocks: int
     is_over: bool
     is_waiting: bool
+    is_complete: bool = False
 
 
 class Clear(Event[Cleared], frozen=True):
@@ -546,6 +548,12 @@ class Regain(Event[None], frozen=True):
 
 class Tick(Event[Arrivals], frozen=True):
     """Time passed: expire leases and tickets, demote above the watermarks."""
+
+    now_s: float
+
+
+class EndWarmings(Event[None], frozen=True):
+    """Hold nothing more of what is being warmed: what travels arrives, the rest is not begun."""
 
     now_s: float
 

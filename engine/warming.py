@@ -123,7 +123,7 @@ class Warming:
         house.unpark()
 
     def end_all(self) -> None:
-        """The daemon stops: nobody will ask."""
+        """The daemon stops, so that nobody will ask; or those who did ask lack memory."""
         for lease in list(self._under_way.values()):
             self.end(lease)
 

@@ -76,7 +76,7 @@ class Clearances:
             if not clearance.is_paused:
                 del self._under_way[number]
                 if self._engine.residency.namespaces[number].digest != clearance.digest:
-                    self._tell_all(clearance)  # others have its number by now
+                    self._tell_all(clearance, is_complete=True)  # others have its number by now
                     return False
                 return self._step(number, clearance, now_s)
         return False
@@ -96,13 +96,13 @@ class Clearances:
         clearance.blocks += done.blocks
         clearance.begins, clearance.is_paused = False, done.is_waiting
         if done.is_over and not clearance.begins_again:
-            self._tell_all(clearance)
+            self._tell_all(clearance, is_complete=done.is_complete)
             return done.blocks > 0
         if done.is_over:
             clearance.begins, clearance.begins_again = True, False
         self._under_way[number] = clearance
         return done.blocks > 0
 
-    def _tell_all(self, clearance: _Clearance) -> None:
+    def _tell_all(self, clearance: _Clearance, *, is_complete: bool) -> None:
         for peer, _ in clearance.peers:
-            self._reply(peer, {"cleared": clearance.blocks, "complete": True})
+            self._reply(peer, {"cleared": clearance.blocks, "complete": is_complete})

@@ -49,12 +49,26 @@ from hicache.connection import TROUBLE, Body, Connection
 from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
 from hicache.storing import Fill, Source, Storing
 from hicache.tiers.arena import Arena
-from hicache.wire import MAX_SCORED_PROMPTS, MAX_SCORED_TOKENS, MatchRequest, WireError
+from hicache.wire import (
+    MAX_DEADLINE_S,
+    MAX_SCORED_PROMPTS,
+    MAX_SCORED_TOKENS,
+    MatchRequest,
+    WireError,
+)
 
 T = TypeVar("T")
 Ended = Literal["", "turn", "tool_call", "conversation"]
 """What has ended with an answer: a turn that waits for a person, a turn that waits for a tool, or
 the whole conversation."""
+
+
+def waiting(wait_s: float) -> Body:
+    """The fields of a `warm` that is answered after so long at the latest: the daemon answers 5 %
+    and a tick before the deadline that it is told."""
+    if not wait_s > 0:
+        return {"wait": False}
+    return {"wait": True, "deadline_s": min(MAX_DEADLINE_S, (wait_s + 0.1) / 0.95)}
 
 
 class Dialogue:
@@ -133,7 +147,7 @@ class Dialogue:
 
     async def warm(self, tokens: Tokens, wait_s: float) -> Warmed:
         """Asked without a session, like `score`."""
-        body = {"namespace": self._namespace, "tokens": encode_tokens(tokens), "wait": wait_s > 0}
+        body = {"namespace": self._namespace, "tokens": encode_tokens(tokens), **waiting(wait_s)}
         patience_s = max(0.0, wait_s) + self._connection.timeouts.call_s
         return await self._ask("warm", body, patience_s, read_warmed) or Warmed(is_answered=False)
 

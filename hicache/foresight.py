@@ -140,7 +140,7 @@ def pin_rows(engine: CacheEngine, epoch: str, now_s: float) -> list[dict[str, An
             "pin": name_of(epoch, pin.id),
             "name": pin.name,
             "namespace": house.namespaces[pin.namespace].digest.hex(),
-            "blocks": len(pin.ids),
+            "blocks": pin.num_blocks,
             "ends_in_s": pin.expires_s - now_s,
         }
         for pin in house.leases.pins.values()

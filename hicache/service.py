@@ -600,7 +600,7 @@ class Service:
 
     def tick(self, now_s: float) -> None:
         """Answer what is overdue with what there is, end silent sessions, let leases expire."""
-        self.leased_share = leased_share(self.engine.residency)
+        self._count_leased(now_s)
         for session in self.sessions.silent(now_s):
             self.end(session, now_s)
         self.news(self.do(p.Tick(now_s)), now_s)
@@ -610,6 +610,13 @@ class Service:
         if any(put.deadline_s <= now_s for put in self.waiting.puts):
             self._try_puts(now_s)
         self.clearances.tick(now_s)
+
+    def _count_leased(self, now_s: float) -> None:
+        """What is only foreseen gives way before anybody who asks is refused."""
+        self.leased_share = leased_share(self.engine.residency)
+        if self.leased_share > self.limits.max_leased and len(self.engine.warming):
+            self.do(p.EndWarmings(now_s))
+            self.leased_share = leased_share(self.engine.residency)
 
     def end_overdue_fetches(self, now_s: float) -> None:
         """Their clients go on with what has come."""

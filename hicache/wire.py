@@ -53,6 +53,7 @@ MAX_SCORED_TOKENS: Final = 1 << 21
 """Of one `score`, which is answered at one go: of all its prompts together, so that it takes no
 longer than one match of a very long prompt."""
 NAMESPACE_BYTES: Final = 32
+MAX_DEADLINE_S: Final = 3600.0
 MAX_PIN_S: Final = 30 * 86400.0
 """What nobody asks for again within a month may go."""
 MAX_TREE_NODES: Final = 512
@@ -205,7 +206,7 @@ NEEDS_SESSION: Final = frozenset(OPS) - {
 }
 
 _COMMON: Final[Mapping[str, Field]] = {
-    "deadline_s": Field(float, 0.0, high=3600.0),
+    "deadline_s": Field(float, 0.0, high=MAX_DEADLINE_S),
     "sent_s": Field(float, 0.0, high=1e12),
 }
 _HEAD_FIELDS: Final = frozenset({"op", "id", "s"})
@@ -243,7 +244,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 RequestId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Session = Annotated[bytes, msgspec.Meta(max_length=SESSION_BYTES)]
 Name = Annotated[str, msgspec.Meta(max_length=200)]
-DeadlineS = Annotated[float, msgspec.Meta(ge=0, le=3600.0)]
+DeadlineS = Annotated[float, msgspec.Meta(ge=0, le=MAX_DEADLINE_S)]
 SentS = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 DecisionName = Literal["reload", "partial", "recompute"]
 

@@ -38,10 +38,14 @@ def draw(forest: Forest, depth: int, top: int, width: int | None) -> Iterator[st
         yield f"… and {_count(len(rest), 'more namespace')}, {told_bytes(size)}"
 
 
+def printable(name: str) -> str:
+    """A name that a client chose: what a terminal would obey in it is left out."""
+    return "".join(c for c in name if c.isprintable())
+
+
 def title_of(space: Space) -> str:
-    """A namespace's name and the beginning of its digest. A client chose the name: what a terminal
-    would obey in it is left out."""
-    name = "".join(c for c in space.name if c.isprintable())
+    """A namespace's name and the beginning of its digest."""
+    name = printable(space.name)
     return f"{name} ({space.digest[:16]})" if name else space.digest[:16]
 
 
@@ -88,7 +92,7 @@ def _parts(item: Item, trunk: Trunk, tiers: Sequence[str]) -> list[str]:
             run += f", then {_count(item.ends, 'branch')}"
         parts = [run]
     parts += [told_bytes(item.all.blocks * space.slot_bytes), _by_tier(item.all, space, tiers)]
-    used = "not expected again" if item.idle_s is None else f"used {_duration(item.idle_s)} ago"
+    used = "not expected again" if item.idle_s is None else f"used {duration(item.idle_s)} ago"
     return [*parts, f"{used}, leased" if item.is_leased else used]
 
 
@@ -130,7 +134,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """In whole units, the largest of which there are two at least."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds // size:,.0f} {unit}"

@@ -8,6 +8,7 @@ import click
 
 from hicache.client import DaemonAbsent, DaemonError, admin_call
 from hicache.commands.curve import curve_option
+from hicache.commands.seconds import timeout_option
 from hicache.curve import CurveKeys
 from hicache.endpoint import default_endpoint
 
@@ -22,7 +23,7 @@ from hicache.endpoint import default_endpoint
     show_default=True,
     help="So many, the youngest last.",
 )
-@click.option("--timeout", "timeout_s", default=5.0, show_default=True, help="Seconds.")
+@timeout_option("5s")
 @click.option("--json", "as_json", is_flag=True, help="As data.")
 def explain(
     endpoint: str | None, curve: CurveKeys | None, last: int, timeout_s: float, as_json: bool

@@ -9,20 +9,26 @@ import click
 
 from hicache.client import admin_call
 from hicache.commands.curve import curve_option
-from hicache.config.units import UnitError, format_seconds, parse_seconds
+from hicache.commands.drawing import duration, printable
+from hicache.commands.seconds import seconds_option
+from hicache.config.units import format_seconds
 from hicache.curve import CurveKeys
+from hicache.dialogue import waiting
 from hicache.endpoint import default_endpoint
 from hicache.keys import encode_tokens
+from hicache.wire import MAX_DEADLINE_S, MAX_PIN_S
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 TIMEOUT_S = 5.0
 
 
-def _seconds(_: click.Context, parameter: click.Parameter, value: str) -> float:
+def _text(_: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Bytes of a command line that are no text cannot be sent."""
     try:
-        return parse_seconds(value)
-    except UnitError as error:
-        raise click.BadParameter(str(error), param=parameter) from None
+        value.encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter("not valid UTF-8", param=parameter) from None
+    return value
 
 
 def _of_a_daemon(command: Command) -> Command:
@@ -44,7 +50,7 @@ def _of_a_prompt(command: Command) -> Command:
 @click.command()
 @_of_a_prompt
 @_of_a_daemon
-@click.option("--wait", "wait_s", default="0s", callback=_seconds, help="Wait for it so long.")
+@seconds_option("--wait", "wait_s", "0s", 0.0, MAX_DEADLINE_S - TIMEOUT_S, "Wait for it so long.")
 def warm(
     tokens: IO[str], namespace: str, endpoint: str | None, curve: CurveKeys | None, wait_s: float
 ) -> None:
@@ -52,7 +58,7 @@ def warm(
     JSON array; - for stdin."""
     endpoint = _endpoint(endpoint)
     prompt = _prompt(endpoint, curve, namespace, tokens)
-    body = {**prompt, "wait": wait_s > 0}
+    body = {**prompt, **waiting(wait_s)}
     reply = admin_call(endpoint, "warm", body, timeout_s=wait_s + TIMEOUT_S, curve=curve)
     held, there = reply["held_blocks"], reply["warm_blocks"]
     refused = reply["refused_blocks"]
@@ -66,8 +72,8 @@ def warm(
 @click.command()
 @_of_a_prompt
 @_of_a_daemon
-@click.option("--for", "ttl_s", default="1h", show_default=True, callback=_seconds, help="So long.")
-@click.option("--name", default="", help="Shown by `hicache pins`.")
+@seconds_option("--for", "ttl_s", "1h", 1.0, MAX_PIN_S, "So long.")
+@click.option("--name", default="", callback=_text, help="Shown by `hicache pins`.")
 def pin(
     tokens: IO[str],
     namespace: str,
@@ -90,7 +96,7 @@ def pin(
 
 
 @click.command()
-@click.argument("pin")
+@click.argument("pin", callback=_text)
 @_of_a_daemon
 def unpin(pin: str, endpoint: str | None, curve: CurveKeys | None) -> int:
     """Let a pin go, by what `hicache pin` printed. Exit status: 1 if there is none."""
@@ -111,9 +117,9 @@ def pins(endpoint: str | None, curve: CurveKeys | None, as_json: bool) -> None:
         click.echo(json.dumps(rows))
         return
     for row in rows:
-        ends = format_seconds(max(0.0, round(row["ends_in_s"])))
-        model = row["namespace"][:12]
-        click.echo(f"{row['pin']}  {row['blocks']} blocks of {model} for {ends}  {row['name']}")
+        left, model = duration(max(0, round(row["ends_in_s"]))), row["namespace"][:12]
+        name = printable(row["name"])
+        click.echo(f"{row['pin']}  {row['blocks']} blocks of {model} for {left}  {name}".rstrip())
     if not rows:
         click.echo("nothing is pinned")
 
@@ -133,9 +139,11 @@ def _prompt(
         raise click.BadParameter(problem, param_hint="TOKENS") from None
     stats = admin_call(endpoint, "stats", timeout_s=TIMEOUT_S, curve=curve)
     rows = stats.get("namespaces") or []
-    found = [row for row in rows if row["digest"].startswith(namespace) or row["name"] == namespace]
+    digest = namespace.lower()
+    found = [row for row in rows if row["digest"].startswith(digest) or row["name"] == namespace]
     if len(found) != 1:
-        there = ", ".join(f"{row['digest'][:12]} {row['name']}".strip() for row in rows) or "none"
+        titles = [f"{row['digest'][:12]} {printable(row['name'])}".strip() for row in rows]
+        there = ", ".join(titles) or "none"
         problem = "names several of" if found else "is none of"
         raise click.BadParameter(f"{namespace!r} {problem} {there}", param_hint="--namespace")
     return {"namespace": bytes.fromhex(found[0]["digest"]), "tokens": packed}

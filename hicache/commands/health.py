@@ -10,6 +10,7 @@ import click
 
 from hicache.client import DaemonAbsent, DaemonError, admin_call
 from hicache.commands.curve import curve_option
+from hicache.commands.seconds import timeout_option
 from hicache.curve import CurveKeys
 from hicache.endpoint import default_endpoint
 
@@ -20,7 +21,7 @@ PROBES = ("live", "ready", "healthy")
 @click.argument("probe", type=click.Choice(PROBES), default="healthy")
 @click.option("--endpoint", help="Where the daemon listens.")
 @curve_option
-@click.option("--timeout", "timeout_s", default=2.0, show_default=True, help="Seconds.")
+@timeout_option("2s")
 @click.option("--json", "as_json", is_flag=True, help="As data.")
 def health(
     probe: str, endpoint: str | None, curve: CurveKeys | None, timeout_s: float, as_json: bool

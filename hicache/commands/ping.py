@@ -9,6 +9,7 @@ import click
 
 from hicache.client import DaemonAbsent, DaemonError, admin_call
 from hicache.commands.curve import curve_option
+from hicache.commands.seconds import timeout_option
 from hicache.curve import CurveKeys
 from hicache.endpoint import default_endpoint
 
@@ -16,7 +17,7 @@ from hicache.endpoint import default_endpoint
 @click.command()
 @click.option("--endpoint", help="Where the daemon listens.")
 @curve_option
-@click.option("--timeout", "timeout_s", default=2.0, show_default=True, help="Seconds.")
+@timeout_option("2s")
 @click.option("--json", "as_json", is_flag=True, help="As data.")
 def ping(endpoint: str | None, curve: CurveKeys | None, timeout_s: float, as_json: bool) -> None:
     """Exits 0 if a daemon answers and is ready, 1 if not."""

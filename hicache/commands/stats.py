@@ -19,6 +19,7 @@ from hicache.bench.report import ProgressLine
 from hicache.client import DaemonAbsent, DaemonError, admin_call
 from hicache.commands.curve import curve_option
 from hicache.commands.figures import told_bytes as _bytes
+from hicache.commands.seconds import timeout_option
 from hicache.curve import CurveKeys
 from hicache.endpoint import default_endpoint
 
@@ -29,7 +30,7 @@ Stats = Mapping[str, Any]
 @click.command()
 @click.option("--endpoint", help="Where the daemon listens.")
 @curve_option
-@click.option("--timeout", "timeout_s", default=5.0, show_default=True, help="Seconds.")
+@timeout_option("5s")
 @click.option("--json", "as_json", is_flag=True, help="As data; with --watch, one line each time.")
 @click.option(
     "--watch",

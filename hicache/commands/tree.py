@@ -16,6 +16,7 @@ from hicache.branches import Forest, Order, Reading, Space, Sum, Trunk, Unreadab
 from hicache.client import AdminLine, DaemonAbsent, DaemonError
 from hicache.commands.curve import curve_option
 from hicache.commands.drawing import draw, title_of
+from hicache.commands.seconds import timeout_option
 from hicache.curve import CurveKeys
 from hicache.endpoint import default_endpoint
 from hicache.wire import NAMESPACE_BYTES
@@ -55,7 +56,7 @@ EXIT_UNKNOWN = 2
     show_default=True,
     help="Which come first: those that hold most, were used last, or part most often.",
 )
-@click.option("--timeout", "timeout_s", default=5.0, show_default=True, help="Seconds, per answer.")
+@timeout_option("5s", "How long to wait for each answer.")
 @click.option("--json", "as_json", is_flag=True, help="All of it, as data: a flat list.")
 def tree(
     endpoint: str | None,

@@ -340,7 +340,8 @@ class LimitsConfig(Section):
         default=0.9,
         gt=0,
         le=1,
-        description="Share of memory that leases and pins may hold; above it, matches are refused.",
+        description="Share of memory, of what pins leave of it, that leases may hold; above it, "
+        "matches are refused.",
     )
     max_pinned: float = Field(
         default=0.25,

@@ -152,3 +152,27 @@ def test_both_workers_die_at_once() -> None:
         fresh = prompt(2, 8)
         assert store(client, fresh) == 8
         assert read(client, fresh) == 8
+
+
+def test_the_disk_dies_while_a_namespace_is_cleared() -> None:
+    """1. The disk's worker stands still. 2. All is cleared: what the worker has not deleted yet is
+    not told to be gone. 3. It is killed. 4. The next one finds the records, and removes them."""
+    with Household(hbm=None, dram={"size": "16MiB"}) as house:
+        client, peer = house.client(), house.peer()
+        session = peer.hello()["session"]
+        prompts = [prompt(seed, 8) for seed in range(20)]
+        for tokens in prompts:
+            store(client, tokens)
+        house.settle()
+        assert house.tier("disk")["used_bytes"]
+        worker = house.worker("disk")
+        os.kill(worker, signal.SIGSTOP)
+        told = peer.ask("clear", s=session, deadline_s=2.0)
+        assert told["cleared"]
+        assert not told["complete"]
+        os.kill(worker, signal.SIGKILL)
+        wait_for(lambda: house.worker("disk") != worker, "another worker")
+        wait_for(lambda: house.ask("ping")["tiers"]["disk"] == "up", "the disk")
+        wait_for(lambda: not house.tier("disk")["used_bytes"], "an empty disk")
+        assert [read(client, tokens) for tokens in prompts] == [0] * len(prompts)
+        assert peer.ask("clear", s=session)["complete"]

@@ -30,6 +30,27 @@ def clear(w: World, most_blocks: int = 2**62, namespace: int = 0) -> int:
     raise AssertionError("it never ends")
 
 
+def begin(w: World, most_blocks: int = 2**62) -> p.Cleared:
+    """The same up to where it waits: records are being deleted, mostly."""
+    done = w.do(p.Clear(0, w.now_s, most_blocks))
+    while not (done.is_over or done.is_waiting):
+        done = w.do(p.Clear(0, w.now_s, most_blocks, begins=False))
+    return done
+
+
+def go_on(w: World) -> p.Cleared:
+    return w.do(p.Clear(0, w.now_s, begins=False))
+
+
+def clear_on(w: World) -> p.Cleared:
+    """What has begun, to its end."""
+    done = go_on(w)
+    while not done.is_over:
+        w.finish_all()
+        done = go_on(w)
+    return done
+
+
 def hit(w: World, tokens: bytes, namespace: int = 0) -> int:
     matched = w.match(tokens + END, namespace=namespace)
     if matched.lease:
@@ -59,7 +80,7 @@ def test_records_go_in_an_order_that_leaves_whole_prefixes() -> None:
     for tokens in (A, B, C, tokens_of(7, 8, 9)):
         w.store(tokens, durable=True)
         w.finish_all()
-    clear(w)
+    begin(w)
     for move in w.moving("disk", None):
         w.finish(move)
         parents = {row.parent for row in w.rows.values()} - {bytes(32)}
@@ -109,9 +130,66 @@ def test_what_is_on_its_way_goes_when_it_has_come() -> None:
     assert w.in_flight
     assert w.do(p.Clear(0, w.now_s)) == p.Cleared(0, is_over=False, is_waiting=True)
     w.finish_all()
-    assert w.do(p.Clear(0, w.now_s, begins=False)) == p.Cleared(3, is_over=True, is_waiting=False)
+    assert go_on(w) == p.Cleared(3, is_over=False, is_waiting=True)
     w.finish_all()
+    assert go_on(w) == p.Cleared(0, is_over=True, is_waiting=False, is_complete=True)
     assert not w.rows
+
+
+def test_it_is_over_when_the_last_record_is_deleted() -> None:
+    """Who is told that it is complete may kill whom he likes."""
+    w = World(ROOMY)
+    w.store(A, durable=True)
+    w.finish_all()
+    begin(w)
+    first, *others = w.moving("disk", None)
+    w.finish(*others)
+    assert not go_on(w).is_over
+    w.finish(first)
+    assert not w.rows
+    assert go_on(w).is_complete
+
+
+def test_the_disk_dies_while_records_are_deleted() -> None:
+    """1. A is cleared. 2. The disk's worker dies before it has deleted anything. 3. The next one
+    tells of A: that is removed. Who cleared was not told that all is gone."""
+    w = World(ROOMY)
+    w.store(A, durable=True)
+    w.finish_all()
+    begin(w)
+    w.lose("disk")
+    assert go_on(w) == p.Cleared(0, is_over=True, is_waiting=False, is_complete=False)
+    w.begin_recovery("disk")
+    while w.tell_more():
+        pass
+    w.finish_all()
+    assert hit(w, A) == 0
+    assert not w.rows
+
+
+def test_a_disk_that_deletes_nothing_is_tried_again() -> None:
+    """1. A is cleared. 2. No record is deleted: A is there. 3. It is tried again, and goes."""
+    w = World(ROOMY)
+    w.store(A, durable=True)
+    w.finish_all()
+    begin(w)
+    w.finish(*w.moving("disk", None), ok=False)
+    assert clear_on(w).is_complete
+    assert hit(w, A) == 0
+    assert not w.rows
+
+
+def test_a_disk_that_will_not_delete_is_not_tried_for_ever() -> None:
+    w = World(ROOMY)
+    w.store(A, durable=True)
+    w.finish_all()
+    done = begin(w)
+    for _ in range(3 * clearing.MAX_PASSES):
+        w.finish(*w.moving("disk", None), ok=False)
+        if done.is_over:
+            break
+        done = go_on(w)
+    assert done == p.Cleared(0, is_over=True, is_waiting=False, is_complete=False)
 
 
 def test_a_copy_that_never_ends_is_not_waited_for_for_ever() -> None:
@@ -119,6 +197,7 @@ def test_a_copy_that_never_ends_is_not_waited_for_for_ever() -> None:
     w.store(A, durable=True)
     steps = [w.do(p.Clear(0, w.now_s, begins=n == 0)) for n in range(clearing.MAX_PASSES)]
     assert [step.is_over for step in steps] == [*[False] * (len(steps) - 1), True]
+    assert not steps[-1].is_complete
     assert hit(w, A) == 3
 
 
@@ -146,7 +225,7 @@ def test_a_record_that_is_not_deleted_is_found_no_more_and_goes_as_a_leaf() -> N
     w = World(ROOMY)
     w.store(A, durable=True)
     w.finish_all()
-    clear(w)
+    begin(w)
     last, *others = w.moving("disk", None)
     w.finish(last, ok=False)
     w.finish(*others)
@@ -192,6 +271,6 @@ def test_who_gets_the_number_of_a_namespace_is_not_cleared_for_it() -> None:
     w.digests[number] = OTHER
     w.store(A)
     done = w.do(p.Clear(number, w.now_s, begins=False))
-    assert done == p.Cleared(0, is_over=True, is_waiting=False)
+    assert done == p.Cleared(0, is_over=True, is_waiting=False, is_complete=True)
     assert hit(w, A) == 3
     assert DIGEST not in w.digests.values()

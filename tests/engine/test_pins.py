@@ -283,15 +283,34 @@ def test_an_unpinned_hole_is_forgotten() -> None:
     assert w.engine.idle_namespace(()) == 0
 
 
-def test_pins_count_as_memory_that_is_held() -> None:
-    """What leases may hold of memory counts what is pinned, once."""
+def test_leases_have_a_share_of_what_pins_leave() -> None:
+    """What is pinned and leased counts as pinned."""
+    w = World(ONE_TIER)
+    w.store(A)
+    w.store(B)
+    assert pin(w, A).pin
+    for _ in range(3):
+        assert w.match(A + END).lease
+    assert leased_share(w.engine.residency) == 0
+    leases = [w.match(B + END).lease for _ in range(3)]
+    assert leased_share(w.engine.residency) == 3 / 6
+    for lease in leases:
+        w.release(lease)
+    assert leased_share(w.engine.residency) == 0
+
+
+def test_pins_that_hold_all_that_is_left_of_memory_refuse_nobody() -> None:
+    """1. The machine wants its memory, and gets all that is not pinned. 2. What is pinned is a hit,
+    and nobody has to wait for that to end."""
     w = World(ONE_TIER)
     w.store(A)
     assert pin(w, A).pin
-    assert leased_share(w.engine.residency) == 2 / 8
-    leases = [w.match(A + END).lease for _ in range(3)]
-    assert all(leases)
-    assert leased_share(w.engine.residency) == 2 / 8
+    w.do(p.Shed("dram", 6, in_haste=True))
+    house = w.engine.residency
+    assert house.pools[0].capacity_bytes == pinned_bytes(house, 0)
+    lease = w.match(A + END).lease
+    assert leased_share(house) == 0
+    assert w.read(0, w.fetch(lease).ready, A) == 2
 
 
 def test_the_short_way_of_making_room_passes_pinned_leaves_by() -> None:
@@ -316,3 +335,26 @@ def test_a_smaller_share_keeps_what_is_pinned_and_takes_no_more() -> None:
     engine.configure(EngineSettings(max_pinned=0.1), engine.residency.tiers)
     assert pin(w, A) == p.Pinned(0, 2, "dram")
     assert first.pin in engine.residency.leases.pins
+
+
+def test_what_many_have_pinned_is_let_go_of_by_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pins of the same prompts, let go of in any order: against a count by block. An unpin looks at
+    nothing that others keep: with a thousand pins of one long prompt each took seconds."""
+    w = world(ROOMY, max_pinned=1.0)
+    prompts = [A, A + tokens_of(7), tokens_of(1, 8), tokens_of(9)]
+    for tokens in prompts:
+        w.store(tokens)
+    random = np.random.default_rng(5)
+    pinned: list[tuple[int, bytes]] = []
+    for number in random.integers(0, len(prompts), 40).tolist():
+        done = pin(w, prompts[number])
+        assert done.pin
+        pinned.append((done.pin, prompts[number]))
+    book = w.engine.residency.leases
+    monkeypatch.setattr("hicache.engine.lease.once_each", None)  # sorts all that it is given
+    random.shuffle(pinned)
+    while pinned:
+        number, _ = pinned.pop()
+        assert w.do(p.Unpin(number))
+        kept = {tokens[: 8 * n] for _, tokens in pinned for n in range(1, len(tokens) // 8 + 1)}
+        assert len(book.kept) == len(kept)

@@ -66,8 +66,8 @@ def test_who_asks_while_it_is_under_way_joins_it_and_it_begins_once_more() -> No
 
 
 def test_who_has_waited_long_enough_is_told_what_was_forgotten_by_then() -> None:
-    """1. What is cleared is on its way to disk. 2. One gives up waiting. 3. It has arrived, and the
-    other one is told that it is gone."""
+    """1. What is cleared is on its way to disk. 2. One gives up waiting. 3. It has arrived, and is
+    deleted: the other one is told that it is gone."""
     desk = Desk()
     desk.world.store(tokens_of(1, 2), durable=True)
     desk.ask(1, patience_s=5.0)
@@ -77,10 +77,25 @@ def test_who_has_waited_long_enough_is_told_what_was_forgotten_by_then() -> None
     desk.clearances.tick(desk.world.now_s)
     assert desk.told == [(1, 0, False)]
     desk.world.finish_all()
+    desk.clearances.tick(desk.world.now_s)
     desk.go_on()
+    assert desk.told == [(1, 0, False)]
+    desk.world.finish_all()
     desk.clearances.tick(desk.world.now_s)
     desk.go_on()
     assert desk.told == [(1, 0, False), (2, 2, True)]
+
+
+def test_who_is_told_that_it_is_over_is_told_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on its way for ever is not waited for, and not said to be gone."""
+    monkeypatch.setattr(clearing, "MAX_PASSES", 2)
+    desk = Desk()
+    desk.world.store(tokens_of(1, 2), durable=True)
+    desk.ask(1)
+    desk.clearances.tick(desk.world.now_s)
+    desk.go_on()
+    assert desk.told == [(1, 0, False)]
+    assert len(desk.clearances) == 0
 
 
 def test_two_namespaces_take_turns() -> None:

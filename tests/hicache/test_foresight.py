@@ -101,6 +101,23 @@ def test_a_warming_is_no_mans_lease(desk: Desk) -> None:
     assert lease in desk.world.engine.residency.leases.leases
 
 
+def test_warmings_give_way_before_a_match_is_refused(desk: Desk) -> None:
+    """1. The disk stands still while a prompt is warmed, most of which lies in memory. 2. That is
+    more than leases may hold. 3. The warming ends, who waits for it is told, and others are
+    served."""
+    session = desk.hello()
+    desk.service.configure(DeadlinesConfig(), LimitsConfig(max_leased=0.25))
+    desk.send("warm", **about(A), wait=True)
+    first, second, _ = desk.world.in_flight
+    finish(desk, first, second)
+    assert len(desk.sent) == 1, "it was not answered yet"
+    desk.service.tick(desk.world.now_s)
+    assert counts(desk.sent[-1].message) == (3, 2, 1)
+    assert not desk.world.engine.residency.leases.leases
+    assert desk.service.leased_share == 0
+    assert desk.ask("match", s=session.token, tokens=A)["ok"]
+
+
 def test_warmings_are_leases_too(desk: Desk) -> None:
     desk.service.configure(DeadlinesConfig(), LimitsConfig(max_leases=1))
     desk.ask("warm", **about(A))

@@ -51,7 +51,7 @@ def test_warm_says_what_has_come(daemon: ScriptedDaemon) -> None:
     result = run(warm, daemon, "-", "--namespace", "a model", "--wait", "2m")
     assert result.output.splitlines()[1] == "2 will not come: there is no room for them"
     assert asked(daemon)["wait"] is True
-    assert daemon.seen[-1].request.deadline_s > 120
+    assert daemon.seen[-1].request.deadline_s == pytest.approx(120.1 / 0.95)
 
 
 def test_pin_prints_what_unpin_takes(daemon: ScriptedDaemon) -> None:
@@ -79,7 +79,12 @@ def test_what_is_not_held_cannot_be_pinned(daemon: ScriptedDaemon) -> None:
 
 @pytest.mark.parametrize(
     ("namespace", "told"),
-    [("a", "names several of"), ("zz", "is none of"), ("A model", "is none of")],
+    [
+        ("a", "names several of"),
+        ("A", "names several of"),
+        ("zz", "is none of"),
+        ("A model", "is none of"),
+    ],
 )
 def test_a_namespace_has_to_be_one(daemon: ScriptedDaemon, namespace: str, told: str) -> None:
     result = run(warm, daemon, "-", "--namespace", namespace)
@@ -94,10 +99,46 @@ def test_tokens_have_to_be_ids(daemon: ScriptedDaemon, tokens: object) -> None:
     assert daemon.ops() == []
 
 
-def test_a_time_has_a_unit(daemon: ScriptedDaemon) -> None:
-    result = run(pin, daemon, "-", "--namespace", "ab", "--for", "long")
-    assert "a time such as" in str(result.exception)
+@pytest.mark.parametrize(
+    ("command", "flag", "time", "told"),
+    [
+        (pin, "--for", "long", "a time such as"),
+        (pin, "--for", "0s", "0s is outside 1s … 720h"),
+        (pin, "--for", "721h", "721h is outside"),
+        (pin, "--for", "0.5", "0.5 is outside 1s"),
+        (pin, "--for", "1e400", "1e400 is outside"),
+        (warm, "--wait", "nan", "nan is outside"),
+        (warm, "--wait", "-1", "-1 is outside"),
+        (warm, "--wait", "1h", "1h is outside 0s … 0.998611h"),
+    ],
+)
+def test_a_time_has_a_unit_and_bounds(
+    daemon: ScriptedDaemon, command: Any, flag: str, time: str, told: str
+) -> None:
+    result = run(command, daemon, "-", "--namespace", "ab", flag, time)
+    assert told in str(result.exception)
     assert daemon.ops() == []
+
+
+def test_a_number_is_seconds(daemon: ScriptedDaemon) -> None:
+    daemon.on("pin", {"pin": "e-7", "blocks": 5, "epoch": "e"})
+    run(pin, daemon, "-", "--namespace", "ab", "--for", "90")
+    assert asked(daemon)["ttl_s"] == 90
+
+
+def test_a_name_has_to_be_text(daemon: ScriptedDaemon) -> None:
+    """What a shell passes on that is no UTF-8."""
+    result = run(pin, daemon, "-", "--namespace", "ab", "--name", "\udcff")
+    assert "not valid UTF-8" in str(result.exception)
+    assert "not valid UTF-8" in str(run(unpin, daemon, "\udcff").exception)
+    assert daemon.ops() == []
+
+
+def test_what_a_terminal_would_obey_in_a_name_is_left_out(daemon: ScriptedDaemon) -> None:
+    """A client chose it."""
+    row = {"pin": "e-7", "name": "a\n\x1b[2Jb", "namespace": MODEL, "blocks": 5, "ends_in_s": 9.0}
+    daemon.on("stats", {**STATS, "pins": [row]})
+    assert run(pins, daemon).output == "e-7  5 blocks of abababababab for 9 s  a[2Jb\n"
 
 
 def test_pins_are_listed(daemon: ScriptedDaemon) -> None:
@@ -106,5 +147,5 @@ def test_pins_are_listed(daemon: ScriptedDaemon) -> None:
         {"pin": "e-7", "name": "the tools", "namespace": MODEL, "blocks": 5, "ends_in_s": 7199.6}
     ]
     daemon.on("stats", {**STATS, "pins": rows})
-    assert run(pins, daemon).output == "e-7  5 blocks of abababababab for 2h  the tools\n"
+    assert run(pins, daemon).output == "e-7  5 blocks of abababababab for 2 h  the tools\n"
     assert json.loads(run(pins, daemon, "--json").output) == rows

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from hicache.commands.explain import explain
+from hicache.commands.health import health
 from hicache.commands.ping import ping
 from hicache.commands.stats import stats
+from hicache.commands.tree import tree
 from hicache.keys import LayerGroup, NamespaceSpec
 from hicache.sampling import Sample
 from hicache.session import Group, Session
@@ -230,3 +233,12 @@ def test_ping_of_nobody() -> None:
     as_data = CliRunner().invoke(ping, [*nobody, "--json"])
     assert as_data.exit_code == 1
     assert json.loads(as_data.output)["ready"] is False
+
+
+@pytest.mark.parametrize("command", [ping, stats, tree, health, explain])
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "1e9", "2h"])
+def test_a_timeout_is_a_time(daemon: ScriptedDaemon, command: Any, timeout: str) -> None:
+    arguments = ["--endpoint", daemon.endpoint, f"--timeout={timeout}"]
+    result = CliRunner().invoke(command, arguments)
+    assert (result.exit_code, "Error: Invalid value for '--timeout'" in result.output) == (2, True)
+    assert daemon.ops() == []
