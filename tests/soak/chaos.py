@@ -274,8 +274,10 @@ class Chaos:
         return self.rng.choice(["write_back", "write_through", "write_through_selective"])
 
     def _clear(self) -> None:
+        """Answered when records are deleted, by the deadline of a put at the latest: who said
+        nothing more before that would leave his session behind."""
         peer = Peer(self.house.endpoint)
-        peer.socket.rcvtimeo = 1000
+        peer.socket.rcvtimeo = 10_000
         try:
             spec = self.rng.choice(load.MODELS)
             session = peer.ask("hello", protocol=1, spec=spec.to_wire(), client="clear")["session"]
