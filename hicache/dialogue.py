@@ -63,7 +63,7 @@ Ended = Literal["", "turn", "tool_call", "conversation"]
 the whole conversation."""
 
 
-def waiting(wait_s: float) -> dict[str, Any]:
+def waiting(wait_s: float) -> Mapping[str, Any]:
     """The fields of a `warm` that is answered after so long at the latest: the daemon answers 5 %
     and a tick before the deadline that it is told."""
     if not wait_s > 0:

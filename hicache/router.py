@@ -155,7 +155,8 @@ class HeldPrefixes:
         if page.endpoint is None:
             self._fail("nothing is published there: events.endpoint is not configured", "absent")
             return 0
-        if page.epoch != self.epoch or self._socket is None:
+        is_same = page.epoch == self.epoch and page.tier_names == self._tiers
+        if not is_same or self._socket is None:
             self._begin(page)  # and read only now: what is told from here on is heard
             return 0
         if self._after == 0:

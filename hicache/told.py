@@ -74,6 +74,8 @@ def read_page(reply: Mapping[str, Any], after: int) -> ToldPage:
     read_count(reply, "sequence")
     if len(page.keys) != KEY_BYTES * len(page.tiers):
         raise WireError("malformed", f"{len(page.keys)} bytes of keys, {len(page.tiers)} of tiers")
+    if max(page.tiers, default=0) >> len(page.tier_names):
+        raise WireError("malformed", f"a block in a tier that is none of {len(page.tier_names)}")
     if page.next is not None and page.next <= after:
         raise WireError("malformed", f"next: {page.next} behind {after}")
     return page
