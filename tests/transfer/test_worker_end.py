@@ -20,8 +20,8 @@ from tests.transfer.rig import DISK, Rig
 def test_a_disk_that_cannot_be_left_in_order_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """1. Every sync fails. 2. The daemon hangs up. 3. The worker can neither close the disk in order
-    nor tell it so: a sentence on its standard error, and no traceback."""
+    """1. Every sync fails. 2. The daemon hangs up. 3. The worker cannot close the disk in order
+    or tell it so: a sentence on its standard error, and no traceback."""
     control = tmp_path / "fault"
     fault = {"kind": "sync", "nth": 1, "errno": errno.EIO, "at_start": False, "for_good": True}
     control.write_text(json.dumps({"folder": str(tmp_path / "disk"), **fault}))
