@@ -156,8 +156,8 @@ class Soak:
                 lives.append([])
             lives[-1].append((age_s, num_bytes))
         old = [num_bytes for age_s, num_bytes in lives[-1] if age_s >= SETTLED_S]
-        if len(old) < 20:
-            return None
+        if len(old) * LOOK_S < 2 * SETTLED_S:
+            return None  # a fifth of it is too short: bursts last for a minute
         fifth = len(old) // 5
         growth = float(np.median(old[-fifth:]) / np.median(old[:fifth]) - 1.0)
         if growth > MAX_GROWTH:

@@ -39,7 +39,7 @@ def test_growth_is_told(share: float) -> None:
 def test_what_is_used_for_the_first_time_is_no_growth() -> None:
     """Nor is what a daemon before had."""
     early = [(age, num - (MIB if age < SETTLED_S else 0)) for age, num in life(1200)]
-    assert judged(life(900, base=10 * MIB) + early) == (0.0, [])
+    assert judged(life(1000, base=10 * MIB) + early) == (0.0, [])
 
 
 def test_a_peak_for_a_moment_is_no_growth() -> None:
@@ -49,4 +49,5 @@ def test_a_peak_for_a_moment_is_no_growth() -> None:
 
 
 def test_a_daemon_that_lived_too_briefly_is_not_judged() -> None:
-    assert judged(life(SETTLED_S + 19 * LOOK_S)) == (None, [])
+    """A burst that lasts for a minute would be its growth."""
+    assert judged(life(3 * SETTLED_S - LOOK_S, 0.1)) == (None, [])
