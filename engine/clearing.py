@@ -89,9 +89,9 @@ class Clearing:
                 break
             going = [node for node in dict.fromkeys(front) if self._may_go(node)]
             for node in going:
-                if len(node) > most_blocks:
-                    above = house.index.split(node, len(node) - most_blocks, self.namespace.step)
-                    house.queue(above)
+                kept = max(house.blocks.num_held(node.span), len(node) - most_blocks)
+                if kept > 0:  # only its end goes
+                    house.queue(house.index.split(node, kept, self.namespace.step))
             if going:
                 num_blocks += sum(map(len, going))
                 self._give_up(going)
@@ -121,7 +121,8 @@ class Clearing:
         return bool(self._deleting)
 
     def _may_go(self, node: Node) -> bool:
-        """Whether nobody holds it and nothing stays below it. Notes what is only on its way."""
+        """Whether nobody holds its end and nothing stays below it. Notes what is only on its
+        way."""
         if node.parent is None or not node.tiers or any(node.holding):
             return False
         if not all(self._is_going(child) for child in node.children.values()):
@@ -130,11 +131,7 @@ class Clearing:
         if moves_of and any(block in moves_of for block in node.block_ids().tolist()):
             self._is_incomplete = self._is_incomplete or not self._is_going(node)
             return False
-        num_held = blocks.num_held(node.span)
-        if 0 < num_held < len(node):  # only what lies below goes
-            self._house.queue(self._house.index.split(node, num_held, self.namespace.step))
-            return True
-        return not num_held
+        return blocks.num_held(node.span) < len(node)
 
     def _is_going(self, node: Node) -> bool:
         if node in self._gone:

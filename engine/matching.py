@@ -17,7 +17,7 @@ from hicache.engine import plan as p
 from hicache.engine.blocks import LEAVING_SHIFT, State
 from hicache.engine.cost import LinkCost, LoadCost, PrefillCost
 from hicache.engine.history import History, symbols_of
-from hicache.engine.ids import ids_along, in_few
+from hicache.engine.ids import Span, ids_along, in_few
 from hicache.engine.index import Path
 from hicache.engine.lease import Lease
 from hicache.engine.ledger import Ledger
@@ -115,6 +115,18 @@ class Matching:
         else:
             self.ledger.decided(decision.name, decision.reason)
         return p.Matched(lease_id, tuple(runs), hit_blocks, decision)
+
+    def take_up(self, namespace: Namespace, tokens: bytes, now_s: float) -> list[Span]:
+        """The ids of what is held of a prompt, front to back. It is as good as asked for: it is the
+        youngest, and what is leaving of it stays."""
+        house = self.residency
+        path = house.index.match(namespace.root, tokens, namespace.step)
+        if path.num_blocks:
+            house.index.cut(path, namespace.step)
+            house.touch(path, now_s)
+            path = house.index.match(namespace.root, tokens, namespace.step)
+        _, held = self.runs(path)
+        return in_few(path.spans(0, held))
 
     def score(self, event: p.Match) -> p.Scored:
         """What this match would find, and what that is expected to take. Changes nothing: no lease,

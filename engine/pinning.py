@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from hicache.engine import plan as p
 from hicache.engine.blocks import State
-from hicache.engine.ids import ids_along, in_few
+from hicache.engine.ids import ids_along
 from hicache.engine.lease import Pin, once_each
 from hicache.engine.matching import Matching
 from hicache.engine.pinned import bytes_in
@@ -41,23 +41,17 @@ class Pinning:
         """What is leaving of the prompt stays. Nothing is held where the share is too small."""
         house = self.residency
         namespace = house.namespaces[event.namespace]
-        path = house.index.match(namespace.root, event.tokens, namespace.step)
-        if path.num_blocks:
-            house.index.cut(path, namespace.step)
-            house.touch(path, event.now_s)
-            path = house.index.match(namespace.root, event.tokens, namespace.step)
-        _, held = self.matching.runs(path)
-        if not held:
-            return p.Pinned(0, 0)
-        spans = in_few(path.spans(0, held))
+        spans = self.matching.take_up(namespace, event.tokens, event.now_s)
         ids = ids_along(spans)
+        if not len(ids):
+            return p.Pinned(0, 0)
         full = self._full(ids)
         if full is not None:
-            return p.Pinned(0, held, house.tiers[full].name)
+            return p.Pinned(0, len(ids), house.tiers[full].name)
         expires_s = event.now_s + event.ttl_s
         pin = Pin(house.leases.next_id(), event.namespace, event.name, spans, expires_s)
         house.leases.keep(pin)
-        return p.Pinned(pin.id, held)
+        return p.Pinned(pin.id, len(ids))
 
     def unpin(self, *pin_ids: int) -> bool:
         """Their blocks are as all others. False when there are no such pins."""

@@ -26,7 +26,7 @@ from hicache.engine import plan as p
 from hicache.engine.blocks import State
 from hicache.engine.evictor import Evictor
 from hicache.engine.fetching import Fetching, Positions
-from hicache.engine.ids import ids_along, in_few
+from hicache.engine.ids import ids_along
 from hicache.engine.lease import NOBODY, Lease
 from hicache.engine.matching import Matching
 from hicache.engine.plan import Priority
@@ -61,13 +61,7 @@ class Warming:
         Where something has to come, the lease is opened, and `advance` goes on with it."""
         house = self.residency
         namespace = house.namespaces[event.namespace]
-        path = house.index.match(namespace.root, event.tokens, namespace.step)
-        if path.num_blocks:
-            house.index.cut(path, namespace.step)
-            house.touch(path, event.now_s)
-            path = house.index.match(namespace.root, event.tokens, namespace.step)
-        _, held = self.matching.runs(path)
-        spans = in_few(path.spans(0, held))
+        spans = self.matching.take_up(namespace, event.tokens, event.now_s)
         lease = Lease(
             house.leases.next_id(),
             NOBODY,
@@ -78,7 +72,7 @@ class Warming:
             (),
             _FORESEEN,
         )
-        lease.failed_at = held
+        lease.failed_at = len(lease.ids)
         lease.by_worker = event.by_worker
         if len(self._cold(lease)):
             house.leases.open(lease)

@@ -20,7 +20,6 @@ Every wait is bounded, and no message raises anything. Not thread-safe.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ import zmq
 from hicache.channel import Channel, DaemonAbsent, run_now
 from hicache.curve import CurveKeys
 from hicache.endpoint import tcp_address
-from hicache.keys import KEY_BYTES, ROOT_KEY, TOKEN_BYTES, Tokens, encode_tokens
+from hicache.keys import ROOT_KEY, TOKEN_BYTES, Tokens, block_key, encode_tokens
 from hicache.told import HEADER_ONLY, ToldEvent, ToldPage, read_message, read_page
 from hicache.wire import WireError, pack
 
@@ -139,8 +138,7 @@ class HeldPrefixes:
     def _keys_of(self, packed: bytes) -> Iterator[bytes]:
         parent = ROOT_KEY
         for start in range(0, len(packed) - self._step + 1, self._step):
-            data = self._namespace + parent + packed[start : start + self._step]
-            parent = hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
+            parent = block_key(self._namespace, parent, packed[start : start + self._step])
             yield parent
 
     # --- reading pages --------------------------------------------------------------------------
