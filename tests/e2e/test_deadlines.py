@@ -4,6 +4,7 @@ deadline that is not kept shows as a test that does not end."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -206,8 +207,9 @@ def test_the_other_links_stall() -> None:
 @pytest.mark.parametrize("debug", [STALLED, {"throttle_bytes_per_s": {"disk_to_dram": "200KB"}}])
 def test_the_tokens_are_the_same(house: Household, debug: dict[str, Any]) -> None:
     """A model behind the link: what it says depends on nothing that came, or came too late."""
-    pytest.importorskip("torch", reason="needs the extra: pip install .[demo]")
-    transformers = pytest.importorskip("tests.connectors.test_transformers")
+    for extra in ("torch", "transformers"):
+        pytest.importorskip(extra, reason="needs the extra: pip install .[demo]")
+    transformers = importlib.import_module("tests.connectors.test_transformers")
     model, said = transformers.make_model(), transformers.prompt_of(120)
     alone = transformers.CachedModel(model, None, block_tokens=4).generate(said, 8)
     served = transformers.CachedModel(model, lambda spec: house.client(spec), block_tokens=4)
