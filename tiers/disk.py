@@ -182,7 +182,8 @@ class DiskTier:
 
     def describe_namespace(self, digest: bytes, description: Mapping[str, Any]) -> None:
         """Leave a readable account of a namespace beside its blocks, for people."""
-        self._device.describe(digest, json.dumps(description, indent=1, sort_keys=True))
+        with contextlib.suppress(OSError):  # for people only: no worker ends for it
+            self._device.describe(digest, json.dumps(description, indent=1, sort_keys=True))
 
     def drop_descriptions(self, kept: Container[bytes]) -> None:
         """After a scan that found blocks of these namespaces: the accounts of others go."""

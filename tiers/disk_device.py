@@ -128,8 +128,12 @@ class DiskDevice:
 
 
 def _held_bytes(folder: Path) -> int:
-    """What the files of a folder take on the volume."""
-    return sum(file.lstat().st_blocks * 512 for file in folder.iterdir())
+    """What the files of a folder take on the volume. Accounts of namespaces may go meanwhile."""
+    num_bytes = 0
+    for file in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            num_bytes += file.lstat().st_blocks * 512
+    return num_bytes
 
 
 def classes_at(path: Path) -> dict[int, Path]:

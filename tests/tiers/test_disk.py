@@ -124,6 +124,25 @@ def test_namespaces_are_described_for_people(tier: DiskTier) -> None:
     assert json.loads(file.read_text())["name"] == "smol"
 
 
+def test_accounts_may_go_while_another_is_written(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. A namespace is opened, and the room of all accounts is counted. 2. Another thread drops
+    one that it was about to look at. The new one is written all the same."""
+    tier.describe_namespace(b"a" * 32, {"name": "nothing is stored of it any more"})
+    listed_by = Path.iterdir
+
+    def listed_before_one_goes(folder: Path) -> Iterator[Path]:
+        files = list(listed_by(folder))
+        for file in files:
+            file.unlink()
+        return iter(files)
+
+    monkeypatch.setattr(Path, "iterdir", listed_before_one_goes)
+    tier.describe_namespace(NAMESPACE, {"name": "smol"})
+    assert (tier.path / "namespaces" / f"{NAMESPACE.hex()}.json").exists()
+
+
 def test_headers_survive_nothing_but_themselves() -> None:
     packed = pack_header(name(1), 10, 2**64 - 1, 1.5)
     header = unpack_header(packed)

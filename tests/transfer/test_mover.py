@@ -239,6 +239,18 @@ def test_accounts_of_namespaces_without_blocks_go(tmp_path: Path) -> None:
     assert {file.stem for file in folder.iterdir()} == {NAMESPACE.hex(), (b"c" * 32).hex()}
 
 
+def test_an_account_that_cannot_be_written_ends_no_worker(tmp_path: Path) -> None:
+    """Its folder is something else: nobody but people would read it."""
+    rig = Rig(tmp_path, devices=[DISK])
+    (rig.disk_path / "namespaces").write_text("a file")
+    pids = rig.mover.pids()
+    rig.mover.describe(DISK, NAMESPACE, {"name": "smol"})
+    assert rig.run(rig.move("dram", "disk", 1))[0].ok
+    assert rig.run(rig.move("disk", "dram", 1))[0].ok
+    assert rig.mover.pids() == pids
+    rig.close()
+
+
 def test_uses_are_told_after_a_restart(tmp_path: Path) -> None:
     rig = Rig(tmp_path, devices=[DISK])
     rig.run(*[rig.move("dram", "disk", n) for n in range(2)])
