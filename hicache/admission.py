@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hicache.config.units import format_size
 from hicache.engine.core import CacheEngine
-from hicache.keys import NamespaceSpec
-from hicache.wire import WireError
+from hicache.protocol.keys import NamespaceSpec
+from hicache.protocol.messages import WireError
 
 
 def check_spec(spec: NamespaceSpec, engine: CacheEngine) -> None:

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
+from hicache.protocol.messages import WireError
 from hicache.waiting import Peer
-from hicache.wire import WireError
 
 STEP_BLOCKS: Final = 512
 """Some 4 ms, in which nobody else is served."""

@@ -48,8 +48,8 @@ COMMANDS = {
 PLAIN_ERRORS = {
     ("hicache.config", "ConfigError"): 2,
     ("hicache.tiers.base", "TierUnavailable"): 2,
-    ("hicache.channel", "DaemonAbsent"): 1,
-    ("hicache.connection", "DaemonError"): 1,
+    ("hicache.client.transport", "DaemonAbsent"): 1,
+    ("hicache.client.session", "DaemonError"): 1,
 }
 
 

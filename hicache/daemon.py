@@ -33,14 +33,15 @@ from hicache.config import Config, LoadedConfig, diff_live, with_live
 from hicache.config.units import format_size
 from hicache.delivery import Part
 from hicache.doorkeeper import Doorkeeper
-from hicache.endpoint import ipc_path
 from hicache.engine import plan as p
 from hicache.events import Publisher, unpublished
 from hicache.faults import Faults
 from hicache.fitting import Fitter
 from hicache.freed import FreedMemory, grow_table_of_names
 from hicache.instance import Instance, listen, peer_pid
-from hicache.keys import NamespaceSpec
+from hicache.protocol.endpoint import ipc_path
+from hicache.protocol.keys import NamespaceSpec
+from hicache.protocol.messages import MatchReply, WireError, decode_request, error_reply, pack
 from hicache.recording import Recorder
 from hicache.remembering import Keeper
 from hicache.restoring import Restoring
@@ -63,7 +64,6 @@ from hicache.transfer.mover import (
     WorkerUp,
 )
 from hicache.waiting import Peer
-from hicache.wire import MatchReply, WireError, decode_request, error_reply, pack
 
 TICK_S: Final = 0.1
 _READABLE: Final = int(zmq.POLLIN)

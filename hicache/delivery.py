@@ -16,10 +16,10 @@ from typing import Any
 
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
+from hicache.protocol.messages import MatchReply
 from hicache.session import Session, Tracker
 from hicache.tiers.arena import Arena
 from hicache.waiting import Peer, WaitingFetch
-from hicache.wire import MatchReply
 
 Part = bytes | memoryview
 Send = Callable[[Peer, Mapping[str, Any] | MatchReply, Sequence[Part]], Tracker | None]

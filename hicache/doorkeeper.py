@@ -20,8 +20,8 @@ import zmq
 from zmq.utils import z85
 
 from hicache.config import Problem, SocketConfig
-from hicache.curve import read_pair, read_public
 from hicache.faults import Faults
+from hicache.protocol.curve import read_pair, read_public
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 COMPLAINT_S: Final = 5.0

@@ -35,7 +35,7 @@ from hicache.doorkeeper import Doorkeeper
 from hicache.engine.changes import Changes, Removed, Stored
 from hicache.faults import Hand
 from hicache.instance import listen
-from hicache.keys import ROOT_KEY, TOKEN_BYTES
+from hicache.protocol.keys import ROOT_KEY, TOKEN_BYTES
 
 MAX_BYTES_PER_TICK: Final = 128 << 10
 """Of news, as `Changes.take` counts: 1,020 blocks of 16 tokens, 8,192 that are gone, 7 blocks of

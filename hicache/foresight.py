@@ -15,8 +15,8 @@ from hicache.config import LimitsConfig
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.paging import Paging
+from hicache.protocol.messages import Request, WireError
 from hicache.waiting import Peer, Waiting
-from hicache.wire import Request, WireError
 
 Fields = Mapping[str, Any]
 Handler = Callable[[Peer, Request, float], None]

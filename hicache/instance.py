@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from hicache.endpoint import ipc_path
+from hicache.protocol.endpoint import ipc_path
 
 
 class AlreadyServed(Exception):

@@ -36,6 +36,7 @@ import numpy as np
 
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
+from hicache.protocol.messages import WireError
 from hicache.session import Session
 from hicache.tiers.block import Ids
 from hicache.transfer.messages import pack
@@ -49,7 +50,6 @@ from hicache.transfer.page_messages import (
     pack_copy,
 )
 from hicache.waiting import Peer
-from hicache.wire import WireError
 
 MAX_REGISTRATIONS: Final = 256
 MAX_COPIES: Final = 64

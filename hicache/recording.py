@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from hicache.faults import Hand
-from hicache.keys import ROOT_KEY, chain_keys
+from hicache.protocol.keys import ROOT_KEY, chain_keys
 from hicache.session import Session
 
 MAX_FILE_BYTES: Final = 256 << 20

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hicache.config import Config
-from hicache.endpoint import ipc_path
 from hicache.engine.memory import Memory
 from hicache.faults import Hand
+from hicache.protocol.endpoint import ipc_path
 
 MAX_BYTES: Final = 16 << 20
 EVERY_S: Final = 60.0

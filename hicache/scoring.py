@@ -16,7 +16,7 @@ import numpy as np
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.paging import Paging
-from hicache.wire import MAX_SCORED_PROMPTS, MAX_SCORED_TOKENS, TOKEN_BYTES, WireError
+from hicache.protocol.messages import MAX_SCORED_PROMPTS, MAX_SCORED_TOKENS, TOKEN_BYTES, WireError
 
 _NOBODY = 0
 _NOTHING = p.Scored((), 0, p.Forecast(0, 0.0, 0.0, 0.0))

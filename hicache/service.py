@@ -26,14 +26,21 @@ from hicache.engine.core import CacheEngine
 from hicache.engine.cost import plausible_hop
 from hicache.engine.pinned import leased_share
 from hicache.foresight import Foresight
-from hicache.keys import NamespaceSpec
 from hicache.paging import Paging
+from hicache.protocol.keys import NamespaceSpec
+from hicache.protocol.messages import (
+    PROTOCOL,
+    DecisionReply,
+    MatchReply,
+    MatchRequest,
+    Request,
+    WireError,
+)
 from hicache.scoring import Scoring
 from hicache.session import RememberedMatch, Session, Sessions
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import slot_bytes_for
 from hicache.waiting import Peer, Waiting, WaitingCommit, WaitingFetch, WaitingPut
-from hicache.wire import PROTOCOL, DecisionReply, MatchReply, MatchRequest, Request, WireError
 from hicache.witnesses import Witnesses
 
 Answer = TypeVar("Answer")

@@ -21,8 +21,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from hicache.keys import NamespaceSpec
-from hicache.wire import SESSION_BYTES, MatchReply, WireError
+from hicache.protocol.keys import NamespaceSpec
+from hicache.protocol.messages import SESSION_BYTES, MatchReply, WireError
 
 MAX_REMEMBERED_MATCHES: Final = 1024
 """Per session: somebody who asks again does so while it waits, not thousands of requests later."""

@@ -16,9 +16,9 @@ from hicache.engine.plan import Priority
 from hicache.engine.record import Record
 from hicache.engine.tree import page
 from hicache.foresight import pin_rows
+from hicache.protocol.messages import TOKEN_BYTES
 from hicache.service import Service
 from hicache.transfer.mover import Mover
-from hicache.wire import TOKEN_BYTES
 
 NODE_BYTES: Final = 400
 """Of the index, without its symbols: about (`hicache bench index --scale` measures it)."""

@@ -30,22 +30,22 @@ VOCABULARY = ("hicache.tiers.block", "hicache.tiers.arena")
 # What an inference engine's process loads. The client is several files: its conversation
 # (dialogue), its link (channel, connection) and its bulk paths (answers, storing, paged).
 LIGHT = (
-    "hicache.aio",
-    "hicache.answers",
-    "hicache.channel",
-    "hicache.client",
-    "hicache.connection",
+    "hicache.client.aio",
+    "hicache.client.results",
+    "hicache.client.transport",
+    "hicache.client.blocking",
+    "hicache.client.session",
     "hicache.connectors",
     "hicache.connectors.*",
-    "hicache.curve",
-    "hicache.dialogue",
-    "hicache.endpoint",
-    "hicache.keys",
-    "hicache.paged",
-    "hicache.router",
-    "hicache.storing",
-    "hicache.told",
-    "hicache.wire",
+    "hicache.protocol.curve",
+    "hicache.client.calls",
+    "hicache.protocol.endpoint",
+    "hicache.protocol.keys",
+    "hicache.client.gpu_pages",
+    "hicache.client.prefix_mirror",
+    "hicache.client.put",
+    "hicache.protocol.kv_events",
+    "hicache.protocol.messages",
 )
 HEAVY = ("cupy", "lmdb", "psutil", "pydantic", "rich", "click", "yaml")
 ENGINES = ("torch", "transformers", "vllm")
@@ -183,10 +183,10 @@ def test_imports_go_one_way(module: Module) -> None:
         ("hicache.engine.core", "def f():\n    from hicache.tiers import disk"),
         ("hicache.engine.core", "from hicache.transfer.mover import Mover"),
         ("hicache.transfer.mover", "from hicache.engine.core import CacheEngine"),
-        ("hicache.client", "from hicache.config import Config"),
-        ("hicache.client", "import torch"),
+        ("hicache.client.blocking", "from hicache.config import Config"),
+        ("hicache.client.blocking", "import torch"),
         ("hicache.connectors.transformers", "from hicache.daemon import Daemon"),
-        ("hicache.wire", "from hicache.tiers.dram import DramTier"),
+        ("hicache.protocol.messages", "from hicache.tiers.dram import DramTier"),
     ],
 )
 def test_the_table_forbids(name: str, line: str) -> None:
@@ -199,7 +199,7 @@ def test_the_table_forbids(name: str, line: str) -> None:
         ("hicache.tiers.disk", "import lmdb"),
         ("hicache.engine.core", "from hicache.engine import plan, index"),
         ("hicache.transfer.mover", "from hicache.engine.plan import Move"),
-        ("hicache.client", "from hicache.tiers.arena import Arena"),
+        ("hicache.client.blocking", "from hicache.tiers.arena import Arena"),
         ("hicache.connectors.transformers", "import torch, transformers"),
         ("hicache.daemon", "from hicache.engine.core import CacheEngine"),
     ],
@@ -232,7 +232,7 @@ def test_rooms_refuse_a_second_identity(room: str) -> None:
     assert f"import this room as hicache.{room}" in ran.stderr
 
 
-@pytest.mark.parametrize("name", ["hicache.client", "hicache.aio"])
+@pytest.mark.parametrize("name", ["hicache.client.blocking", "hicache.client.aio"])
 def test_a_client_is_light(name: str) -> None:
     """An inference engine's process gains msgspec, zmq and numpy, and nothing of the daemon's."""
     code = (

@@ -6,7 +6,7 @@ import socket
 from contextlib import suppress
 from typing import Final, Self
 
-from hicache.endpoint import ipc_path
+from hicache.protocol.endpoint import ipc_path
 
 PATIENCE_S: Final = 60.0
 _GREETING: Final = (

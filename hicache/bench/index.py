@@ -31,7 +31,7 @@ from hicache.bench.grove import (
     quiet,
 )
 from hicache.bench.report import IndexRow, Step
-from hicache.keys import ROOT_KEY, chain_keys
+from hicache.protocol.keys import ROOT_KEY, chain_keys
 
 PAGES: Final = (1, 16, 64)
 SCALES_MILLIONS: Final = (1, 10, 100)

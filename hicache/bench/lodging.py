@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from hicache.bench.report import BenchError
-from hicache.client import Client, DaemonAbsent, DaemonError, admin_call
-from hicache.connection import Transport
-from hicache.curve import CurveKeys
-from hicache.keys import NamespaceSpec
+from hicache.client.blocking import Client, DaemonAbsent, DaemonError, admin_call
+from hicache.client.session import Transport
+from hicache.protocol.curve import CurveKeys
+from hicache.protocol.keys import NamespaceSpec
 
 START_S = 120.0
 STOP_S = 20.0

@@ -32,11 +32,11 @@ import numpy.typing as npt
 import yaml
 
 from hicache.bench.report import BenchError, ReloadRow, Step
-from hicache.client import Client
+from hicache.client.blocking import Client
 from hicache.connectors.transformers import CachedModel, Generation
 from hicache.demo.daemon import PrivateDaemon
 from hicache.demo.model import DemoModel
-from hicache.keys import NamespaceSpec
+from hicache.protocol.keys import NamespaceSpec
 
 BLOCK: Final = 16
 NEW: Final = 32

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from hicache.bench.lodging import START_S, Launched, launched, tiers_of
 from hicache.bench.report import BenchError, RestartRow, Step
-from hicache.client import Client
+from hicache.client.blocking import Client
 from hicache.engine.plan import BlockIdentity
-from hicache.keys import LayerGroup, NamespaceSpec
+from hicache.protocol.keys import LayerGroup, NamespaceSpec
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.disk import DiskTier
 from hicache.tiers.disk_format import derive_key, record_pages

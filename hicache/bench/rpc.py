@@ -16,8 +16,8 @@ import numpy.typing as npt
 from hicache.bench.floor import Echo
 from hicache.bench.lodging import Running, lodging
 from hicache.bench.report import BenchError, RpcRow, Step
-from hicache.client import Client, LayerGroup, Match, NamespaceSpec
-from hicache.wire import pack
+from hicache.client.blocking import Client, LayerGroup, Match, NamespaceSpec
+from hicache.protocol.messages import pack
 
 TOKENS = (8192, 512, 32768, 131072)
 BLOCK_BYTES = 4096

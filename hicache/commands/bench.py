@@ -17,8 +17,8 @@ from hicache.bench.lodging import Running
 from hicache.bench.report import ProgressLine, tell, tell_figures
 from hicache.commands.curve import curve_option
 from hicache.config.models import PlannerConfig
-from hicache.curve import CurveKeys
 from hicache.engine.planner import PlannerSettings
+from hicache.protocol.curve import CurveKeys
 from hicache.tiers.disk import Durability
 
 _json_option = click.option(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from hicache.curve import CurveKeys
+from hicache.protocol.curve import CurveKeys
 
 
 def _load(

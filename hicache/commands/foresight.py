@@ -7,16 +7,16 @@ from typing import IO, Any, TypeVar
 
 import click
 
-from hicache.client import admin_call
+from hicache.client.blocking import admin_call
+from hicache.client.calls import waiting
 from hicache.commands.curve import curve_option
 from hicache.commands.drawing import duration, printable
 from hicache.commands.seconds import seconds_option
 from hicache.config.units import format_seconds
-from hicache.curve import CurveKeys
-from hicache.dialogue import waiting
-from hicache.endpoint import default_endpoint
-from hicache.keys import encode_tokens
-from hicache.wire import MAX_DEADLINE_S, MAX_PIN_S
+from hicache.protocol.curve import CurveKeys
+from hicache.protocol.endpoint import default_endpoint
+from hicache.protocol.keys import encode_tokens
+from hicache.protocol.messages import MAX_DEADLINE_S, MAX_PIN_S
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 TIMEOUT_S = 5.0

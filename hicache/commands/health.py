@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from hicache.client import DaemonAbsent, DaemonError, admin_call
+from hicache.client.blocking import DaemonAbsent, DaemonError, admin_call
 from hicache.commands.curve import curve_option
 from hicache.commands.seconds import timeout_option
-from hicache.curve import CurveKeys
-from hicache.endpoint import default_endpoint
+from hicache.protocol.curve import CurveKeys
+from hicache.protocol.endpoint import default_endpoint
 
 PROBES = ("live", "ready", "healthy")
 

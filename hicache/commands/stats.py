@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hicache.bench.report import ProgressLine
-from hicache.client import DaemonAbsent, DaemonError, admin_call
+from hicache.client.blocking import DaemonAbsent, DaemonError, admin_call
 from hicache.commands.curve import curve_option
 from hicache.commands.figures import told_bytes as _bytes
 from hicache.commands.seconds import timeout_option
-from hicache.curve import CurveKeys
-from hicache.endpoint import default_endpoint
+from hicache.protocol.curve import CurveKeys
+from hicache.protocol.endpoint import default_endpoint
 
 MIN_WIDTH = 100
 Stats = Mapping[str, Any]

@@ -13,13 +13,13 @@ from rich.console import Console
 
 from hicache.bench.report import ProgressLine
 from hicache.branches import Forest, Order, Reading, Space, Sum, Trunk, Unreadable, sort
-from hicache.client import AdminLine, DaemonAbsent, DaemonError
+from hicache.client.blocking import AdminLine, DaemonAbsent, DaemonError
 from hicache.commands.curve import curve_option
 from hicache.commands.drawing import draw, title_of
 from hicache.commands.seconds import timeout_option
-from hicache.curve import CurveKeys
-from hicache.endpoint import default_endpoint
-from hicache.wire import NAMESPACE_BYTES
+from hicache.protocol.curve import CurveKeys
+from hicache.protocol.endpoint import default_endpoint
+from hicache.protocol.messages import NAMESPACE_BYTES
 
 EXIT_UNKNOWN = 2
 

@@ -11,11 +11,11 @@ import click
 
 from hicache import disk_care
 from hicache.bench.report import ProgressLine
-from hicache.client import DaemonAbsent, DaemonError, admin_call
+from hicache.client.blocking import DaemonAbsent, DaemonError, admin_call
 from hicache.commands.curve import curve_option
 from hicache.config.units import parse_size
-from hicache.curve import CurveKeys
-from hicache.endpoint import default_endpoint
+from hicache.protocol.curve import CurveKeys
+from hicache.protocol.endpoint import default_endpoint
 
 EXIT_BAD, EXIT_NOT_LOOKED_AT = 1, 2
 ASK_EVERY_S = 0.2

@@ -34,7 +34,7 @@ from hicache.config.units import (
     parse_size,
     parse_size_or_share,
 )
-from hicache.endpoint import ENDPOINT_VARIABLE, default_endpoint
+from hicache.protocol.endpoint import ENDPOINT_VARIABLE, default_endpoint
 
 MAX_TIER_BYTES = 8 * TIB
 PATH_FORM = "a path: absolute, ~/..., or relative to this file's folder"

@@ -24,7 +24,7 @@ from hicache.config.fields import (
     wrong,
 )
 from hicache.config.units import GIB, MIB, Share, format_size
-from hicache.endpoint import (
+from hicache.protocol.endpoint import (
     MAX_IPC_PATH_BYTES,
     default_endpoint,
     ipc_path,

@@ -18,7 +18,7 @@ from types import TracebackType
 
 import numpy as np
 
-from hicache.paged import LoadedPages, LoadedPart
+from hicache.client.gpu_pages import LoadedPages, LoadedPart
 
 
 class PageLoad:

@@ -24,14 +24,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from hicache.answers import Greeting, Match, PutResult
-from hicache.channel import run_now
-from hicache.client import Client, LoadedPages, LoadedPart, PageShare, SharedPages
+from hicache.client.blocking import Client, LoadedPages, LoadedPart, PageShare, SharedPages
+from hicache.client.gpu_pages import PageTable
+from hicache.client.results import Greeting, Match, PutResult
+from hicache.client.transport import run_now
 from hicache.connectors.page_load import PageLoad
 from hicache.connectors.sharing import Sharing
 from hicache.connectors.staging import Staging
-from hicache.keys import Tokens
-from hicache.paged import PageTable
+from hicache.protocol.keys import Tokens
 from hicache.transfer.ipc import NotShareable, share
 from hicache.transfer.pages import PageLayout, Runner
 

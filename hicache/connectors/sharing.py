@@ -13,15 +13,15 @@ import asyncio
 import time
 from typing import Final, Protocol
 
-from hicache.answers import Greeting
-from hicache.paged import PageShare, SharedPages
+from hicache.client.gpu_pages import PageShare, SharedPages
+from hicache.client.results import Greeting
 
 RETRY_S: Final = 10.0
 """Until the daemon is asked again to copy, where it would not or could not."""
 
 
 class Sharer(Protocol):
-    """What is asked of `hicache.aio.AsyncClient`."""
+    """What is asked of `hicache.client.aio.AsyncClient`."""
 
     @property
     def greeting(self) -> Greeting | None: ...

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.answers import FetchedRun
-from hicache.paged import LoadedPart, PageTable
-from hicache.storing import Fill
+from hicache.client.gpu_pages import LoadedPart, PageTable
+from hicache.client.put import Fill
+from hicache.client.results import FetchedRun
 from hicache.transfer.pages import GRID_PINNED, PageCopier, PageLayout, Runner
 
 Bytes = npt.NDArray[np.uint8]

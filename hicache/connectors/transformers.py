@@ -11,7 +11,7 @@ Each request starts from an empty cache object and what the daemon holds of the 
 The daemon is never needed: whatever fails there is a miss, and the tokens are the same without it.
 One request at a time per object, from any thread.
 
-Imported with transformers and torch present; `hicache.client` alone needs neither.
+Imported with transformers and torch present; `hicache.client.blocking` alone needs neither.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
-from hicache.client import Client, Decision, FetchedRun, Match, PutResult
+from hicache.client.blocking import Client, Decision, FetchedRun, Match, PutResult
 from hicache.connectors.transformers_spec import Forward, Unsupported, kv_shape, namespace_spec
-from hicache.keys import NamespaceSpec
+from hicache.protocol.keys import NamespaceSpec
 
 __all__ = ["CachedModel", "Generation", "Unsupported"]
 
@@ -46,7 +46,7 @@ _TORCH_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CacheClient(Protocol):
-    """What the connector asks of `hicache.client.Client`."""
+    """What the connector asks of `hicache.client.blocking.Client`."""
 
     def match(
         self, tokens: Sequence[int], *, explain: bool = False, conversation: str = ""

@@ -27,7 +27,7 @@ from hicache.connectors.model_config import (
     quantisation,
     rope_types,
 )
-from hicache.keys import LayerGroup, NamespaceSpec, digest_weights, sample_bytes
+from hicache.protocol.keys import LayerGroup, NamespaceSpec, digest_weights, sample_bytes
 
 LAYOUT = "hf:[layer,kv,head,token,dim]"
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from hicache.client import Client
+from hicache.client.blocking import Client
 from hicache.connectors.transformers import CachedModel, Generation
 from hicache.demo.conversation import (
     SCRIPTS,
@@ -30,7 +30,7 @@ from hicache.demo.conversation import (
 from hicache.demo.daemon import PrivateDaemon
 from hicache.demo.model import DemoModel
 from hicache.demo.squeeze import Squeezer
-from hicache.keys import NamespaceSpec
+from hicache.protocol.keys import NamespaceSpec
 
 NEW_TOKENS = 16
 FETCH_TIMEOUT_S = 30.0

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.client import Client
-from hicache.keys import NamespaceSpec
+from hicache.client.blocking import Client
+from hicache.protocol.keys import NamespaceSpec
 
 PROMPT_BLOCKS = 32
 OVERFILL = 1.10

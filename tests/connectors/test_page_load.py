@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.answers import Decision, FetchedRun, FramedRun, Match
 from hicache.bench.gpu.stand_in import StandIn
+from hicache.client.gpu_pages import LoadedPart, PageTable
+from hicache.client.results import Decision, FetchedRun, FramedRun, Match
 from hicache.connectors.page_load import PageLoad
 from hicache.connectors.pages import PagedCache
 from hicache.connectors.staging import Staging
-from hicache.paged import LoadedPart, PageTable
 from hicache.transfer.pages import Launch, PageLayout, whole_pages
 
 Bytes = npt.NDArray[np.uint8]

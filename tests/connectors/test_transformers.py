@@ -181,7 +181,7 @@ def test_faults_are_misses(fault: str) -> None:
 
 
 def test_absent_daemon_is_a_miss(tmp_path: Any) -> None:
-    from hicache.client import Client
+    from hicache.client.blocking import Client
 
     model, prompt = make_model(), prompt_of(23)
     endpoint = f"ipc://{tmp_path}/nobody.sock"

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from hicache.bench.gpu.stand_in import StandIn
+from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.pages import shared_pages
 from hicache.connectors.vllm import working
 from hicache.connectors.vllm.pages import layout_of
-from hicache.paged import SharedPages
 from tests.connectors.vllm_engine import Engine
 from tests.connectors.vllm_scenes import (
     Make,

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import hicache.connectors.vllm as package
-from hicache.aio import in_thread
+from hicache.client.aio import in_thread
+from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.vllm.background import Background, Trouble
 from hicache.connectors.vllm.clients import Clients
 from hicache.connectors.vllm.namespace import (
@@ -39,8 +40,7 @@ from hicache.connectors.vllm.pages import (
     share,
 )
 from hicache.connectors.vllm.weights import digest_adapter, digest_files
-from hicache.keys import NamespaceSpec
-from hicache.paged import SharedPages
+from hicache.protocol.keys import NamespaceSpec
 from hicache.transfer.ipc import NotShareable
 from tests.connectors.vllm_memory import AsyncMemory, AsyncMemoryClient
 

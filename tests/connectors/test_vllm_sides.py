@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.vllm import background
 from hicache.connectors.vllm.announcing import Announcements
 from hicache.connectors.vllm.scheduling import MAX_LOADING
-from hicache.paged import SharedPages
 from tests.connectors.vllm_engine import BLOCK_TOKENS, Engine
 from tests.connectors.vllm_memory import AsyncMemory
 from tests.connectors.vllm_scenes import Make, check, request, tokens, until

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.vllm.asking import Asking, MatchClient
 from hicache.connectors.vllm.background import Background, Trouble
 from hicache.connectors.vllm.clients import BlockClient
@@ -29,8 +30,7 @@ from hicache.connectors.vllm.orders import Report
 from hicache.connectors.vllm.pages import page_rows, pages_of
 from hicache.connectors.vllm.scheduling import SchedulerSide
 from hicache.connectors.vllm.working import WorkerSide
-from hicache.keys import LayerGroup, NamespaceSpec
-from hicache.paged import SharedPages
+from hicache.protocol.keys import LayerGroup, NamespaceSpec
 
 BLOCK_TOKENS = 4
 LAYERS = 3

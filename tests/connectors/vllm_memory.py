@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hicache.answers import Decision, FetchedRun, Greeting, Match, PutResult
-from hicache.keys import NamespaceSpec
-from hicache.paged import LoadedPart, PageShare, PageTable, SharedPages
+from hicache.client.gpu_pages import LoadedPart, PageShare, PageTable, SharedPages
+from hicache.client.results import Decision, FetchedRun, Greeting, Match, PutResult
+from hicache.protocol.keys import NamespaceSpec
 from tests.connectors.memory_client import Block, MemoryRun
 
 _serial = itertools.count(1)

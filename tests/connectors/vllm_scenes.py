@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hicache.aio import AsyncClient
-from hicache.keys import NamespaceSpec
+from hicache.client.aio import AsyncClient
+from hicache.protocol.keys import NamespaceSpec
 from tests.connectors.vllm_engine import Engine, Request, expected_output
 
 Make = Callable[..., Engine]

@@ -31,8 +31,8 @@ import numpy.typing as npt
 import psutil
 import zmq
 
-from hicache.client import Client, DaemonAbsent, LayerGroup, NamespaceSpec, admin_call
-from hicache.wire import PROTOCOL, pack, unpack
+from hicache.client.blocking import Client, DaemonAbsent, LayerGroup, NamespaceSpec, admin_call
+from hicache.protocol.messages import PROTOCOL, pack, unpack
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PATIENCE_S: Final = 40.0

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import zmq
 
-from hicache.aio import AsyncClient
-from hicache.client import Client, CurveKeys, DaemonAbsent, admin_call
-from hicache.router import HeldPrefixes
+from hicache.client.aio import AsyncClient
+from hicache.client.blocking import Client, CurveKeys, DaemonAbsent, admin_call
+from hicache.client.prefix_mirror import HeldPrefixes
 from tests.e2e.household import (
     SPEC,
     Household,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hicache.client import Client
+from hicache.client.blocking import Client
 from hicache.commands.explain import explain
-from hicache.wire import pack
+from hicache.protocol.messages import pack
 from tests.e2e.household import Household, Tokens, blocks_of, prompt, read, store, wait_for
 
 pytestmark = pytest.mark.e2e

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hicache.connection import Transport
+from hicache.client.session import Transport
 from tests.e2e.household import SPEC, Household, Victim, blocks_of, prompt, read, store, wait_for
 
 pytestmark = pytest.mark.e2e

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.aio import AsyncClient
-from hicache.client import Client, PutResult
-from hicache.connection import Transport
+from hicache.client.aio import AsyncClient
+from hicache.client.blocking import Client, PutResult
+from hicache.client.session import Transport
 from tests.e2e.household import (
     SPEC,
     Household,

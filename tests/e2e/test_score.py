@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from hicache.aio import AsyncClient
-from hicache.client import Score
+from hicache.client.aio import AsyncClient
+from hicache.client.blocking import Score
 from tests.e2e.household import SPEC, Household, prompt, store, wait_for
 
 pytestmark = pytest.mark.e2e

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from hicache.branches import Reading
-from hicache.client import AdminLine
-from hicache.wire import MAX_TREE_NODES
+from hicache.client.blocking import AdminLine
+from hicache.protocol.messages import MAX_TREE_NODES
 from tests.e2e.household import (
     ROOT,
     SPEC,

@@ -15,7 +15,7 @@ from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
-from hicache.keys import chain_keys
+from hicache.protocol.keys import chain_keys
 from hicache.tiers.block import PAGE_BYTES, TierSpec
 from hicache.tiers.disk_forest import Forest
 from hicache.tiers.slots import SlotPool

@@ -22,8 +22,8 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from hicache.keys import LayerGroup, NamespaceSpec
-from hicache.wire import OPS, Request, decode_request, error_reply, pack
+from hicache.protocol.keys import LayerGroup, NamespaceSpec
+from hicache.protocol.messages import OPS, Request, decode_request, error_reply, pack
 
 HOLD: Final = object()
 DIE: Final = object()

@@ -13,7 +13,7 @@ from hicache.branches import Branch, Forest, Reading, Sum, Trunk, Unreadable, so
 from hicache.commands.drawing import draw
 from hicache.engine.residency import Residency
 from hicache.engine.tree import Run, page
-from hicache.wire import pack, unpack
+from hicache.protocol.messages import pack, unpack
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, World, tokens_of
 
 DIGEST = "ab" * 32

@@ -10,8 +10,8 @@ import pytest
 from hicache.clearances import MAX_PEERS, STEP_BLOCKS, Clearances
 from hicache.engine import clearing
 from hicache.engine import plan as p
+from hicache.protocol.messages import WireError
 from hicache.waiting import Peer
-from hicache.wire import WireError
 from tests.engine.world import World, tokens_of
 
 TIERS = (("dram", 4 * STEP_BLOCKS, True, False), ("disk", 4 * STEP_BLOCKS, False, True))

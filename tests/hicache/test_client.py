@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.aio import AsyncClient
-from hicache.channel import Breaker, Held
-from hicache.client import (
+from hicache.client.aio import AsyncClient
+from hicache.client.blocking import (
     Client,
     DaemonAbsent,
     DaemonError,
@@ -33,10 +32,11 @@ from hicache.client import (
     PutResult,
     admin_call,
 )
-from hicache.connection import TOLD_SHARE
-from hicache.storing import TELL_S, Offer, Source
+from hicache.client.put import TELL_S, Offer, Source
+from hicache.client.session import TOLD_SHARE
+from hicache.client.transport import Breaker, Held
+from hicache.protocol.messages import MAX_SCORED_TOKENS, NEEDS_SESSION
 from hicache.tiers.arena import Arena
-from hicache.wire import MAX_SCORED_TOKENS, NEEDS_SESSION
 from tests.hicache.scripted_daemon import (
     DIE,
     HOLD,
@@ -694,7 +694,7 @@ def test_what_no_time_is_left_for_is_not_offered(
     for one that hangs."""
     late_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s)
-    monkeypatch.setattr("hicache.storing.time", clock)
+    monkeypatch.setattr("hicache.client.put.time", clock)
 
     def fill(index: int, view: np.ndarray[Any, Any]) -> None:
         nonlocal late_s

@@ -70,7 +70,7 @@ def test_reload_names_what_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         asked.append(request)
         return {"live": ["debug"], "restart": ["block_tokens"]}
 
-    monkeypatch.setattr("hicache.client.admin_call", answer)
+    monkeypatch.setattr("hicache.client.blocking.admin_call", answer)
     file = tmp_path / "c.yaml"
     file.write_text(GOOD)
     result = CliRunner().invoke(cli, ["config", "reload", "--endpoint", "ipc:///x", str(file)])

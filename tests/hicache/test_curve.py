@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from hicache.cli import cli
 from hicache.config import SocketConfig
-from hicache.curve import CurveKeys, read_pair, read_public
 from hicache.doorkeeper import Doorkeeper, check_keys
+from hicache.protocol.curve import CurveKeys, read_pair, read_public
 
 
 def make(folder: Path, name: str) -> tuple[Path, Path]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hicache.endpoint import default_endpoint, ipc_path, is_loopback, tcp_address
+from hicache.protocol.endpoint import default_endpoint, ipc_path, is_loopback, tcp_address
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.keys import (
+from hicache.protocol.keys import (
     ROOT_KEY,
     UNCOUNTED,
     LayerGroup,

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.aio import AsyncClient
-from hicache.answers import Match
+from hicache.client.aio import AsyncClient
+from hicache.client.gpu_pages import PageShare, SharedPages
+from hicache.client.results import Match
 from hicache.connectors.sharing import Sharing
-from hicache.paged import PageShare, SharedPages
 from tests.hicache.scripted_daemon import HOLD, SPEC, Many, ScriptedDaemon, Seen, hit
 
 PAGES = SharedPages("0000:00:00.0", (bytes(64),), np.array([[0, 0, 64, 32]], np.uint64), 64, 1)
@@ -143,7 +143,7 @@ def test_a_save_ends_with_its_put(
     """It had all of a put's time, of which asking for room had used some already."""
     ago_s = 15.0
     begun = SimpleNamespace(monotonic=lambda: time.monotonic() - ago_s)
-    monkeypatch.setattr("hicache.storing.time", begun)
+    monkeypatch.setattr("hicache.client.put.time", begun)
     placed = {"ticket": 3, "tier": "dram", "indices": bytes(4), "slots": b""}
 
     async def scene(daemon: ScriptedDaemon, client: AsyncClient) -> None:

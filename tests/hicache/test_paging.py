@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hicache.delivery import Part
 from hicache.engine import plan as p
 from hicache.paging import MAX_COPIES
+from hicache.protocol.messages import WireError, decode_request, pack
 from hicache.service import Asked
 from hicache.session import Session
 from hicache.statistics import namespace_rows
@@ -25,7 +26,6 @@ from hicache.transfer.messages import Message, Stream
 from hicache.transfer.news import PageNews
 from hicache.transfer.page_messages import PageTold, unpack_claim, unpack_copy
 from hicache.waiting import Peer
-from hicache.wire import WireError, decode_request, pack
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS
 from tests.hicache.test_service import PROMPT, SPEC, Desk, store
 

@@ -17,7 +17,7 @@ from hicache.commands.health import health
 from hicache.commands.ping import ping
 from hicache.commands.stats import stats
 from hicache.commands.tree import tree
-from hicache.keys import LayerGroup, NamespaceSpec
+from hicache.protocol.keys import LayerGroup, NamespaceSpec
 from hicache.sampling import Sample
 from hicache.session import Group, Session
 from tests.hicache.scripted_daemon import ScriptedDaemon, refuse

@@ -1,4 +1,4 @@
-"""docs/protocol.md names everything that hicache.wire knows, and its worked example is right."""
+"""docs/protocol.md names everything that hicache.protocol.messages knows, and its worked example is right."""
 
 import hashlib
 import json
@@ -8,9 +8,9 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from hicache.keys import ROOT_KEY, UNCOUNTED, NamespaceSpec, chain_keys, encode_tokens
+from hicache.protocol.keys import ROOT_KEY, UNCOUNTED, NamespaceSpec, chain_keys, encode_tokens
+from hicache.protocol.messages import ERRORS, OPS, RESERVED_OPS
 from hicache.tiers import arena
-from hicache.wire import ERRORS, OPS, RESERVED_OPS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.wire import MAX_SCORED_PROMPTS, MAX_SCORED_TOKENS, WireError
+from hicache.protocol.messages import MAX_SCORED_PROMPTS, MAX_SCORED_TOKENS, WireError
 from tests.engine.portrait import portrait
 from tests.engine.world import BLOCK_TOKENS
 from tests.hicache.test_service import PROMPT, SPEC, Desk, store

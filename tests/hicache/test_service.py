@@ -18,12 +18,12 @@ from hicache.delivery import Part
 from hicache.engine import plan as p
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
-from hicache.keys import LayerGroup, NamespaceSpec
+from hicache.protocol.keys import LayerGroup, NamespaceSpec
+from hicache.protocol.messages import MatchReply, WireError, decode_reply, decode_request, pack
 from hicache.service import Asked, Service
 from hicache.session import MAX_REMEMBERED_MATCHES, Session, Sessions
 from hicache.tiers.arena import Arena
 from hicache.waiting import Peer
-from hicache.wire import MatchReply, WireError, decode_reply, decode_request, pack
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, ONE_TIER, World
 
 SPEC = NamespaceSpec(

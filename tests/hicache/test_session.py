@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from hicache.keys import LayerGroup, NamespaceSpec
+from hicache.protocol.keys import LayerGroup, NamespaceSpec
+from hicache.protocol.messages import WireError
 from hicache.session import Session, Sessions
-from hicache.wire import WireError
 
 SPEC = NamespaceSpec(
     model_digest="m",

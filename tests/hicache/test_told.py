@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hicache.told import read_page
-from hicache.wire import WireError
+from hicache.protocol.kv_events import read_page
+from hicache.protocol.messages import WireError
 
 PAGE: dict[str, Any] = {
     "epoch": "e",

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache import wire
-from hicache.wire import (
+from hicache.protocol import messages as wire
+from hicache.protocol.messages import (
     ERRORS,
     MAX_HEAD_BYTES,
     NEEDS_SESSION,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from hicache import recording
-from hicache.keys import LayerGroup, NamespaceSpec
+from hicache.protocol.keys import LayerGroup, NamespaceSpec
 from hicache.recording import Recorder
 from hicache.replay.simulate import replay
 from hicache.replay.traces import Trace, read_trace

@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 import torch
 
-from hicache.client import Client, DaemonAbsent
+from hicache.client.blocking import Client, DaemonAbsent
 from hicache.connectors.transformers import CachedModel
 from hicache.demo.conversation import SCRIPTS, shared_tokens
 from hicache.demo.model import DemoModel, load_smollm2

@@ -156,7 +156,7 @@ def test_headers_survive_nothing_but_themselves() -> None:
 
 
 def test_the_key_is_the_one_of_keys_py() -> None:
-    from hicache.keys import block_key
+    from hicache.protocol.keys import block_key
 
     assert derive_key(b"n" * 32, b"p" * 32, b"t" * 64) == block_key(b"n" * 32, b"p" * 32, b"t" * 64)
 

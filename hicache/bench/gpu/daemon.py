@@ -17,7 +17,7 @@ import numpy.typing as npt
 import yaml
 
 from hicache.bench.gpu.check import Check
-from hicache.client import Client, LayerGroup, NamespaceSpec
+from hicache.client.blocking import Client, LayerGroup, NamespaceSpec
 from hicache.demo.daemon import PrivateDaemon
 
 BLOCKS = 8

@@ -11,7 +11,7 @@ import numpy as np
 
 from hicache.bench.gpu.check import Check, Step
 from hicache.bench.gpu.daemon import daemon
-from hicache.client import Client
+from hicache.client.blocking import Client
 from hicache.demo.daemon import PrivateDaemon
 from hicache.demo.model import check_engine
 

@@ -19,18 +19,18 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
-from hicache.answers import Greeting, Match
+from hicache.client.results import Greeting, Match
 from hicache.connectors.vllm.background import Background
 from hicache.connectors.vllm.orders import Identity, Lease
 from hicache.connectors.vllm.weights import digest_adapter
-from hicache.keys import NamespaceSpec
+from hicache.protocol.keys import NamespaceSpec
 
 MAX_IDENTITIES: Final = 32
 """LoRAs and salts at once, each a session per rank; of more, the least used are forgotten."""
 
 
 class MatchClient(Protocol):
-    """What is asked of `hicache.aio.AsyncClient`."""
+    """What is asked of `hicache.client.aio.AsyncClient`."""
 
     @property
     def greeting(self) -> Greeting | None: ...

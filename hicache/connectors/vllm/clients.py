@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from hicache.answers import FetchedRun, Greeting, Match, PutResult
+from hicache.client.gpu_pages import LoadedPart, PageShare, PageTable, SharedPages
+from hicache.client.results import FetchedRun, Greeting, Match, PutResult
 from hicache.connectors.sharing import Sharing
 from hicache.connectors.vllm.asking import MAX_IDENTITIES, keep_alive, spec_of
 from hicache.connectors.vllm.background import Background
 from hicache.connectors.vllm.orders import Identity, Lease
 from hicache.connectors.vllm.pages import Bytes
-from hicache.keys import NamespaceSpec
-from hicache.paged import LoadedPart, PageShare, PageTable, SharedPages
+from hicache.protocol.keys import NamespaceSpec
 
 
 class BlockClient(Protocol):
-    """What is asked of `hicache.aio.AsyncClient`."""
+    """What is asked of `hicache.client.aio.AsyncClient`."""
 
     @property
     def greeting(self) -> Greeting | None: ...

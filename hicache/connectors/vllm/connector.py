@@ -31,7 +31,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from hicache.aio import AsyncClient
+from hicache.client.aio import AsyncClient
+from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.vllm.announcing import Announcements
 from hicache.connectors.vllm.asking import Asking
 from hicache.connectors.vllm.background import Background, Trouble
@@ -47,8 +48,7 @@ from hicache.connectors.vllm.orders import Orders, Report
 from hicache.connectors.vllm.pages import Unsupported, pages_of, share
 from hicache.connectors.vllm.scheduling import Counters, SchedulerSide
 from hicache.connectors.vllm.working import WorkerSide
-from hicache.keys import NamespaceSpec
-from hicache.paged import SharedPages
+from hicache.protocol.keys import NamespaceSpec
 
 log = logging.getLogger("hicache.vllm")
 

@@ -25,7 +25,7 @@ from hicache.connectors.model_config import (
 )
 from hicache.connectors.vllm.pages import Unsupported
 from hicache.connectors.vllm.weights import digest_files
-from hicache.keys import LayerGroup, NamespaceSpec
+from hicache.protocol.keys import LayerGroup, NamespaceSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.pages import shared_pages
-from hicache.paged import SharedPages
 from hicache.transfer.ipc import NotShareable, cupy_for
 from hicache.transfer.pages import PageLayout, Plane
 

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
-from hicache.keys import KEY_BYTES, digest_weights, sample_bytes
+from hicache.protocol.keys import KEY_BYTES, digest_weights, sample_bytes
 
 _PLAIN_FILES: Final = ("*.gguf", "*.bin", "*.pt", "*.pth")
 _STRETCH_BYTES: Final = 1 << 20

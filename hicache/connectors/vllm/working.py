@@ -29,14 +29,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from hicache.aio import in_thread
-from hicache.answers import FetchedRun, Match, PutResult
+from hicache.client.aio import in_thread
+from hicache.client.gpu_pages import PageShare, PageTable, SharedPages, reach
+from hicache.client.results import FetchedRun, Match, PutResult
 from hicache.connectors.vllm.background import Background, log
 from hicache.connectors.vllm.clients import BlockClient, Clients, Connect, Line
 from hicache.connectors.vllm.orders import Load, Orders, Report, Step, Store
 from hicache.connectors.vllm.pages import Pages
-from hicache.keys import NamespaceSpec
-from hicache.paged import PageShare, PageTable, SharedPages, reach
+from hicache.protocol.keys import NamespaceSpec
 
 IDLE_WAIT_S: Final = 0.001
 IDLE_DOUBT_WAIT_S: Final = 0.01

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hicache.answers import (
+from hicache.client.put import Storing
+from hicache.client.results import (
     Greeting,
     Match,
     Placement,
@@ -35,10 +36,9 @@ from hicache.answers import (
     read_runs_named,
     read_seconds,
 )
-from hicache.channel import Part
-from hicache.connection import TROUBLE, Connection, DaemonError
-from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
-from hicache.storing import Storing
+from hicache.client.session import TROUBLE, Connection, DaemonError
+from hicache.client.transport import Part
+from hicache.protocol.keys import TOKEN_BYTES, Tokens, encode_tokens
 
 PageTable = npt.NDArray[np.int32]
 """Page numbers, [blocks, pages per block]."""

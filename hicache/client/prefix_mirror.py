@@ -27,12 +27,12 @@ from typing import Any, Final, Literal
 
 import zmq
 
-from hicache.channel import Channel, DaemonAbsent, run_now
-from hicache.curve import CurveKeys
-from hicache.endpoint import tcp_address
-from hicache.keys import ROOT_KEY, TOKEN_BYTES, Tokens, block_key, encode_tokens
-from hicache.told import HEADER_ONLY, ToldEvent, ToldPage, read_message, read_page
-from hicache.wire import WireError, pack
+from hicache.client.transport import Channel, DaemonAbsent, run_now
+from hicache.protocol.curve import CurveKeys
+from hicache.protocol.endpoint import tcp_address
+from hicache.protocol.keys import ROOT_KEY, TOKEN_BYTES, Tokens, block_key, encode_tokens
+from hicache.protocol.kv_events import HEADER_ONLY, ToldEvent, ToldPage, read_message, read_page
+from hicache.protocol.messages import WireError, pack
 
 QUIET_S: Final = 2.0
 SOON_S: Final = 0.2

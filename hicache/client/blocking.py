@@ -10,7 +10,7 @@
 Every call has a deadline, and a daemon that is absent, dies, refuses or talks nonsense is a miss:
 an inference engine is never worse off than without it. Connections are made on the first call.
 Not thread-safe: one client per thread. After a fork the child's client opens a session of its own.
-Loads no lmdb, cupy or daemon; `hicache.aio` has the same names for asyncio.
+Loads no lmdb, cupy or daemon; `hicache.client.aio` has the same names for asyncio.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from hicache.answers import (
+from hicache.client.calls import Dialogue, Ended
+from hicache.client.gpu_pages import (
+    LoadedPages,
+    LoadedPart,
+    Paged,
+    PageShare,
+    PageTable,
+    SharedPages,
+)
+from hicache.client.put import Fill
+from hicache.client.results import (
     Bytes2D,
     Decision,
     Fetched,
@@ -33,15 +43,12 @@ from hicache.answers import (
     Score,
     Warmed,
 )
-from hicache.channel import Channel, DaemonAbsent, run_now
-from hicache.connection import Connection, DaemonError, Timeouts, Transport
-from hicache.curve import CurveKeys
-from hicache.dialogue import Dialogue, Ended
-from hicache.endpoint import default_endpoint
-from hicache.keys import LayerGroup, NamespaceSpec, Tokens
-from hicache.paged import LoadedPages, LoadedPart, Paged, PageShare, PageTable, SharedPages
-from hicache.storing import Fill
-from hicache.wire import pack
+from hicache.client.session import Connection, DaemonError, Timeouts, Transport
+from hicache.client.transport import Channel, DaemonAbsent, run_now
+from hicache.protocol.curve import CurveKeys
+from hicache.protocol.endpoint import default_endpoint
+from hicache.protocol.keys import LayerGroup, NamespaceSpec, Tokens
+from hicache.protocol.messages import pack
 
 __all__ = [
     "AdminLine",
@@ -221,7 +228,7 @@ class Client:
 
     def share_pages(self, pages: SharedPages) -> PageShare | None:
         """Let the daemon's GPU worker copy from and to the inference engine's own KV tensors
-        (hicache/paged.py). None where that cannot be, and `last_error` says why in one sentence:
+        (hicache/client/gpu_pages.py). None where that cannot be, and `last_error` says why in one sentence:
         then `fetch` and `put`, and copy through the mapped arena."""
         return run_now(self._paged.share(pages))
 

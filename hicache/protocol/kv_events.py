@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
-from hicache.answers import read_count
-from hicache.keys import KEY_BYTES
-from hicache.wire import WireError
+from hicache.client.results import read_count
+from hicache.protocol.keys import KEY_BYTES
+from hicache.protocol.messages import WireError
 
 HEADER_ONLY: Final = 1 << 62
 """As `after`: behind the last page of anything."""

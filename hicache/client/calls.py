@@ -1,6 +1,6 @@
 """What a client says to the daemon and does with the answers; sockets and waiting are a Port's.
 
-Written once, as coroutines: `hicache.client` runs them over a port that blocks, `hicache.aio` over
+Written once, as coroutines: `hicache.client.blocking` runs them over a port that blocks, `hicache.client.aio` over
 one that awaits. The promises are kept here:
 
 - every call has one deadline, and ends by it (a put may have a copy to end first: `storing`);
@@ -23,7 +23,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from hicache.answers import (
+from hicache.client.put import Fill, Source, Storing
+from hicache.client.results import (
     Bytes2D,
     Decision,
     Fetched,
@@ -44,18 +45,17 @@ from hicache.answers import (
     read_unpinned,
     read_warmed,
 )
-from hicache.channel import Reply
-from hicache.connection import TROUBLE, Body, Connection
-from hicache.keys import TOKEN_BYTES, Tokens, encode_tokens
-from hicache.storing import Fill, Source, Storing
-from hicache.tiers.arena import Arena
-from hicache.wire import (
+from hicache.client.session import TROUBLE, Body, Connection
+from hicache.client.transport import Reply
+from hicache.protocol.keys import TOKEN_BYTES, Tokens, encode_tokens
+from hicache.protocol.messages import (
     MAX_DEADLINE_S,
     MAX_SCORED_PROMPTS,
     MAX_SCORED_TOKENS,
     MatchRequest,
     WireError,
 )
+from hicache.tiers.arena import Arena
 
 T = TypeVar("T")
 Ended = Literal["", "turn", "tool_call", "conversation"]

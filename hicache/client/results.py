@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from hicache.protocol.messages import SESSION_BYTES, Count, DecisionName, WireError
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES, Ids, slot_bytes_for
-from hicache.wire import SESSION_BYTES, Count, DecisionName, WireError
 
 Bytes2D = npt.NDArray[np.uint8]
 """Blocks: uint8, shape [n, block_bytes], C-contiguous."""

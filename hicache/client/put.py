@@ -22,7 +22,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hicache.answers import (
+from hicache.client.results import (
     Bytes2D,
     Greeting,
     Placement,
@@ -30,12 +30,12 @@ from hicache.answers import (
     read_committed,
     read_placement,
 )
-from hicache.channel import Part
-from hicache.connection import BYE_S, TROUBLE, Connection
-from hicache.keys import TOKEN_BYTES
+from hicache.client.session import BYE_S, TROUBLE, Connection
+from hicache.client.transport import Part
+from hicache.protocol.keys import TOKEN_BYTES
+from hicache.protocol.messages import WireError
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import slot_bytes_for
-from hicache.wire import WireError
 
 Fill = Callable[[int, npt.NDArray[np.uint8]], object]
 """Write block number `index` of the prompt into a uint8 array of block_bytes."""

@@ -1,4 +1,4 @@
-"""The client of `hicache.client` for asyncio: the same names, as coroutines.
+"""The client of `hicache.client.blocking` for asyncio: the same names, as coroutines.
 
 Calls may run side by side on one client; replies find their call by id. Big copies run in a
 thread, and a cancelled call ends only when its copy has: nobody writes into a slot or a buffer
@@ -17,7 +17,17 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
-from hicache.answers import (
+from hicache.client.calls import Dialogue, Ended
+from hicache.client.gpu_pages import (
+    LoadedPages,
+    LoadedPart,
+    Paged,
+    PageShare,
+    PageTable,
+    SharedPages,
+)
+from hicache.client.put import Fill
+from hicache.client.results import (
     Bytes2D,
     Fetched,
     FetchedRun,
@@ -29,7 +39,8 @@ from hicache.answers import (
     Score,
     Warmed,
 )
-from hicache.channel import (
+from hicache.client.session import Connection, Timeouts, Transport
+from hicache.client.transport import (
     Mailbox,
     Part,
     Reply,
@@ -39,14 +50,10 @@ from hicache.channel import (
     late,
     open_socket,
 )
-from hicache.connection import Connection, Timeouts, Transport
-from hicache.curve import CurveKeys
-from hicache.dialogue import Dialogue, Ended
-from hicache.endpoint import default_endpoint
-from hicache.keys import NamespaceSpec, Tokens
-from hicache.paged import LoadedPages, LoadedPart, Paged, PageShare, PageTable, SharedPages
-from hicache.storing import Fill
-from hicache.wire import WireError, decode_reply
+from hicache.protocol.curve import CurveKeys
+from hicache.protocol.endpoint import default_endpoint
+from hicache.protocol.keys import NamespaceSpec, Tokens
+from hicache.protocol.messages import WireError, decode_reply
 
 T = TypeVar("T")
 
@@ -207,7 +214,7 @@ class AsyncChannel:
 
 
 class AsyncClient:
-    """`hicache.client.Client` for asyncio: same parameters, same results."""
+    """`hicache.client.blocking.Client` for asyncio: same parameters, same results."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 Requests and their replies, the session (opened when first needed, opened anew when the daemon does
 not know it any more), the arenas it maps, the circuit breaker in front. What is asked for is the
-business of `hicache.dialogue` and `hicache.storing`; sockets and waiting are a Port's.
+business of `hicache.client.calls` and `hicache.client.put`; sockets and waiting are a Port's.
 
     begin ──▶ ask ──▶ [hello, map arenas] ──▶ send ──▶ receive ──▶ reply
       │ Held: the breaker is open                 DaemonAbsent, DaemonError, WireError: `failed`
@@ -19,12 +19,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
-from hicache.answers import Greeting, Match, read_greeting
-from hicache.channel import Breaker, DaemonAbsent, Held, Lineage, Mailbox, Part, Port, Reply
-from hicache.endpoint import ipc_path
-from hicache.keys import NamespaceSpec
+from hicache.client.results import Greeting, Match, read_greeting
+from hicache.client.transport import (
+    Breaker,
+    DaemonAbsent,
+    Held,
+    Lineage,
+    Mailbox,
+    Part,
+    Port,
+    Reply,
+)
+from hicache.protocol.endpoint import ipc_path
+from hicache.protocol.keys import NamespaceSpec
+from hicache.protocol.messages import PROTOCOL, MatchRequest, WireError, pack
 from hicache.tiers.arena import Arena, ArenaError
-from hicache.wire import PROTOCOL, MatchRequest, WireError, pack
 
 log = logging.getLogger("hicache.client")
 

@@ -25,8 +25,8 @@ from typing import Any, Final, Protocol, TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from hicache.curve import CurveKeys
-from hicache.wire import MAX_HEAD_BYTES, WireError, decode_reply
+from hicache.protocol.curve import CurveKeys
+from hicache.protocol.messages import MAX_HEAD_BYTES, WireError, decode_reply
 
 T = TypeVar("T")
 Reply = dict[str, Any]
@@ -82,7 +82,7 @@ AskAtOnce = Callable[[bytes, float], tuple[bool, bytes | None]]
 
 
 class Port(Protocol):
-    """What `hicache.dialogue` needs of a channel; the blocking one never suspends."""
+    """What `hicache.client.calls` needs of a channel; the blocking one never suspends."""
 
     mailbox: Mailbox
     has_parts: bool
