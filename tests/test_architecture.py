@@ -185,7 +185,7 @@ def test_imports_go_one_way(module: Module) -> None:
         ("hicache.transfer.mover", "from hicache.engine.core import CacheEngine"),
         ("hicache.client.blocking", "from hicache.config import Config"),
         ("hicache.client.blocking", "import torch"),
-        ("hicache.connectors.transformers", "from hicache.daemon import Daemon"),
+        ("hicache.connectors.transformers", "from hicache.daemon.loop import Daemon"),
         ("hicache.protocol.messages", "from hicache.tiers.dram import DramTier"),
     ],
 )
@@ -201,7 +201,7 @@ def test_the_table_forbids(name: str, line: str) -> None:
         ("hicache.transfer.mover", "from hicache.engine.plan import Move"),
         ("hicache.client.blocking", "from hicache.tiers.arena import Arena"),
         ("hicache.connectors.transformers", "import torch, transformers"),
-        ("hicache.daemon", "from hicache.engine.core import CacheEngine"),
+        ("hicache.daemon.loop", "from hicache.engine.core import CacheEngine"),
     ],
 )
 def test_the_table_allows(name: str, line: str) -> None:
@@ -238,7 +238,7 @@ def test_a_client_is_light(name: str) -> None:
     code = (
         f"import sys, {name}\n"
         "heavy = ('lmdb', 'cupy', 'torch', 'pydantic', 'click', 'rich', 'yaml', 'psutil',\n"
-        "         'hicache.daemon', 'hicache.config', 'hicache.engine', 'hicache.transfer')\n"
+        "         'hicache.daemon.loop', 'hicache.config', 'hicache.engine', 'hicache.transfer')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     ran = subprocess.run(

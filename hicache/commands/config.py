@@ -25,7 +25,7 @@ from hicache.config import (
     resolve_sizes,
     shown_values,
 )
-from hicache.doorkeeper import check_keys
+from hicache.daemon.curve_auth import check_keys
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import default_endpoint
 

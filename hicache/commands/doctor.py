@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 import psutil
 
-from hicache.assembly import ARENA_PREFIX
 from hicache.config.units import format_size
+from hicache.daemon.build import ARENA_PREFIX
 from hicache.tiers import numa
 from hicache.tiers.hbm_probe import Gpu, Gpus, look
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 from pydantic import ValidationError
 
-from hicache.assembly import assemble, remove_dead_arenas
 from hicache.config import (
     ConfigError,
     LoadedConfig,
@@ -22,8 +21,9 @@ from hicache.config import (
 )
 from hicache.config.errors import Mistake, mistakes_of
 from hicache.config.units import UnitError, parse_size
-from hicache.doorkeeper import check_keys
-from hicache.freed import fill_small_buffers, limit_heaps
+from hicache.daemon.build import assemble, remove_dead_arenas
+from hicache.daemon.curve_auth import check_keys
+from hicache.daemon.upkeep.heap import fill_small_buffers, limit_heaps
 
 
 def _as_bytes(_: click.Context, param: click.Parameter, value: str) -> int:
@@ -88,9 +88,9 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
             click.echo(f"{file}: {problem}", err=True)
         sys.exit(2)
 
-    from hicache.daemon import Daemon
-    from hicache.instance import AlreadyServed, Instance
-    from hicache.recording import Recorder
+    from hicache.daemon.loop import Daemon
+    from hicache.daemon.socket_lock import AlreadyServed, Instance
+    from hicache.daemon.upkeep.trace import Recorder
     from hicache.tiers.arena import ArenaError
 
     parts = None

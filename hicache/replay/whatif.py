@@ -1,6 +1,6 @@
 """What each tier would have hit at other sizes: a daemon's sample of requests, replayed here.
 
-The sample (`hicache.sampling`) holds a share of the blocks of every request; tiers of the same
+The sample (`hicache.daemon.upkeep.request_sample`) holds a share of the blocks of every request; tiers of the same
 share of their blocks hit what the whole ones would. Each size is one replay through the product's
 own cache engine, as in `hicache replay`: policies, demotion and promotion count as they do there.
 Blocks that every request begins with are in the sample or not: where it has fewer of them than its
@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from hicache.daemon.upkeep.request_sample import Hashes
 from hicache.replay.simulate import TIERS, replay
 from hicache.replay.traces import Request, Trace, num_distinct
-from hicache.sampling import Hashes
 
 SCALES: Final = (0.5, 1.0, 2.0, 4.0)
 

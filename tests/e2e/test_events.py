@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from hicache.client.prefix_mirror import HeldPrefixes
-from hicache.events import topic_of
+from hicache.daemon.upkeep.kv_publisher import topic_of
 from hicache.protocol.kv_events import HEADER_ONLY
 from tests.e2e.household import SPEC, Household, hicache, prompt, store, wait_for
 from tests.zmtp import RawSubscriber, subscription, unsubscription

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hicache.condition import PATIENCE_S
+from hicache.daemon.upkeep.health import PATIENCE_S
 from hicache.transfer.pulse import EVERY_S
 from tests.e2e.household import SPEC, Household, blocks_of, hicache, prompt, read, store, wait_for
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hicache.clearances import MAX_PEERS, STEP_BLOCKS, Clearances
+from hicache.daemon.operations.clear import MAX_PEERS, STEP_BLOCKS, Clearances
+from hicache.daemon.pending import Peer
 from hicache.engine import clearing
 from hicache.engine import plan as p
 from hicache.protocol.messages import WireError
-from hicache.waiting import Peer
 from tests.engine.world import World, tokens_of
 
 TIERS = (("dram", 4 * STEP_BLOCKS, True, False), ("disk", 4 * STEP_BLOCKS, False, True))
@@ -116,7 +116,7 @@ def test_a_disk_that_has_enough_to_do_is_waited_for(monkeypatch: pytest.MonkeyPa
     for number in (1, 2, 3):
         desk.world.store(tokens_of(number), durable=True)
     desk.world.finish_all()
-    monkeypatch.setattr("hicache.clearances.STEP_BLOCKS", 1)
+    monkeypatch.setattr("hicache.daemon.operations.clear.STEP_BLOCKS", 1)
     desk.ask(1)
     desk.go_on()
     assert len(desk.world.in_flight) == 1

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from hicache.assembly import engine_settings
 from hicache.config import (
     Config,
     ConfigError,
@@ -22,6 +21,7 @@ from hicache.config import (
     shown_values,
     with_live,
 )
+from hicache.daemon.build import engine_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 AROUND = Surroundings(home="/home/op", endpoint="ipc:///run/user/7/hicache/hicache.sock")

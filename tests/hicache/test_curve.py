@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from hicache.cli import cli
 from hicache.config import SocketConfig
-from hicache.doorkeeper import Doorkeeper, check_keys
+from hicache.daemon.curve_auth import Doorkeeper, check_keys
 from hicache.protocol.curve import CurveKeys, read_pair, read_public
 
 

@@ -16,10 +16,16 @@ import msgspec
 import pytest
 import zmq
 
-from hicache import events
 from hicache.client.prefix_mirror import HeldPrefixes, seen_from
+from hicache.daemon.loop.upkeep import kv_publisher as events
+from hicache.daemon.upkeep.kv_publisher import (
+    MAX_MESSAGE_BYTES,
+    MAX_WAITING,
+    Publisher,
+    topic_of,
+    unpublished,
+)
 from hicache.engine import plan as p
-from hicache.events import MAX_MESSAGE_BYTES, MAX_WAITING, Publisher, topic_of, unpublished
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, World, keys_of, tokens_of
 from tests.hicache.scripted_daemon import ScriptedDaemon, Seen
 from tests.zmtp import RawSubscriber, subscription, unsubscription

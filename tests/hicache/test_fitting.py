@@ -8,8 +8,8 @@ import signal
 import numpy as np
 import pytest
 
+from hicache.daemon.upkeep.refit import LONGEST_S, STUCK_S, Fitter, _Fit
 from hicache.engine.history import REFIT_REQUESTS, History
-from hicache.fitting import LONGEST_S, STUCK_S, Fitter, _Fit
 
 
 def busy_history() -> History:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hicache.config import DeadlinesConfig, LimitsConfig
+from hicache.daemon.operations.warm import MAX_PINS, MAX_WARMINGS, pin_rows
 from hicache.engine import plan as p
-from hicache.foresight import MAX_PINS, MAX_WARMINGS, pin_rows
 from hicache.protocol.messages import MAX_PIN_S, WireError
 from tests.engine.test_races import DRAM_DISK, END, on_disk_only
 from tests.engine.world import DIGEST, STEP, tokens_of

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from hicache.freed import EVERY_S, MAX_SHARE, FreedMemory
+from hicache.daemon.upkeep.heap import EVERY_S, MAX_SHARE, FreedMemory
 
 USE_AND_FREE = """
 import ctypes, sys
 from pathlib import Path
-from hicache.freed import limit_heaps
+from hicache.daemon.upkeep.heap import limit_heaps
 
 def own_mib():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -45,7 +45,7 @@ def test_large_blocks_go_back_at_once(how: str, is_kept: bool) -> None:
 USE_ALL_SIZES = """
 import ctypes, sys
 import numpy as np
-from hicache.freed import fill_small_buffers
+from hicache.daemon.upkeep.heap import fill_small_buffers
 
 class Uses(ctypes.Structure):
     _fields_ = [(f"field {n}", ctypes.c_size_t) for n in range(7)] + [
@@ -77,8 +77,8 @@ def test_what_numpy_keeps_of_small_arrays_is_taken_at_once(how: str, grows: bool
 USE_MANY_NAMES = """
 import sys
 from pathlib import Path
-import hicache.daemon
-from hicache.freed import grow_table_of_names
+import hicache.daemon.loop
+from hicache.daemon.upkeep.heap import grow_table_of_names
 
 def own_kib():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()

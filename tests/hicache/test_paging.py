@@ -14,18 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.delivery import Part
+from hicache.daemon.dispatch import Asked
+from hicache.daemon.fetch_replies import Part
+from hicache.daemon.operations.gpu_pages import MAX_COPIES
+from hicache.daemon.operations.stats import namespace_rows
+from hicache.daemon.pending import Peer
+from hicache.daemon.sessions import Session
 from hicache.engine import plan as p
-from hicache.paging import MAX_COPIES
 from hicache.protocol.messages import WireError, decode_request, pack
-from hicache.service import Asked
-from hicache.session import Session
-from hicache.statistics import namespace_rows
 from hicache.tiers.block import slot_bytes_for
 from hicache.transfer.messages import Message, Stream
 from hicache.transfer.news import PageNews
 from hicache.transfer.page_messages import PageTold, unpack_claim, unpack_copy
-from hicache.waiting import Peer
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS
 from tests.hicache.test_service import PROMPT, SPEC, Desk, store
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hicache.faults import Faults, Hand
+from hicache.daemon.upkeep.supervised import Faults, Hand
 
 
 def test_a_row_of_failures_is_told_once_and_rests_longer_each_time(

@@ -17,9 +17,9 @@ from hicache.commands.health import health
 from hicache.commands.ping import ping
 from hicache.commands.stats import stats
 from hicache.commands.tree import tree
+from hicache.daemon.sessions import Group, Session
+from hicache.daemon.upkeep.request_sample import Sample
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
-from hicache.sampling import Sample
-from hicache.session import Group, Session
 from tests.hicache.scripted_daemon import ScriptedDaemon, refuse
 
 TIER = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.pressure import Headroom, look
+from hicache.daemon.upkeep.available_memory import Headroom, look
 
 KIB = 1024
 GIB = 1 << 30

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache import remembering
 from hicache.config import parse_config
+from hicache.daemon.loop.upkeep import estimates_file as remembering
 
 KNOWN = {"version": 1, "links": {}, "namespaces": {}}
 

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from hicache.config import DeadlinesConfig, LimitsConfig
-from hicache.conversations import Conversations
-from hicache.delivery import Part
+from hicache.daemon.dispatch import Asked, Service
+from hicache.daemon.fetch_replies import Part
+from hicache.daemon.operations.conversations import Conversations
+from hicache.daemon.pending import Peer
+from hicache.daemon.sessions import MAX_REMEMBERED_MATCHES, Session, Sessions
 from hicache.engine import plan as p
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 from hicache.protocol.messages import MatchReply, WireError, decode_reply, decode_request, pack
-from hicache.service import Asked, Service
-from hicache.session import MAX_REMEMBERED_MATCHES, Session, Sessions
 from hicache.tiers.arena import Arena
-from hicache.waiting import Peer
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, ONE_TIER, World
 
 SPEC = NamespaceSpec(

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from hicache.daemon.sessions import Session, Sessions
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 from hicache.protocol.messages import WireError
-from hicache.session import Session, Sessions
 
 SPEC = NamespaceSpec(
     model_digest="m",

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hicache.config.units import Share
+from hicache.daemon.upkeep.available_memory import Headroom
+from hicache.daemon.upkeep.memory_pressure import EVERY_S, Shedding
 from hicache.engine import plan as p
-from hicache.pressure import Headroom
-from hicache.shedding import EVERY_S, Shedding
 from hicache.tiers.dram import DramTier
 
 MIB = 1 << 20

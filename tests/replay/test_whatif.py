@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hicache import recording
+from hicache.daemon.loop.upkeep import trace as recording
+from hicache.daemon.sessions import Group, Session
+from hicache.daemon.upkeep.request_sample import FULL, Sample
+from hicache.daemon.upkeep.trace import Recorder
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
-from hicache.recording import Recorder
 from hicache.replay.simulate import replay
 from hicache.replay.traces import Trace, read_trace
 from hicache.replay.whatif import Sampled, what_if
-from hicache.sampling import FULL, Sample
-from hicache.session import Group, Session
 
 pytestmark = pytest.mark.thorough
 

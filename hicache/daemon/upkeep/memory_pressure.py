@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from hicache.config.units import Share, format_size
+from hicache.daemon.upkeep.available_memory import Headroom, look
 from hicache.engine import plan as p
 from hicache.engine.shedding import weigh
-from hicache.pressure import Headroom, look
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import SlotPool
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from hicache.daemon.pending import Peer
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.protocol.messages import WireError
-from hicache.waiting import Peer
 
 STEP_BLOCKS: Final = 512
 """Some 4 ms, in which nobody else is served."""

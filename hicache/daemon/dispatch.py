@@ -16,17 +16,21 @@ import numpy as np
 import xxhash
 
 from hicache import __version__
-from hicache.admission import check_spec
-from hicache.clearances import Clearances
 from hicache.config import DeadlinesConfig, LimitsConfig
-from hicache.conversations import Conversations
-from hicache.delivery import Delivery, Part, Send
+from hicache.daemon.admission import check_spec
+from hicache.daemon.fetch_replies import Delivery, Part, Send
+from hicache.daemon.operations.clear import Clearances
+from hicache.daemon.operations.conversations import Conversations
+from hicache.daemon.operations.gpu_pages import Paging
+from hicache.daemon.operations.score import Scoring
+from hicache.daemon.operations.warm import Foresight
+from hicache.daemon.pending import Peer, Waiting, WaitingCommit, WaitingFetch, WaitingPut
+from hicache.daemon.sessions import RememberedMatch, Session, Sessions
+from hicache.daemon.upkeep.observers import Witnesses
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.cost import plausible_hop
 from hicache.engine.pinned import leased_share
-from hicache.foresight import Foresight
-from hicache.paging import Paging
 from hicache.protocol.keys import NamespaceSpec
 from hicache.protocol.messages import (
     PROTOCOL,
@@ -36,12 +40,8 @@ from hicache.protocol.messages import (
     Request,
     WireError,
 )
-from hicache.scoring import Scoring
-from hicache.session import RememberedMatch, Session, Sessions
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import slot_bytes_for
-from hicache.waiting import Peer, Waiting, WaitingCommit, WaitingFetch, WaitingPut
-from hicache.witnesses import Witnesses
 
 Answer = TypeVar("Answer")
 CAPABILITIES: Final = (

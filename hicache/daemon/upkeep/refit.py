@@ -24,9 +24,9 @@ from typing import IO, Final
 
 import psutil
 
+from hicache.daemon.upkeep.supervised import Faults
 from hicache.engine.hazard import Model, Snapshot, fit
 from hicache.engine.history import History
-from hicache.faults import Faults
 
 STUCK_S = 30.0
 LONGEST_S = 300.0
@@ -51,7 +51,7 @@ class _Fit:
             question.seek(0)
             # In a group of its own Ctrl-C in a terminal does not reach it: it is the daemon's.
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "hicache.fitting"],
+                [sys.executable, "-m", "hicache.daemon.upkeep.refit"],
                 stdin=question,
                 stdout=self._answer,
                 cwd=_ROOT,

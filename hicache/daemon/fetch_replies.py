@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hicache.daemon.pending import Peer, WaitingFetch
+from hicache.daemon.sessions import Session, Tracker
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.protocol.messages import MatchReply
-from hicache.session import Session, Tracker
 from hicache.tiers.arena import Arena
-from hicache.waiting import Peer, WaitingFetch
 
 Part = bytes | memoryview
 Send = Callable[[Peer, Mapping[str, Any] | MatchReply, Sequence[Part]], Tracker | None]

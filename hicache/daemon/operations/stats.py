@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from hicache.condition import Condition
+from hicache.daemon.dispatch import Service
+from hicache.daemon.operations.warm import pin_rows
+from hicache.daemon.upkeep.health import Condition
 from hicache.engine.blocks import State
 from hicache.engine.core import CacheEngine
 from hicache.engine.pinned import pinned_bytes
 from hicache.engine.plan import Priority
 from hicache.engine.record import Record
 from hicache.engine.tree import page
-from hicache.foresight import pin_rows
 from hicache.protocol.messages import TOKEN_BYTES
-from hicache.service import Service
 from hicache.transfer.mover import Mover
 
 NODE_BYTES: Final = 400

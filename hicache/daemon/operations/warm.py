@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from hicache.config import LimitsConfig
+from hicache.daemon.operations.gpu_pages import Paging
+from hicache.daemon.pending import Peer, Waiting
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
-from hicache.paging import Paging
 from hicache.protocol.messages import Request, WireError
-from hicache.waiting import Peer, Waiting
 
 Fields = Mapping[str, Any]
 Handler = Callable[[Peer, Request, float], None]

@@ -34,10 +34,11 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from hicache.daemon.pending import Peer
+from hicache.daemon.sessions import Session
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.protocol.messages import WireError
-from hicache.session import Session
 from hicache.tiers.block import Ids
 from hicache.transfer.messages import pack
 from hicache.transfer.news import PageNews
@@ -49,7 +50,6 @@ from hicache.transfer.page_messages import (
     pack_claim,
     pack_copy,
 )
-from hicache.waiting import Peer
 
 MAX_REGISTRATIONS: Final = 256
 MAX_COPIES: Final = 64

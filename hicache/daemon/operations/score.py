@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from hicache.daemon.operations.gpu_pages import Paging
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
-from hicache.paging import Paging
 from hicache.protocol.messages import MAX_SCORED_PROMPTS, MAX_SCORED_TOKENS, TOKEN_BYTES, WireError
 
 _NOBODY = 0

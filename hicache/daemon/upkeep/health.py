@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hicache.assembly import Parts
+from hicache.daemon.build import Parts
+from hicache.daemon.upkeep.supervised import Faults
 from hicache.engine.core import CacheEngine
-from hicache.faults import Faults
 from hicache.transfer.mover import Mover
 
 PATIENCE_S: Final = 3.5

@@ -29,9 +29,9 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from hicache.faults import Hand
+from hicache.daemon.sessions import Session
+from hicache.daemon.upkeep.supervised import Hand
 from hicache.protocol.keys import ROOT_KEY, chain_keys
-from hicache.session import Session
 
 MAX_FILE_BYTES: Final = 256 << 20
 MAX_PENDING_BYTES: Final = 16 << 20

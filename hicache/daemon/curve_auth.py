@@ -20,7 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from hicache.config import Problem, SocketConfig
-from hicache.faults import Faults
+from hicache.daemon.upkeep.supervised import Faults
 from hicache.protocol.curve import read_pair, read_public
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Protocol
 
-from hicache.faults import Faults
-from hicache.session import Session
+from hicache.daemon.sessions import Session
+from hicache.daemon.upkeep.supervised import Faults
 
 MAX_UNTOLD: Final = 64
 

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache.session import Session
+from hicache.daemon.sessions import Session
 from hicache.tiers.block import slot_bytes_for
 
 MAX_BLOCKS: Final = 1 << 19

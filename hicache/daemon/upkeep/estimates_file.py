@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hicache.config import Config
+from hicache.daemon.upkeep.supervised import Hand
 from hicache.engine.memory import Memory
-from hicache.faults import Hand
 from hicache.protocol.endpoint import ipc_path
 
 MAX_BYTES: Final = 16 << 20

@@ -26,29 +26,30 @@ from typing import Any, Final
 import zmq
 
 from hicache import __version__
-from hicache import statistics as figures
-from hicache.assembly import Parts, engine_settings, new_engine, paces_of, tier_specs
-from hicache.condition import Condition
 from hicache.config import Config, LoadedConfig, diff_live, with_live
 from hicache.config.units import format_size
-from hicache.delivery import Part
-from hicache.doorkeeper import Doorkeeper
+from hicache.daemon.build import Parts, engine_settings, new_engine, paces_of, tier_specs
+from hicache.daemon.curve_auth import Doorkeeper
+from hicache.daemon.dispatch import Asked, Service
+from hicache.daemon.fetch_replies import Part
+from hicache.daemon.loop.operations import stats as figures
+from hicache.daemon.pending import Peer
+from hicache.daemon.sessions import Sessions
+from hicache.daemon.socket_lock import Instance, listen, peer_pid
+from hicache.daemon.upkeep.estimates_file import Keeper
+from hicache.daemon.upkeep.health import Condition
+from hicache.daemon.upkeep.heap import FreedMemory, grow_table_of_names
+from hicache.daemon.upkeep.kv_publisher import Publisher, unpublished
+from hicache.daemon.upkeep.refit import Fitter
+from hicache.daemon.upkeep.request_sample import Sample
+from hicache.daemon.upkeep.supervised import Faults
+from hicache.daemon.upkeep.tier_restore import Restoring
+from hicache.daemon.upkeep.tier_scrub import Scrubbing
+from hicache.daemon.upkeep.trace import Recorder
 from hicache.engine import plan as p
-from hicache.events import Publisher, unpublished
-from hicache.faults import Faults
-from hicache.fitting import Fitter
-from hicache.freed import FreedMemory, grow_table_of_names
-from hicache.instance import Instance, listen, peer_pid
 from hicache.protocol.endpoint import ipc_path
 from hicache.protocol.keys import NamespaceSpec
 from hicache.protocol.messages import MatchReply, WireError, decode_request, error_reply, pack
-from hicache.recording import Recorder
-from hicache.remembering import Keeper
-from hicache.restoring import Restoring
-from hicache.sampling import Sample
-from hicache.scrubbing import Scrubbing
-from hicache.service import Asked, Service
-from hicache.session import Sessions
 from hicache.transfer.mover import (
     Mover,
     News,
@@ -63,7 +64,6 @@ from hicache.transfer.mover import (
     WorkerScrubbed,
     WorkerUp,
 )
-from hicache.waiting import Peer
 
 TICK_S: Final = 0.1
 _READABLE: Final = int(zmq.POLLIN)

@@ -31,10 +31,10 @@ import msgspec
 import numpy as np
 import zmq
 
-from hicache.doorkeeper import Doorkeeper
+from hicache.daemon.curve_auth import Doorkeeper
+from hicache.daemon.socket_lock import listen
+from hicache.daemon.upkeep.supervised import Hand
 from hicache.engine.changes import Changes, Removed, Stored
-from hicache.faults import Hand
-from hicache.instance import listen
 from hicache.protocol.keys import ROOT_KEY, TOKEN_BYTES
 
 MAX_BYTES_PER_TICK: Final = 128 << 10
