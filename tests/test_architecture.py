@@ -185,7 +185,7 @@ def test_imports_go_one_way(module: Module) -> None:
         ("hicache.transfer.mover", "from hicache.engine.core import CacheEngine"),
         ("hicache.client.blocking", "from hicache.config import Config"),
         ("hicache.client.blocking", "import torch"),
-        ("hicache.connectors.transformers", "from hicache.daemon.loop import Daemon"),
+        ("hicache.connectors.transformers.cached_model", "from hicache.daemon.loop import Daemon"),
         ("hicache.protocol.messages", "from hicache.tiers.dram import DramTier"),
     ],
 )
@@ -200,7 +200,7 @@ def test_the_table_forbids(name: str, line: str) -> None:
         ("hicache.engine.core", "from hicache.engine import plan, index"),
         ("hicache.transfer.mover", "from hicache.engine.plan import Move"),
         ("hicache.client.blocking", "from hicache.tiers.arena import Arena"),
-        ("hicache.connectors.transformers", "import torch, transformers"),
+        ("hicache.connectors.transformers.cached_model", "import torch, transformers"),
         ("hicache.daemon.loop", "from hicache.engine.core import CacheEngine"),
     ],
 )

@@ -33,7 +33,7 @@ import yaml
 
 from hicache.bench.report import BenchError, ReloadRow, Step
 from hicache.client.blocking import Client
-from hicache.connectors.transformers import CachedModel, Generation
+from hicache.connectors.transformers.cached_model import CachedModel, Generation
 from hicache.demo.daemon import PrivateDaemon
 from hicache.demo.model import DemoModel
 from hicache.protocol.keys import NamespaceSpec

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hicache.client.blocking import Client
-from hicache.connectors.transformers import CachedModel, Generation
+from hicache.connectors.transformers.cached_model import CachedModel, Generation
 from hicache.demo.conversation import (
     SCRIPTS,
     TURNS_BEFORE_RESTART,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hicache.connectors.arithmetic import prefill_flop
+from hicache.connectors.common.prefill_arithmetic import prefill_flop
 
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,

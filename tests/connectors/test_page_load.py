@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hicache.bench.gpu.stand_in import StandIn
 from hicache.client.gpu_pages import LoadedPart, PageTable
 from hicache.client.results import Decision, FetchedRun, FramedRun, Match
-from hicache.connectors.page_load import PageLoad
-from hicache.connectors.pages import PagedCache
-from hicache.connectors.staging import Staging
+from hicache.connectors.common.page_load import PageLoad
+from hicache.connectors.common.paged_blocks import PagedCache
+from hicache.connectors.common.staging import Staging
 from hicache.transfer.pages import Launch, PageLayout, whole_pages
 
 Bytes = npt.NDArray[np.uint8]

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.thorough
 torch = pytest.importorskip("torch", reason="needs the extra: pip install .[demo]")
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install .[demo]")
 
-from hicache.connectors.transformers import CachedModel, Generation, Unsupported  # noqa: E402
-from hicache.connectors.transformers_spec import Forward  # noqa: E402
+from hicache.connectors.transformers.cached_model import CachedModel, Generation, Unsupported  # noqa: E402
+from hicache.connectors.transformers.model_namespace import Forward  # noqa: E402
 
 torch.set_num_threads(1)  # tiny models: threads only wait for each other
 

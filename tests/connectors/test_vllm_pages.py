@@ -17,9 +17,9 @@ import torch
 
 from hicache.bench.gpu.stand_in import StandIn
 from hicache.client.gpu_pages import SharedPages
-from hicache.connectors.pages import shared_pages
-from hicache.connectors.vllm import working
-from hicache.connectors.vllm.pages import layout_of
+from hicache.connectors.common.paged_blocks import shared_pages
+from hicache.connectors.vllm import worker_side as working
+from hicache.connectors.vllm.vllm_pages import layout_of
 from tests.connectors.vllm_engine import Engine
 from tests.connectors.vllm_scenes import (
     Make,

@@ -22,7 +22,6 @@ import hicache.connectors.vllm as package
 from hicache.client.aio import in_thread
 from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.vllm.background import Background, Trouble
-from hicache.connectors.vllm.clients import Clients
 from hicache.connectors.vllm.namespace import (
     EngineFacts,
     namespace_spec,
@@ -30,8 +29,9 @@ from hicache.connectors.vllm.namespace import (
     refuse_by_config,
 )
 from hicache.connectors.vllm.options import Options, check_failure_policy
-from hicache.connectors.vllm.orders import Identity, Report
-from hicache.connectors.vllm.pages import (
+from hicache.connectors.vllm.rank_clients import Clients
+from hicache.connectors.vllm.step_messages import Identity, Report
+from hicache.connectors.vllm.vllm_pages import (
     DevicePages,
     Unsupported,
     layout_of,

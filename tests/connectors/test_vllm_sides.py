@@ -14,8 +14,8 @@ import torch
 
 from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.vllm import background
-from hicache.connectors.vllm.announcing import Announcements
-from hicache.connectors.vllm.scheduling import MAX_LOADING
+from hicache.connectors.vllm.published_hashes import Announcements
+from hicache.connectors.vllm.scheduler_side import MAX_LOADING
 from tests.connectors.vllm_engine import BLOCK_TOKENS, Engine
 from tests.connectors.vllm_memory import AsyncMemory
 from tests.connectors.vllm_scenes import Make, check, request, tokens, until

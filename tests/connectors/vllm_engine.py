@@ -23,13 +23,13 @@ from typing import Any, Protocol
 import torch
 
 from hicache.client.gpu_pages import SharedPages
-from hicache.connectors.vllm.asking import Asking, MatchClient
 from hicache.connectors.vllm.background import Background, Trouble
-from hicache.connectors.vllm.clients import BlockClient
-from hicache.connectors.vllm.orders import Report
-from hicache.connectors.vllm.pages import page_rows, pages_of
-from hicache.connectors.vllm.scheduling import SchedulerSide
-from hicache.connectors.vllm.working import WorkerSide
+from hicache.connectors.vllm.lookup import Asking, MatchClient
+from hicache.connectors.vllm.rank_clients import BlockClient
+from hicache.connectors.vllm.scheduler_side import SchedulerSide
+from hicache.connectors.vllm.step_messages import Report
+from hicache.connectors.vllm.vllm_pages import page_rows, pages_of
+from hicache.connectors.vllm.worker_side import WorkerSide
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 
 BLOCK_TOKENS = 4

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hicache.bench.gpu.stand_in import BUS_ID, StandIn
 from hicache.client.blocking import Client, NamespaceSpec, SharedPages
-from hicache.connectors.pages import PagedCache
+from hicache.connectors.common.paged_blocks import PagedCache
 from hicache.transfer.pages import PageLayout, Plane
 from tests.e2e.household import SPEC, Blocks, Tokens, blocks_of, prompt
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hicache.client.blocking import Client, PageShare
-from hicache.connectors.pages import PagedCache
+from hicache.connectors.common.paged_blocks import PagedCache
 from hicache.transfer.pages import Launch
 from tests.e2e.household import SPEC, Household, Tokens, blocks_of, prompt, read, store, wait_for
 from tests.e2e.page_engine import PLANES, PageEngine

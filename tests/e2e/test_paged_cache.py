@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hicache.bench.gpu.cpu_kernels import CpuRunner
-from hicache.connectors import pages as paged
-from hicache.connectors.pages import PagedCache
+from hicache.connectors.common import paged_blocks as paged
+from hicache.connectors.common.paged_blocks import PagedCache
 from tests.e2e.household import Household, blocks_of, prompt, read
 from tests.e2e.page_engine import PageEngine
 from tests.shared_library import needs_page_kernels

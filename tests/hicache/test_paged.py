@@ -17,7 +17,7 @@ import pytest
 from hicache.client.aio import AsyncClient
 from hicache.client.gpu_pages import PageShare, SharedPages
 from hicache.client.results import Match
-from hicache.connectors.sharing import Sharing
+from hicache.connectors.common.page_sharing import Sharing
 from tests.hicache.scripted_daemon import HOLD, SPEC, Many, ScriptedDaemon, Seen, hit
 
 PAGES = SharedPages("0000:00:00.0", (bytes(64),), np.array([[0, 0, 64, 32]], np.uint64), 64, 1)

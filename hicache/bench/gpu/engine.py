@@ -18,7 +18,7 @@ from hicache.bench.gpu.cpu_kernels import NoCompiler
 from hicache.bench.gpu.daemon import BLOCK_TOKENS, GpuUse, daemon, wait_for
 from hicache.bench.gpu.stand_in_host import stand_in_host
 from hicache.client.blocking import Client, LayerGroup, Match, NamespaceSpec, PageShare, SharedPages
-from hicache.connectors.pages import PagedCache, shared_pages
+from hicache.connectors.common.paged_blocks import PagedCache, shared_pages
 from hicache.demo.daemon import PrivateDaemon
 from hicache.transfer.pages import CupyRunner, PageLayout, whole_pages
 

@@ -57,7 +57,7 @@ def _model(check: Check, dtype: Any) -> Any:
 def _compare(check: Check, house: PrivateDaemon, model: Any, step: Step, is_judged: bool) -> None:
     """Conversations of growing prompts: turn by turn, then all of them again, which by then lie on
     every tier. A wrong token is counted, and the first place of it told."""
-    from hicache.connectors.transformers import CachedModel
+    from hicache.connectors.transformers.cached_model import CachedModel
 
     conversations, turns, length = (2, 2, 130) if check.is_dry else (6, 3, 500)
     rng = np.random.default_rng(3)

@@ -33,9 +33,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hicache.client.aio import AsyncClient
 from hicache.client.gpu_pages import SharedPages
-from hicache.connectors.vllm.announcing import Announcements
-from hicache.connectors.vllm.asking import Asking
 from hicache.connectors.vllm.background import Background, Trouble
+from hicache.connectors.vllm.lookup import Asking
 from hicache.connectors.vllm.metrics import HiCacheProm, HiCacheStats
 from hicache.connectors.vllm.namespace import (
     EngineFacts,
@@ -44,10 +43,11 @@ from hicache.connectors.vllm.namespace import (
     refuse_by_config,
 )
 from hicache.connectors.vllm.options import Options, check_failure_policy
-from hicache.connectors.vllm.orders import Orders, Report
-from hicache.connectors.vllm.pages import Unsupported, pages_of, share
-from hicache.connectors.vllm.scheduling import Counters, SchedulerSide
-from hicache.connectors.vllm.working import WorkerSide
+from hicache.connectors.vllm.published_hashes import Announcements
+from hicache.connectors.vllm.scheduler_side import Counters, SchedulerSide
+from hicache.connectors.vllm.step_messages import Orders, Report
+from hicache.connectors.vllm.vllm_pages import Unsupported, pages_of, share
+from hicache.connectors.vllm.worker_side import WorkerSide
 from hicache.protocol.keys import NamespaceSpec
 
 log = logging.getLogger("hicache.vllm")

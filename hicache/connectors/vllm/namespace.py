@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from hicache.connectors.arithmetic import prefill_flop
-from hicache.connectors.model_config import (
+from hicache.connectors.common.model_config import (
     MOVING_ROPE,
     canonical,
     plain,
     quantisation,
     rope_types,
 )
-from hicache.connectors.vllm.pages import Unsupported
+from hicache.connectors.common.prefill_arithmetic import prefill_flop
+from hicache.connectors.vllm.vllm_pages import Unsupported
 from hicache.connectors.vllm.weights import digest_files
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 

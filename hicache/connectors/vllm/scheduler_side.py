@@ -26,11 +26,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from hicache.connectors.vllm.announcing import Announcements
-from hicache.connectors.vllm.asking import Asking, Ending, Question, salted
 from hicache.connectors.vllm.background import Trouble
-from hicache.connectors.vllm.orders import Identity, Load, Orders, Report, Step, Store
-from hicache.connectors.vllm.tracking import Request, Tracked, is_told_by_tokens
+from hicache.connectors.vllm.lookup import Asking, Ending, Question, salted
+from hicache.connectors.vllm.published_hashes import Announcements
+from hicache.connectors.vllm.step_messages import Identity, Load, Orders, Report, Step, Store
+from hicache.connectors.vllm.tracked_request import Request, Tracked, is_told_by_tokens
 
 IDLE_WAIT_S: Final = 0.001
 MAX_ASKED_EARLY: Final = 4

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hicache.connectors.vllm.asking import Question
+from hicache.connectors.vllm.lookup import Question
 
 
 class Request(Protocol):

@@ -30,7 +30,12 @@ import torch
 from transformers import DynamicCache
 
 from hicache.client.blocking import Client, Decision, FetchedRun, Match, PutResult
-from hicache.connectors.transformers_spec import Forward, Unsupported, kv_shape, namespace_spec
+from hicache.connectors.transformers.model_namespace import (
+    Forward,
+    Unsupported,
+    kv_shape,
+    namespace_spec,
+)
 from hicache.protocol.keys import NamespaceSpec
 
 __all__ = ["CachedModel", "Generation", "Unsupported"]

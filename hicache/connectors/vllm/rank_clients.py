@@ -16,11 +16,11 @@ from typing import Protocol
 
 from hicache.client.gpu_pages import LoadedPart, PageShare, PageTable, SharedPages
 from hicache.client.results import FetchedRun, Greeting, Match, PutResult
-from hicache.connectors.sharing import Sharing
-from hicache.connectors.vllm.asking import MAX_IDENTITIES, keep_alive, spec_of
+from hicache.connectors.common.page_sharing import Sharing
 from hicache.connectors.vllm.background import Background
-from hicache.connectors.vllm.orders import Identity, Lease
-from hicache.connectors.vllm.pages import Bytes
+from hicache.connectors.vllm.lookup import MAX_IDENTITIES, keep_alive, spec_of
+from hicache.connectors.vllm.step_messages import Identity, Lease
+from hicache.connectors.vllm.vllm_pages import Bytes
 from hicache.protocol.keys import NamespaceSpec
 
 

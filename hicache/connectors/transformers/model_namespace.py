@@ -19,14 +19,14 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from hicache.connectors.arithmetic import prefill_flop
-from hicache.connectors.model_config import (
+from hicache.connectors.common.model_config import (
     MOVING_ROPE,
     canonical,
     plain,
     quantisation,
     rope_types,
 )
+from hicache.connectors.common.prefill_arithmetic import prefill_flop
 from hicache.protocol.keys import LayerGroup, NamespaceSpec, digest_weights, sample_bytes
 
 LAYOUT = "hf:[layer,kv,head,token,dim]"

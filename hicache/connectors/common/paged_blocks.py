@@ -28,9 +28,9 @@ from hicache.client.blocking import Client, LoadedPages, LoadedPart, PageShare, 
 from hicache.client.gpu_pages import PageTable
 from hicache.client.results import Greeting, Match, PutResult
 from hicache.client.transport import run_now
-from hicache.connectors.page_load import PageLoad
-from hicache.connectors.sharing import Sharing
-from hicache.connectors.staging import Staging
+from hicache.connectors.common.page_load import PageLoad
+from hicache.connectors.common.page_sharing import Sharing
+from hicache.connectors.common.staging import Staging
 from hicache.protocol.keys import Tokens
 from hicache.transfer.ipc import NotShareable, share
 from hicache.transfer.pages import PageLayout, Runner

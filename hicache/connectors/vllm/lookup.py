@@ -21,7 +21,7 @@ from typing import Final, Protocol
 
 from hicache.client.results import Greeting, Match
 from hicache.connectors.vllm.background import Background
-from hicache.connectors.vllm.orders import Identity, Lease
+from hicache.connectors.vllm.step_messages import Identity, Lease
 from hicache.connectors.vllm.weights import digest_adapter
 from hicache.protocol.keys import NamespaceSpec
 

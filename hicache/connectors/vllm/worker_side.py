@@ -33,9 +33,9 @@ from hicache.client.aio import in_thread
 from hicache.client.gpu_pages import PageShare, PageTable, SharedPages, reach
 from hicache.client.results import FetchedRun, Match, PutResult
 from hicache.connectors.vllm.background import Background, log
-from hicache.connectors.vllm.clients import BlockClient, Clients, Connect, Line
-from hicache.connectors.vllm.orders import Load, Orders, Report, Step, Store
-from hicache.connectors.vllm.pages import Pages
+from hicache.connectors.vllm.rank_clients import BlockClient, Clients, Connect, Line
+from hicache.connectors.vllm.step_messages import Load, Orders, Report, Step, Store
+from hicache.connectors.vllm.vllm_pages import Pages
 from hicache.protocol.keys import NamespaceSpec
 
 IDLE_WAIT_S: Final = 0.001
