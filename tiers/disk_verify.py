@@ -4,7 +4,7 @@
 transaction, so that a running worker's writer gets its freed pages back. Nothing is changed: a
 running worker removes what is bad itself (`DiskMedium.scrub`).
 
-    python -m hicache.tiers.disk_verify DIRECTORY SLOT_BYTES      by hicache/disk_care.py
+    python -m hicache.tiers.disk_verify DIRECTORY SLOT_BYTES      by hicache/commands/disk_tools.py
 
 scrubs one class of a device that nobody has open, in a process of its own, since a damaged file may
 end it; it says a JSON map a line.

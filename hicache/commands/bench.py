@@ -15,7 +15,7 @@ from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
 from hicache.bench.lodging import Running
 from hicache.bench.report import ProgressLine, tell, tell_figures
-from hicache.commands.curve import curve_option
+from hicache.commands.curve_option import curve_option
 from hicache.config.models import PlannerConfig
 from hicache.engine.planner import PlannerSettings
 from hicache.protocol.curve import CurveKeys

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from hicache.commands.curve import curve_option
+from hicache.commands.curve_option import curve_option
 from hicache.config import (
     Config,
     ConfigError,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from hicache import disk_care
 from hicache.bench.report import ProgressLine
+from hicache.commands import disk_tools as disk_care
 from hicache.commands.verify import tell
 
 

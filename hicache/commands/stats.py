@@ -17,9 +17,9 @@ from rich.text import Text
 
 from hicache.bench.report import ProgressLine
 from hicache.client.blocking import DaemonAbsent, DaemonError, admin_call
-from hicache.commands.curve import curve_option
-from hicache.commands.figures import told_bytes as _bytes
-from hicache.commands.seconds import timeout_option
+from hicache.commands.curve_option import curve_option
+from hicache.commands.text_format import told_bytes as _bytes
+from hicache.commands.time_options import timeout_option
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import default_endpoint
 

@@ -12,11 +12,11 @@ import click
 from rich.console import Console
 
 from hicache.bench.report import ProgressLine
-from hicache.branches import Forest, Order, Reading, Space, Sum, Trunk, Unreadable, sort
 from hicache.client.blocking import AdminLine, DaemonAbsent, DaemonError
-from hicache.commands.curve import curve_option
-from hicache.commands.drawing import draw, title_of
-from hicache.commands.seconds import timeout_option
+from hicache.commands.curve_option import curve_option
+from hicache.commands.index_tree import Forest, Order, Reading, Space, Sum, Trunk, Unreadable, sort
+from hicache.commands.time_options import timeout_option
+from hicache.commands.tree_drawing import draw, title_of
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import default_endpoint
 from hicache.protocol.messages import NAMESPACE_BYTES

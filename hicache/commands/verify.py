@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from hicache import disk_care
 from hicache.bench.report import ProgressLine
 from hicache.client.blocking import DaemonAbsent, DaemonError, admin_call
-from hicache.commands.curve import curve_option
+from hicache.commands import disk_tools as disk_care
+from hicache.commands.curve_option import curve_option
 from hicache.config.units import parse_size
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import default_endpoint

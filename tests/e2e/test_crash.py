@@ -16,7 +16,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from hicache import disk_care
+from hicache.commands import disk_tools as disk_care
 from hicache.tiers.block import slot_bytes_for
 from tests.e2e.household import ROOT, SPEC, Household, prompt, read, wait_for
 from tests.e2e.storer import NUM_BLOCKS

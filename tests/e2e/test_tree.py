@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.branches import Reading
 from hicache.client.blocking import AdminLine
+from hicache.commands.index_tree import Reading
 from hicache.protocol.messages import MAX_TREE_NODES
 from tests.e2e.household import (
     ROOT,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.branches import Branch, Forest, Reading, Sum, Trunk, Unreadable, sort
-from hicache.commands.drawing import draw
+from hicache.commands.index_tree import Branch, Forest, Reading, Sum, Trunk, Unreadable, sort
+from hicache.commands.tree_drawing import draw
 from hicache.engine.residency import Residency
 from hicache.engine.tree import Run, page
 from hicache.protocol.messages import pack, unpack

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from hicache.commands.foresight import pin, pins, unpin, warm
+from hicache.commands.warm import pin, pins, unpin, warm
 from tests.hicache.scripted_daemon import ScriptedDaemon, refuse
 
 MODEL, OTHER = "ab" * 32, "ac" * 32

@@ -15,10 +15,10 @@ from click.testing import CliRunner, Result
 from msgspec import structs
 from rich.cells import cell_len
 
-from hicache.branches import Reading
 from hicache.cli import cli
-from hicache.commands.drawing import draw
+from hicache.commands.index_tree import Reading
 from hicache.commands.tree import tree
+from hicache.commands.tree_drawing import draw
 from hicache.engine.tree import Run
 from tests.hicache.scripted_daemon import DIE, ScriptedDaemon, Seen, refuse
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hicache import disk_care
 from hicache.cli import cli
+from hicache.commands import disk_tools as disk_care
 from hicache.tiers.base import TierMissing, TierUnavailable
 from hicache.tiers.disk import DiskTier
 from tests.tiers.blocks import content, name

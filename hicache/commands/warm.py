@@ -9,9 +9,9 @@ import click
 
 from hicache.client.blocking import admin_call
 from hicache.client.calls import waiting
-from hicache.commands.curve import curve_option
-from hicache.commands.drawing import duration, printable
-from hicache.commands.seconds import seconds_option
+from hicache.commands.curve_option import curve_option
+from hicache.commands.time_options import seconds_option
+from hicache.commands.tree_drawing import duration, printable
 from hicache.config.units import format_seconds
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import default_endpoint

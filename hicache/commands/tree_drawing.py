@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from hicache.branches import Branch, Forest, Space, Sum, Trunk
-from hicache.commands.figures import told_bytes
+from hicache.commands.index_tree import Branch, Forest, Space, Sum, Trunk
+from hicache.commands.text_format import told_bytes
 
 Item = Branch | Trunk
 
