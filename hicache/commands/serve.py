@@ -19,7 +19,7 @@ from hicache.config import (
     probe_machine,
     resolve_sizes,
 )
-from hicache.config.errors import Mistake, mistakes_of
+from hicache.config.messages_for_people import Mistake, mistakes_of
 from hicache.config.units import UnitError, parse_size
 from hicache.daemon.build import assemble, remove_dead_arenas
 from hicache.daemon.curve_auth import check_keys

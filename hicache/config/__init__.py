@@ -7,7 +7,6 @@
 """
 
 from hicache.config.display import key_table, key_table_markdown, plain_value, shown_values
-from hicache.config.errors import ConfigError, Mistake
 from hicache.config.fields import Surroundings
 from hicache.config.live import LiveDiff, diff_live, with_live
 from hicache.config.loading import LoadedConfig, effective_values, load_config, parse_config
@@ -19,6 +18,7 @@ from hicache.config.machine import (
     probe_machine,
     resolve_sizes,
 )
+from hicache.config.messages_for_people import ConfigError, Mistake
 from hicache.config.models import (
     Config,
     DeadlinesConfig,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hicache.config.errors import KeyPath, describe_allowed, section_of, walk, yaml_key
+from hicache.config.messages_for_people import KeyPath, describe_allowed, section_of, walk, yaml_key
 from hicache.config.models import Config
 from hicache.config.units import Share, format_flop_rate, format_rate, format_seconds, format_size
 

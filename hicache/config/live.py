@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from hicache.config.errors import KeyPath, yaml_key
 from hicache.config.loading import effective_values
+from hicache.config.messages_for_people import KeyPath, yaml_key
 from hicache.config.models import Config
 
 Model = TypeVar("Model", bound=BaseModel)

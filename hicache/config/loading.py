@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ValidationError
 
-from hicache.config.errors import ConfigError, KeyPath, Mistake, mistakes_of, yaml_key
 from hicache.config.fields import Surroundings
+from hicache.config.messages_for_people import ConfigError, KeyPath, Mistake, mistakes_of, yaml_key
 from hicache.config.models import Config
-from hicache.config.source import Document, read_yaml
+from hicache.config.yaml_source import Document, read_yaml
 
 _ENDPOINT: KeyPath = ("socket", "endpoint")
 

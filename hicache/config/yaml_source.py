@@ -11,7 +11,7 @@ from typing import Final
 
 import yaml
 
-from hicache.config.errors import KeyPath, Mistake
+from hicache.config.messages_for_people import KeyPath, Mistake
 
 Value = object
 MAX_VALUES: Final = 10_000
