@@ -32,7 +32,7 @@ from hicache.daemon.build import Parts, engine_settings, new_engine, paces_of, t
 from hicache.daemon.curve_auth import Doorkeeper
 from hicache.daemon.dispatch import Asked, Service
 from hicache.daemon.fetch_replies import Part
-from hicache.daemon.loop.operations import stats as figures
+from hicache.daemon.operations import stats as figures
 from hicache.daemon.pending import Peer
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.socket_lock import Instance, listen, peer_pid
