@@ -15,7 +15,7 @@ from rich.table import Table
 from hicache.bench.report import ProgressLine, wide_console
 from hicache.config.units import Share, UnitError, parse_size_or_share
 from hicache.engine.policies.catalog import POLICIES
-from hicache.replay.models import DEFAULT_MODEL, MODELS, ModelProfile
+from hicache.replay.model_profiles import DEFAULT_MODEL, MODELS, ModelProfile
 from hicache.replay.plot import DISK_WRITES, Point, write_plot
 from hicache.replay.simulate import LRU_STACK, MINIMUM, TIERS, Tally
 from hicache.replay.simulate import replay as replay_once

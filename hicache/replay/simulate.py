@@ -20,7 +20,8 @@ from hicache.engine.hazard import fit
 from hicache.engine.planner import PlannerSettings
 from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
-from hicache.replay import bound, stack
+from hicache.replay import bound
+from hicache.replay import lru_stack as stack
 from hicache.replay.traces import SYMBOL_BYTES, Request, Trace
 from hicache.tiers.block import PAGE_BYTES, TierSpec
 from hicache.tiers.slots import SlotPool
