@@ -34,8 +34,8 @@ import yaml
 from hicache.bench.report import BenchError, ReloadRow, Step
 from hicache.client.blocking import Client
 from hicache.connectors.transformers.cached_model import CachedModel, Generation
-from hicache.demo.daemon import PrivateDaemon
-from hicache.demo.model import DemoModel
+from hicache.demo.demo_daemon import PrivateDaemon
+from hicache.demo.demo_model import DemoModel
 from hicache.protocol.keys import NamespaceSpec
 
 BLOCK: Final = 16

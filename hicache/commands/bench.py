@@ -129,7 +129,7 @@ def reload(
     Speeds are multiples of the model's KV-generation bandwidth; the whole table of docs/planner.md
     has --speeds 0.25,0.5,1,2,10,free and --prefixes 256,512,1024,2048,4096.
     """
-    from hicache.demo.model import ModelMissing, check_engine, load_random, load_smollm2
+    from hicache.demo.demo_model import ModelMissing, check_engine, load_random, load_smollm2
 
     try:
         check_engine()

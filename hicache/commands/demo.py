@@ -45,14 +45,14 @@ def demo(config_file: Path | None, json_file: Path | None, random_weights: bool)
     host memory and disk, and go on after the daemon was restarted. Uses a daemon of its own, in
     temporary folders. Exits 1 if any output differs from the one without hicache.
     """
-    from hicache.demo.daemon import DaemonFailed
-    from hicache.demo.model import ModelMissing, check_engine, load_random, load_smollm2
+    from hicache.demo.demo_daemon import DaemonFailed
+    from hicache.demo.demo_model import ModelMissing, check_engine, load_random, load_smollm2
 
     signal.signal(signal.SIGTERM, _exit_in_order)
     try:
         check_engine()
-        from hicache.demo.report import Report, as_data
-        from hicache.demo.run import run_demo
+        from hicache.demo.demo_report import Report, as_data
+        from hicache.demo.demo_run import run_demo
 
         load = load_random if random_weights else load_smollm2
         with Report() as report:

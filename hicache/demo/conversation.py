@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hicache.demo.tools import system_prompt
+from hicache.demo.agent_tools import system_prompt
 
 MAX_NEW_SHARE = 0.10
 MIN_SYSTEM_TOKENS = 1500

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from hicache.demo.agent_tools import TOOLS, system_prompt
 from hicache.demo.conversation import (
     MAX_NEW_SHARE,
     MIN_SYSTEM_TOKENS,
@@ -14,8 +15,7 @@ from hicache.demo.conversation import (
     Prompt,
     shared_tokens,
 )
-from hicache.demo.model import encode_bytes
-from hicache.demo.tools import TOOLS, system_prompt
+from hicache.demo.demo_model import encode_bytes
 
 STOP = frozenset({2})
 REPLY = [5] * 15 + [2]

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from hicache.commands.demo import demo
-from hicache.demo import model
-from hicache.demo.daemon import DaemonFailed, PrivateDaemon
+from hicache.demo import demo_model as model
+from hicache.demo.demo_daemon import DaemonFailed, PrivateDaemon
 from tests.e2e.household import wait_for
 
 SMALL = """

@@ -10,8 +10,8 @@ pytest.importorskip("transformers", reason="needs the extra: pip install .[demo]
 
 from rich.console import Console
 
-from hicache.demo.report import Report, as_data
-from hicache.demo.run import Result, Turn
+from hicache.demo.demo_report import Report, as_data
+from hicache.demo.demo_run import Result, Turn
 
 
 def turn(number: int, *, equal: bool = True, **hits: int) -> Turn:

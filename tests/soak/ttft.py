@@ -32,7 +32,7 @@ import torch
 from hicache.client.blocking import Client, DaemonAbsent
 from hicache.connectors.transformers.cached_model import CachedModel
 from hicache.demo.conversation import SCRIPTS, shared_tokens
-from hicache.demo.model import DemoModel, load_smollm2
+from hicache.demo.demo_model import DemoModel, load_smollm2
 from tests.e2e.household import Household
 
 MATCH_S: Final = 0.25

@@ -18,7 +18,7 @@ import yaml
 
 from hicache.bench.gpu.check import Check
 from hicache.client.blocking import Client, LayerGroup, NamespaceSpec
-from hicache.demo.daemon import PrivateDaemon
+from hicache.demo.demo_daemon import PrivateDaemon
 
 BLOCKS = 8
 BLOCK_TOKENS = 16

@@ -19,7 +19,7 @@ from hicache.bench.gpu.daemon import BLOCK_TOKENS, GpuUse, daemon, wait_for
 from hicache.bench.gpu.stand_in_host import stand_in_host
 from hicache.client.blocking import Client, LayerGroup, Match, NamespaceSpec, PageShare, SharedPages
 from hicache.connectors.common.paged_blocks import PagedCache, shared_pages
-from hicache.demo.daemon import PrivateDaemon
+from hicache.demo.demo_daemon import PrivateDaemon
 from hicache.transfer.pages import CupyRunner, PageLayout, whole_pages
 
 PAGE_BYTES = 64 << 10  # 16 tokens of a layer of an 8B model, K and V

@@ -12,8 +12,8 @@ import numpy as np
 from hicache.bench.gpu.check import Check, Step
 from hicache.bench.gpu.daemon import daemon
 from hicache.client.blocking import Client
-from hicache.demo.daemon import PrivateDaemon
-from hicache.demo.model import check_engine
+from hicache.demo.demo_daemon import PrivateDaemon
+from hicache.demo.demo_model import check_engine
 
 VOCABULARY = 4096
 NEW_TOKENS = 24

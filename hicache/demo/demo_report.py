@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from hicache.demo.run import TIERS, Result, Turn
+from hicache.demo.demo_run import TIERS, Result, Turn
 
 MIN_WIDTH = 116
 WORDS_SHOWN = 70

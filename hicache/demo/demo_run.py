@@ -27,8 +27,8 @@ from hicache.demo.conversation import (
     Prompt,
     shared_tokens,
 )
-from hicache.demo.daemon import PrivateDaemon
-from hicache.demo.model import DemoModel
+from hicache.demo.demo_daemon import PrivateDaemon
+from hicache.demo.demo_model import DemoModel
 from hicache.demo.squeeze import Squeezer
 from hicache.protocol.keys import NamespaceSpec
 
