@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.bench.gpu.cpu_kernels import NoCompiler, library
+from hicache.bench.gpu_check.cpu_kernels import NoCompiler, library
 
 
 def compiled(source: str, target: Path, *flags: str) -> Path:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.floor import Echo
-from hicache.bench.lodging import Running, lodging
+from hicache.bench.daemon_process import Running, lodging
+from hicache.bench.echo_floor import Echo
 from hicache.bench.report import BenchError, RpcRow, Step
 from hicache.client.blocking import Client, LayerGroup, Match, NamespaceSpec
 from hicache.protocol.messages import pack

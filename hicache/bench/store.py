@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.lodging import Running, lodging
+from hicache.bench.daemon_process import Running, lodging
 from hicache.bench.report import BenchError, Step, StoreRow
 from hicache.client.blocking import Client, LayerGroup, NamespaceSpec
 

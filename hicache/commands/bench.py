@@ -6,20 +6,20 @@ from pathlib import Path
 import click
 
 from hicache.bench import disk as disk_bench
-from hicache.bench import engine as engine_bench
-from hicache.bench import index as index_bench
-from hicache.bench import planner as planner_bench
-from hicache.bench import refit as refit_bench
-from hicache.bench import restart as restart_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
-from hicache.bench.lodging import Running
+from hicache.bench.daemon_process import Running
 from hicache.bench.report import ProgressLine, tell, tell_figures
 from hicache.commands.curve_option import curve_option
 from hicache.config.models import PlannerConfig
 from hicache.engine.planner import PlannerSettings
 from hicache.protocol.curve import CurveKeys
 from hicache.tiers.disk import Durability
+from tests.bench import engine as engine_bench
+from tests.bench import index as index_bench
+from tests.bench import planner as planner_bench
+from tests.bench import refit as refit_bench
+from tests.bench import restart as restart_bench
 
 _json_option = click.option(
     "--json",
@@ -133,7 +133,7 @@ def reload(
 
     try:
         check_engine()
-        from hicache.bench import reload as reload_bench
+        from tests.bench import reload as reload_bench
 
         demo = load_random() if random_weights else load_smollm2("bfloat16")
     except ModelMissing as error:

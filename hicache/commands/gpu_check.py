@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from hicache.bench.gpu.run import CHECKS, default_folder, run, show
+from hicache.bench.gpu_check.run import CHECKS, default_folder, run, show
 
 
 @click.command()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.bench.gpu.stand_in import StandIn
+from hicache.bench.gpu_check.stand_in import StandIn
 from hicache.client.gpu_pages import LoadedPart, PageTable
 from hicache.client.results import Decision, FetchedRun, FramedRun, Match
 from hicache.connectors.common.page_load import PageLoad

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from hicache.bench.gpu.stand_in import StandIn
+from hicache.bench.gpu_check.stand_in import StandIn
 from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.common.paged_blocks import shared_pages
 from hicache.connectors.vllm import worker_side as working

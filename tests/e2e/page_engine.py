@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.gpu.stand_in import BUS_ID, StandIn
+from hicache.bench.gpu_check.stand_in import BUS_ID, StandIn
 from hicache.client.blocking import Client, NamespaceSpec, SharedPages
 from hicache.connectors.common.paged_blocks import PagedCache
 from hicache.transfer.pages import PageLayout, Plane

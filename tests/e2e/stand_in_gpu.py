@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 
-from hicache.bench.gpu.stand_in_host import DRIVER
+from hicache.bench.gpu_check.stand_in_host import DRIVER
 from tests.e2e.household import Household, wait_for
 from tests.shared_library import compiled
 

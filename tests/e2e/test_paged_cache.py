@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from hicache.bench.gpu.cpu_kernels import CpuRunner
+from hicache.bench.gpu_check.cpu_kernels import CpuRunner
 from hicache.connectors.common import paged_blocks as paged
 from hicache.connectors.common.paged_blocks import PagedCache
 from tests.e2e.household import Household, blocks_of, prompt, read

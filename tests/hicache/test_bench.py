@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from hicache.bench import planner
-from hicache.bench.grove import LONG, PROMPT, TURN, Grove
 from hicache.bench.report import RpcRow, StoreRow, tell
 from hicache.engine.planner import PlannerSettings
+from tests.bench import planner
+from tests.bench.synthetic_tree import LONG, PROMPT, TURN, Grove
 
 
 def test_a_call_beside_its_floor() -> None:

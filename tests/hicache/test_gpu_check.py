@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hicache.bench.gpu.check import Check, Row, Skipped
-from hicache.bench.gpu.run import CHECKS, show
+from hicache.bench.gpu_check.check import Check, Row, Skipped
+from hicache.bench.gpu_check.run import CHECKS, show
 
 pytestmark = pytest.mark.thorough
 

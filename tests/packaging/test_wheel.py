@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 # Modules that need an extra the empty environment does not have; they are compared, not imported.
 NEEDS_EXTRA = (
-    "hicache.bench.reload",
+    "tests.bench.reload",
     "hicache.commands.demo",
     "hicache.connectors.",
     "hicache.demo",

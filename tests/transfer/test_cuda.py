@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hicache.bench.gpu.stand_in import StandIn
+from hicache.bench.gpu_check.stand_in import StandIn
 from hicache.engine.plan import Move, Outcome, Priority
 from hicache.tiers.arena import Arena
 from hicache.tiers.base import TierDamaged, TierUnavailable

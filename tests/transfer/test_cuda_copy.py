@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache.bench.gpu.stand_in import StandIn
+from hicache.bench.gpu_check.stand_in import StandIn
 from hicache.tiers.arena import Arena
 from hicache.tiers.hbm import CudaPool
 from hicache.transfer import cuda

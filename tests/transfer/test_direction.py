@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.bench.gpu.stand_in import StandIn
+from hicache.bench.gpu_check.stand_in import StandIn
 from hicache.engine.plan import Move, Priority
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES

@@ -14,8 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.bench.gpu.layouts import ITEM_BYTES, KINDS, Kind, Shape, Tensor, gathered, scattered
-from hicache.bench.gpu.stand_in import BUS_ID, StandIn
+from hicache.bench.gpu_check.layouts import (
+    ITEM_BYTES,
+    KINDS,
+    Kind,
+    Shape,
+    Tensor,
+    gathered,
+    scattered,
+)
+from hicache.bench.gpu_check.stand_in import BUS_ID, StandIn
 from hicache.tiers.arena import Arena
 from hicache.tiers.base import TierDamaged
 from hicache.tiers.block import PAGE_BYTES

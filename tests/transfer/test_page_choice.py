@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hicache.bench.gpu import stand_in
-from hicache.bench.gpu.cpu_kernels import NoCompiler
-from hicache.bench.gpu.stand_in import ATTRIBUTES, StandIn
+from hicache.bench.gpu_check import stand_in
+from hicache.bench.gpu_check.cpu_kernels import NoCompiler
+from hicache.bench.gpu_check.stand_in import ATTRIBUTES, StandIn
 from hicache.tiers.arena import Arena
 from hicache.tiers.hbm import CudaPool
 from hicache.transfer import page_choice

@@ -12,9 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.bench.gpu.cpu_kernels import CpuRunner
-from hicache.bench.gpu.layouts import ITEM_BYTES, KINDS, Kind, Shape, Tensor, gathered, scattered
-from hicache.bench.gpu.stand_in import StandIn
+from hicache.bench.gpu_check.cpu_kernels import CpuRunner
+from hicache.bench.gpu_check.layouts import (
+    ITEM_BYTES,
+    KINDS,
+    Kind,
+    Shape,
+    Tensor,
+    gathered,
+    scattered,
+)
+from hicache.bench.gpu_check.stand_in import StandIn
 from hicache.transfer.pages import SOURCE, CupyRunner, PageCopier, PageLayout, Plane, whole_pages
 from tests.shared_library import needs_page_kernels
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hicache.bench.gpu.stand_in import INVALID_VALUE, StandIn, StandInError
+from hicache.bench.gpu_check.stand_in import INVALID_VALUE, StandIn, StandInError
 
 GATE = Path(os.environ.get("STAND_IN_GATE", ""))
 

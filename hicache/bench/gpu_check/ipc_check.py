@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hicache.bench.gpu.check import Check, Skipped
-from hicache.bench.gpu.layouts import Tensor, gathered, scattered
-from hicache.bench.gpu.pages import Card
-from hicache.bench.gpu.tenant import KIND, SHAPE, tensors
+from hicache.bench.gpu_check.check import Check, Skipped
+from hicache.bench.gpu_check.layouts import Tensor, gathered, scattered
+from hicache.bench.gpu_check.pages_check import Card
+from hicache.bench.gpu_check.tenant import KIND, SHAPE, tensors
 from hicache.transfer.ipc import Mappings, SharedRange
 from hicache.transfer.pages import CupyRunner, PageCopier
 
@@ -28,7 +28,7 @@ class Tenant:
     """The other process, and its tensors as they should be."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "hicache.bench.gpu.tenant", str(SEED)]
+        command = [sys.executable, "-m", "hicache.bench.gpu_check.tenant", str(SEED)]
         pipes = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipes, stdout=pipes, text=True)
         self.tensors = tensors(SEED)

@@ -11,8 +11,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from hicache.bench.gpu.check import Check, Step
-from hicache.bench.gpu.copies import Sides, paths, sides
+from hicache.bench.gpu_check.check import Check, Step
+from hicache.bench.gpu_check.copies import Sides, paths, sides
 from hicache.engine.plan import Move
 from hicache.tiers.block import PAGE_BYTES
 from hicache.transfer.cuda import CudaLink
@@ -26,10 +26,15 @@ TARGET = 0.03
 
 
 class Neighbour:
-    """The process of hicache/bench/gpu/matmul.py."""
+    """The process of hicache/bench/gpu_check/matmul.py."""
 
     def __init__(self, is_dry: bool) -> None:
-        command = [sys.executable, "-m", "hicache.bench.gpu.matmul", *(["--dry"] if is_dry else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "hicache.bench.gpu_check.matmul",
+            *(["--dry"] if is_dry else []),
+        ]
         pipes = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipes, stdout=pipes, text=True)
         self._answer()

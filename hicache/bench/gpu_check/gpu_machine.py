@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from hicache.bench.gpu.check import Check, Skipped
+from hicache.bench.gpu_check.check import Check, Skipped
 from hicache.tiers.arena import Arena
 from hicache.tiers.hbm_probe import look
 from hicache.transfer.pinning import CHUNK_BYTES, PinnedArena

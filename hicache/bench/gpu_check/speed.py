@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from hicache.bench.gpu.check import Check, Skipped
-from hicache.bench.gpu.copies import Sides, paths, sides
-from hicache.bench.gpu.feeding import Fed, fed
+from hicache.bench.gpu_check.check import Check, Skipped
+from hicache.bench.gpu_check.copies import Sides, paths, sides
+from hicache.bench.gpu_check.feeding import Fed, fed
 from hicache.bench.report import wide_console
 from hicache.engine.plan import Move
 from hicache.tiers.block import PAGE_BYTES

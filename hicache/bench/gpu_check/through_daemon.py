@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from hicache.bench.gpu.check import Check
+from hicache.bench.gpu_check.check import Check
 from hicache.client.blocking import Client, LayerGroup, NamespaceSpec
 from hicache.demo.demo_daemon import PrivateDaemon
 

@@ -12,10 +12,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.gpu.check import Check, Skipped
-from hicache.bench.gpu.cpu_kernels import CpuRunner, NoCompiler
-from hicache.bench.gpu.layouts import ITEM_BYTES, KINDS, Kind, Shape, Tensor, gathered, scattered
-from hicache.bench.gpu.machine import arena_of
+from hicache.bench.gpu_check.check import Check, Skipped
+from hicache.bench.gpu_check.cpu_kernels import CpuRunner, NoCompiler
+from hicache.bench.gpu_check.gpu_machine import arena_of
+from hicache.bench.gpu_check.layouts import (
+    ITEM_BYTES,
+    KINDS,
+    Kind,
+    Shape,
+    Tensor,
+    gathered,
+    scattered,
+)
 from hicache.transfer.pages import CupyRunner, PageCopier, Runner, whole_pages
 from hicache.transfer.pinning import PinnedArena
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 
-from hicache.bench.gpu.check import Check, Skipped
+from hicache.bench.gpu_check.check import Check, Skipped
 
 TOOL = "compute-sanitizer"
 _REFUSED = "Device not supported"

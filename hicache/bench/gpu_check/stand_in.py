@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache.bench.gpu.cpu_kernels import NoCompiler, library
+from hicache.bench.gpu_check.cpu_kernels import NoCompiler, library
 from hicache.transfer.cuda_copy import Piece
 
 INVALID_VALUE, ILLEGAL_ADDRESS = 1, 700

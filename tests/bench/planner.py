@@ -19,12 +19,12 @@ from math import exp
 from statistics import fmean, median
 from typing import Any, Final
 
-from hicache.bench.grove import CLOCK_S, clock
 from hicache.bench.report import Step
 from hicache.engine.cost import LinkCost, PrefillCost, PrefillPrior
 from hicache.engine.plan import TierRun
 from hicache.engine.planner import Hit, Planner, PlannerSettings
 from hicache.engine.reloading import OwnCopy, Route, Way, reload_over
+from tests.bench.synthetic_tree import CLOCK_S, clock
 
 FLOP_PER_S: Final = 4.95e14
 MODELS: Final = {  # FLOP per token, FLOP per pair of tokens, KV bytes per token

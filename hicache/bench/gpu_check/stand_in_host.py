@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from hicache.bench.gpu.cpu_kernels import NoCompiler
+from hicache.bench.gpu_check.cpu_kernels import NoCompiler
 
 # Each copy takes so long that kernels, run by the CPU, are faster.
-_CUPY: Final = """from hicache.bench.gpu.stand_in import StandIn
+_CUPY: Final = """from hicache.bench.gpu_check.stand_in import StandIn
 __version__ = "stand-in"
 _device = StandIn(copy_s=1e-4)
 cuda, RawModule = _device.cuda, _device.RawModule

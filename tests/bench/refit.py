@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.lodging import Running, lodging
+from hicache.bench.daemon_process import Running, lodging
 from hicache.bench.report import BenchError, RefitRow, Step
 from hicache.client.blocking import Client, LayerGroup, NamespaceSpec, admin_call
 from hicache.engine.history import REFIT_REQUESTS

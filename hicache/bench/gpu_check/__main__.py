@@ -1,12 +1,12 @@
-"""One check as a process: see hicache/bench/gpu/run.py."""
+"""One check as a process: see hicache/bench/gpu_check/run.py."""
 
 import importlib
 from pathlib import Path
 
 import click
 
-from hicache.bench.gpu.check import Check
-from hicache.bench.gpu.run import CHECKS
+from hicache.bench.gpu_check.check import Check
+from hicache.bench.gpu_check.run import CHECKS
 
 
 @click.command()

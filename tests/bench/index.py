@@ -20,7 +20,9 @@ import gc
 from collections.abc import Callable
 from typing import Final
 
-from hicache.bench.grove import (
+from hicache.bench.report import IndexRow, Step
+from hicache.protocol.keys import ROOT_KEY, chain_keys
+from tests.bench.synthetic_tree import (
     CLOCK_S,
     LONG,
     PROMPT,
@@ -30,8 +32,6 @@ from hicache.bench.grove import (
     clock,
     quiet,
 )
-from hicache.bench.report import IndexRow, Step
-from hicache.protocol.keys import ROOT_KEY, chain_keys
 
 PAGES: Final = (1, 16, 64)
 SCALES_MILLIONS: Final = (1, 10, 100)

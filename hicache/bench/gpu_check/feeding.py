@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from hicache.bench.gpu.check import Check
-from hicache.bench.gpu.machine import arena_of
+from hicache.bench.gpu_check.check import Check
+from hicache.bench.gpu_check.gpu_machine import arena_of
 from hicache.engine.plan import Move, Outcome
 from hicache.tiers.arena import Arena
 from hicache.transfer.messages import WorkerConfig

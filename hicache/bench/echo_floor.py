@@ -1,6 +1,6 @@
 """The floor of a call: a ROUTER in a process of its own that sends every message back.
 
-`python -m hicache.bench.floor ENDPOINT` is that process.
+`python -m hicache.bench.echo_floor ENDPOINT` is that process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class Echo:
     """The process, and a DEALER connected to it."""
 
     def __init__(self, endpoint: str) -> None:
-        self._process = subprocess.Popen([sys.executable, "-m", "hicache.bench.floor", endpoint])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hicache.bench.echo_floor", endpoint]
+        )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)

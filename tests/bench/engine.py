@@ -15,10 +15,20 @@ from __future__ import annotations
 import gc
 from typing import Final
 
-from hicache.bench.grove import CLOCK_S, LONG, OWNER, PROMPT, TTL_S, TURN, Grove, clock, quiet
 from hicache.bench.report import IndexRow, Step
 from hicache.engine import plan as p
 from hicache.engine.planner import PlannerSettings
+from tests.bench.synthetic_tree import (
+    CLOCK_S,
+    LONG,
+    OWNER,
+    PROMPT,
+    TTL_S,
+    TURN,
+    Grove,
+    clock,
+    quiet,
+)
 
 PAGES: Final = (16, 64)
 

@@ -1,6 +1,6 @@
 """An inference engine's stand-in: a process that multiplies bf16 matrices and tells how fast.
 
-    python -m hicache.bench.gpu.matmul [--dry]     "S\\n" on stdin: measure for S seconds
+    python -m hicache.bench.gpu_check.matmul [--dry]     "S\\n" on stdin: measure for S seconds
 
 answers with one line each: the median and the mean milliseconds of a product, and their number.
 """

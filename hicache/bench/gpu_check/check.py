@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hicache.bench.gpu.stand_in import StandIn
+from hicache.bench.gpu_check.stand_in import StandIn
 
 Status = Literal["ok", "below", "FAILED", "told", "skipped", "dry"]
 """`told`: a fact nobody judges. `below`: it works, and misses its target. `dry`: not measured."""

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.lodging import START_S, Launched, launched, tiers_of
+from hicache.bench.daemon_process import START_S, Launched, launched, tiers_of
 from hicache.bench.report import BenchError, RestartRow, Step
 from hicache.client.blocking import Client
 from hicache.engine.plan import BlockIdentity

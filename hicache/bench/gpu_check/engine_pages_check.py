@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.gpu.check import Check, Skipped, Step
-from hicache.bench.gpu.cpu_kernels import NoCompiler
-from hicache.bench.gpu.daemon import BLOCK_TOKENS, GpuUse, daemon, wait_for
-from hicache.bench.gpu.stand_in_host import stand_in_host
+from hicache.bench.gpu_check.check import Check, Skipped, Step
+from hicache.bench.gpu_check.cpu_kernels import NoCompiler
+from hicache.bench.gpu_check.stand_in_host import stand_in_host
+from hicache.bench.gpu_check.through_daemon import BLOCK_TOKENS, GpuUse, daemon, wait_for
 from hicache.client.blocking import Client, LayerGroup, Match, NamespaceSpec, PageShare, SharedPages
 from hicache.connectors.common.paged_blocks import PagedCache, shared_pages
 from hicache.demo.demo_daemon import PrivateDaemon

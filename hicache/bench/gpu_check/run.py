@@ -25,7 +25,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from hicache.bench.gpu.check import Row
+from hicache.bench.gpu_check.check import Row
 from hicache.bench.report import wide_console
 
 CHECKS = {  # name: the longest it may take, in seconds; the most telling ones first

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.gpu.check import Check, Skipped
-from hicache.bench.gpu.machine import arena_of
+from hicache.bench.gpu_check.check import Check, Skipped
+from hicache.bench.gpu_check.gpu_machine import arena_of
 from hicache.engine.plan import Move, Priority
 from hicache.tiers.arena import Arena
 from hicache.tiers.base import TierDamaged

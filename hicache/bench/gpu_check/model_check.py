@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hicache.bench.gpu.check import Check, Step
-from hicache.bench.gpu.daemon import daemon
+from hicache.bench.gpu_check.check import Check, Step
+from hicache.bench.gpu_check.through_daemon import daemon
 from hicache.client.blocking import Client
 from hicache.demo.demo_daemon import PrivateDaemon
 from hicache.demo.demo_model import check_engine

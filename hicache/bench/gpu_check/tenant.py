@@ -1,6 +1,6 @@
 """A process that stands for an inference engine: its tensors, shared by CUDA IPC, until it ends.
 
-    python -m hicache.bench.gpu.tenant SEED       one line out, then a file name a line in
+    python -m hicache.bench.gpu_check.tenant SEED       one line out, then a file name a line in
 
 Its tensors lie in one allocation, not at its start, as an engine's allocator leaves them.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache.bench.gpu.layouts import KINDS, Shape, Tensor
+from hicache.bench.gpu_check.layouts import KINDS, Shape, Tensor
 from hicache.transfer.ipc import share
 
 SHAPE = Shape(layers=4, num_pages=256, page_tokens=16, heads=8, dim=128, pages_per_block=2)
