@@ -18,34 +18,34 @@ from typing import Any, cast
 import numpy as np
 
 from hicache.engine import plan as p
-from hicache.engine.blocks import State
-from hicache.engine.changes import Changes
-from hicache.engine.clearing import Clearing
-from hicache.engine.cost import LinkCost, PrefillCost, is_measurable, learn_hop
-from hicache.engine.evictor import Evictor
-from hicache.engine.fetching import Fetching, Positions
-from hicache.engine.gate import WriteGate
-from hicache.engine.hints import Hints
-from hicache.engine.history import History
-from hicache.engine.identity import Identities
-from hicache.engine.lease import NOBODY, Lease
-from hicache.engine.ledger import Ledger, TierCounts
-from hicache.engine.matching import Estimates, Matching
-from hicache.engine.memory import Memory
-from hicache.engine.node import Node
-from hicache.engine.pinning import Pinning
-from hicache.engine.planner import Planner
+from hicache.engine.index.node import Node
+from hicache.engine.kv_changes.diff import Changes
+from hicache.engine.placement.evictor import Evictor
+from hicache.engine.placement.promotion import promote
+from hicache.engine.placement.shedding import set_aside, shed
+from hicache.engine.placement.write_back import WriteDown
+from hicache.engine.placement.write_gate import WriteGate
+from hicache.engine.planner.cost import LinkCost, PrefillCost, is_measurable, learn_hop
+from hicache.engine.planner.counters import Ledger, TierCounts
+from hicache.engine.planner.estimates import Memory
+from hicache.engine.planner.planner import Planner
 from hicache.engine.policies.base import EvictionPolicy
+from hicache.engine.policies.hazard.history import History
 from hicache.engine.policies.lru import Lru
-from hicache.engine.promotion import promote
-from hicache.engine.residency import NO_TIER, Namespace, Residency
-from hicache.engine.restore import Restoration
+from hicache.engine.requests.block_keys import Identities
+from hicache.engine.requests.clear import Clearing
+from hicache.engine.requests.fetch import Fetching, Positions
+from hicache.engine.requests.hints import Hints
+from hicache.engine.requests.match import Estimates, Matching
+from hicache.engine.requests.pin import Pinning
+from hicache.engine.requests.put import Storing
+from hicache.engine.requests.restore import Restoration
+from hicache.engine.requests.uses import Uses
+from hicache.engine.requests.warm import Warming
+from hicache.engine.residency.blocks import State
+from hicache.engine.residency.copies import NO_TIER, Namespace, Residency
+from hicache.engine.residency.leases import NOBODY, Lease
 from hicache.engine.settings import EngineSettings
-from hicache.engine.shedding import set_aside, shed
-from hicache.engine.storing import Storing
-from hicache.engine.uses import Uses
-from hicache.engine.warming import Warming
-from hicache.engine.writedown import WriteDown
 from hicache.tiers.block import Ids, SlotPool, TierSpec, slot_bytes_for
 
 

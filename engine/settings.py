@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hicache.engine.cost import PrefillPrior
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.planner.cost import PrefillPrior
+from hicache.engine.planner.planner import PlannerSettings
 
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 

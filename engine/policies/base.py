@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import Final, Protocol
 
-from hicache.engine.node import Node
+from hicache.engine.index.node import Node
 
 ALWAYS: Final = math.inf
 """Worth more than anything held: room is made for it."""

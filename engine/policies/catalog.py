@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from hicache.engine.history import History
 from hicache.engine.policies.base import EvictionPolicy
 from hicache.engine.policies.gdsf import Gdsf
-from hicache.engine.policies.hazard import Hazard
+from hicache.engine.policies.hazard.history import History
+from hicache.engine.policies.hazard.policy import Hazard
 from hicache.engine.policies.lfu import Lfu
 from hicache.engine.policies.lru import Lru
 from hicache.engine.policies.s3fifo import S3Fifo

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hicache.engine.node import Node
+from hicache.engine.index.node import Node
 from hicache.engine.policies.priority import PriorityPolicy
 
 DEPTH_OF_DOUBLE_COST: Final = 50.0

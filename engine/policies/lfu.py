@@ -10,7 +10,7 @@ above, so leaves go first by themselves.
 
 from __future__ import annotations
 
-from hicache.engine.node import Node
+from hicache.engine.index.node import Node
 from hicache.engine.policies.priority import PriorityPolicy
 
 

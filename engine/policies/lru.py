@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 
-from hicache.engine.node import Node
+from hicache.engine.index.node import Node
 from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
 
 

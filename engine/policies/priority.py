@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 
-from hicache.engine.node import Node
+from hicache.engine.index.node import Node
 from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
 
 

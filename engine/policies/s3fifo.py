@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from hicache.engine.node import Node
+from hicache.engine.index.node import Node
 from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
 
 SMALL_SHARE: Final = 0.1

@@ -12,7 +12,7 @@ from hicache.bench.daemon_process import Running
 from hicache.bench.report import ProgressLine, tell, tell_figures
 from hicache.commands.curve_option import curve_option
 from hicache.config.models import PlannerConfig
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.planner.planner import PlannerSettings
 from hicache.protocol.curve import CurveKeys
 from hicache.tiers.disk import Durability
 from tests.bench import engine as engine_bench

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from hicache.engine.tree import Run
+from hicache.engine.index.snapshot import Run
 
 Order = Literal["bytes", "recent", "branches"]
 

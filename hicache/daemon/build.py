@@ -18,9 +18,9 @@ from hicache.config.models import TierConfig
 from hicache.config.units import Share
 from hicache.daemon.upkeep.memory_pressure import Shedding
 from hicache.engine.core import CacheEngine
-from hicache.engine.cost import PrefillPrior
 from hicache.engine.plan import Event
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.planner.cost import PrefillPrior
+from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.arena import Arena, is_adoptable, remove_stale

@@ -29,8 +29,8 @@ from hicache.daemon.sessions import RememberedMatch, Session, Sessions
 from hicache.daemon.upkeep.observers import Witnesses
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
-from hicache.engine.cost import plausible_hop
-from hicache.engine.pinned import leased_share
+from hicache.engine.planner.cost import plausible_hop
+from hicache.engine.residency.pinned import leased_share
 from hicache.protocol.keys import NamespaceSpec
 from hicache.protocol.messages import (
     PROTOCOL,

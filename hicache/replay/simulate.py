@@ -16,9 +16,9 @@ from typing import Final, TypeVar
 
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
-from hicache.engine.hazard import fit
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.policies.catalog import policies_of
+from hicache.engine.policies.hazard.model import fit
 from hicache.engine.settings import EngineSettings
 from hicache.replay import bound
 from hicache.replay import lru_stack as stack

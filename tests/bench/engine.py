@@ -17,7 +17,7 @@ from typing import Final
 
 from hicache.bench.report import IndexRow, Step
 from hicache.engine import plan as p
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.planner.planner import PlannerSettings
 from tests.bench.synthetic_tree import (
     CLOCK_S,
     LONG,

@@ -20,10 +20,10 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from hicache.bench.report import Step
-from hicache.engine.cost import LinkCost, PrefillCost, PrefillPrior
 from hicache.engine.plan import TierRun
-from hicache.engine.planner import Hit, Planner, PlannerSettings
-from hicache.engine.reloading import OwnCopy, Route, Way, reload_over
+from hicache.engine.planner.cost import LinkCost, PrefillCost, PrefillPrior
+from hicache.engine.planner.planner import Hit, Planner, PlannerSettings
+from hicache.engine.planner.reload_time import OwnCopy, Route, Way, reload_over
 from tests.bench.synthetic_tree import CLOCK_S, clock
 
 FLOP_PER_S: Final = 4.95e14

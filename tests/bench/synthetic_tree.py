@@ -16,11 +16,11 @@ import numpy as np
 
 from hicache.bench.report import Step
 from hicache.engine import plan as p
-from hicache.engine.blocks import BlockTable, State
 from hicache.engine.core import CacheEngine
-from hicache.engine.ids import Span
-from hicache.engine.index import Path
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.index.radix import Path
+from hicache.engine.planner.planner import PlannerSettings
+from hicache.engine.residency.block_ids import Span
+from hicache.engine.residency.blocks import BlockTable, State
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import TierSpec
 from hicache.tiers.slots import SlotPool

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicache.engine.history import REFIT_REQUESTS
 from hicache.engine.policies.catalog import POLICIES
+from hicache.engine.policies.hazard.history import REFIT_REQUESTS
 from tests.e2e.household import Household, prompt, read, store
 
 pytestmark = pytest.mark.e2e

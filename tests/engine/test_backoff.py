@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, Backoff
+from hicache.engine.placement.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, Backoff
 from hicache.engine.settings import EngineSettings
 from tests.engine.world import World, tokens_of
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.engine.blocks import BlockTable, IllegalTransition, State
-from hicache.engine.ids import Span, ids_of
+from hicache.engine.residency.block_ids import Span, ids_of
+from hicache.engine.residency.blocks import BlockTable, IllegalTransition, State
 from hicache.tiers.block import Ids, TierSpec
 from hicache.tiers.slots import SlotPool
 

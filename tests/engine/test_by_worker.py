@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine.record import Record
+from hicache.engine.planner.decision_log import Record
 from tests.engine.test_races import END, GPU_ONLY_HBM, world
 from tests.engine.world import BLOCK_BYTES, World, tokens_of
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
 from hicache.engine import plan as p
-from hicache.engine.changes import COPY_BYTES, RUN_BYTES, Changes, Removed, Stored
+from hicache.engine.kv_changes.diff import COPY_BYTES, RUN_BYTES, Changes, Removed, Stored
 from tests.engine.test_core_stateful import (
     EngineMachine,
     OneTierMachine,

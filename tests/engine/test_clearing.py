@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.engine import clearing
 from hicache.engine import plan as p
+from hicache.engine.requests import clear as clearing
 from tests.engine.world import DIGEST, World, tokens_of
 
 END = tokens_of(99)

@@ -21,12 +21,12 @@ from hypothesis.stateful import (
 )
 
 from hicache.engine import plan as p
-from hicache.engine.hazard import NUM_BINS, Model
-from hicache.engine.pinned import pinned_bytes
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.policies.catalog import POLICIES
+from hicache.engine.policies.hazard.evaluation import unjudged
+from hicache.engine.policies.hazard.model import NUM_BINS, Model
+from hicache.engine.residency.pinned import pinned_bytes
 from hicache.engine.settings import EngineSettings
-from hicache.engine.verdict import unjudged
 from tests.engine.world import (
     BLOCK_BYTES,
     ONE_TIER,

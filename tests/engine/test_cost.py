@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.engine.cost import (
+from hicache.engine.planner.cost import (
     LinkCost,
     LoadCost,
     PrefillCost,

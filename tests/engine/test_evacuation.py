@@ -1,12 +1,12 @@
-"""Slabs emptied for a second block size; one test per race told in engine/evacuation.py."""
+"""Slabs emptied for a second block size; one test per race told in engine/placement/slab_evacuation.py."""
 
 from __future__ import annotations
 
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine.evacuation import KEEP_S
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.placement.slab_evacuation import KEEP_S
+from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import Clearing
 from tests.engine.world import BLOCK_BYTES, World, tokens_of

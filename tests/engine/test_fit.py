@@ -7,8 +7,8 @@ from math import sqrt
 import numpy as np
 import pytest
 
-from hicache.engine.cost import OF_LINKS, OF_PREFILLS, LinkCost
-from hicache.engine.fit import Fit
+from hicache.engine.planner.cost import OF_LINKS, OF_PREFILLS, LinkCost
+from hicache.engine.planner.fit import Fit
 
 SIZES = (1.0, 4.0, 16.0, 64.0)
 

@@ -7,11 +7,11 @@ import math
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine.gate import BURST_S, UNKNOWN_RETURN, WriteGate
-from hicache.engine.hazard import NUM_BINS, Model
-from hicache.engine.history import History
-from hicache.engine.node import Node
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.index.node import Node
+from hicache.engine.placement.write_gate import BURST_S, UNKNOWN_RETURN, WriteGate
+from hicache.engine.planner.planner import PlannerSettings
+from hicache.engine.policies.hazard.history import History
+from hicache.engine.policies.hazard.model import NUM_BINS, Model
 from hicache.engine.settings import EngineSettings
 from tests.engine.world import BLOCK_BYTES, World, tokens_of
 

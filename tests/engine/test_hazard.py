@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from hicache.engine.hazard import NUM_BINS, WIDTHS_S, Fate, Model, Snapshot, bin_of, fit, gittins
-from hicache.engine.history import MAX_KINDS, History
+from hicache.engine.policies.hazard.history import MAX_KINDS, History
+from hicache.engine.policies.hazard.model import (
+    NUM_BINS,
+    WIDTHS_S,
+    Fate,
+    Model,
+    Snapshot,
+    bin_of,
+    fit,
+    gittins,
+)
 
 
 def snapshot_of(hazards: list[float], num_each: int = 5000) -> Snapshot:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine.history import symbols_of
+from hicache.engine.policies.hazard.history import symbols_of
 from tests.engine.world import BLOCK_BYTES, ONE_TIER, STEP, World, tokens_of
 
 POLICIES = ("lru", "lfu", "s3fifo", "gdsf", "hazard")

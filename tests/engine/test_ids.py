@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.engine.ids import IdSpace, Span, ids_along, ids_of, in_few, size_of, together
+from hicache.engine.residency.block_ids import (
+    IdSpace,
+    Span,
+    ids_along,
+    ids_of,
+    in_few,
+    size_of,
+    together,
+)
 
 
 def test_the_extent_that_fits_best_is_used() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.engine.planner import Mode, PlannerSettings, load_limit_s
+from hicache.engine.planner.planner import Mode, PlannerSettings, load_limit_s
 from hicache.engine.settings import EngineSettings
 from tests.engine.test_planner import on_disk_only
 from tests.engine.world import tokens_of

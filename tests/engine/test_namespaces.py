@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import PAGE_BYTES
 from tests.engine.world import BLOCK_BYTES, THREE_TIERS, World, keys_of, row, tokens_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hicache.engine.pinned import leased_share
+from hicache.engine.residency.pinned import leased_share
 from tests.engine.world import ONE_TIER, World, tokens_of
 
 END = tokens_of(99999)

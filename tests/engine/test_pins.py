@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine.pinned import leased_share, pinned_bytes
+from hicache.engine.residency.pinned import leased_share, pinned_bytes
 from hicache.engine.settings import EngineSettings
 from tests.engine.test_races import DRAM_DISK, END, GPU_ONLY_HBM, on_disk_only, world
 from tests.engine.world import BLOCK_BYTES, ONE_TIER, TWO_TIERS, World, tokens_of
@@ -351,7 +351,9 @@ def test_what_many_have_pinned_is_let_go_of_by_the_last(monkeypatch: pytest.Monk
         assert done.pin
         pinned.append((done.pin, prompts[number]))
     book = w.engine.residency.leases
-    monkeypatch.setattr("hicache.engine.lease.once_each", None)  # sorts all that it is given
+    monkeypatch.setattr(
+        "hicache.engine.residency.leases.once_each", None
+    )  # sorts all that it is given
     random.shuffle(pinned)
     while pinned:
         number, _ = pinned.pop()

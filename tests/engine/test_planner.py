@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.engine import plan as p
-from hicache.engine.cost import LinkCost
 from hicache.engine.plan import Decision, TierRun
-from hicache.engine.planner import Hit, Mode, Planner, PlannerSettings
-from hicache.engine.reloading import OwnCopy, Route, Way, reload_over
+from hicache.engine.planner.cost import LinkCost
+from hicache.engine.planner.planner import Hit, Mode, Planner, PlannerSettings
+from hicache.engine.planner.reload_time import OwnCopy, Route, Way, reload_over
 from hicache.engine.settings import EngineSettings
 from tests.bench.planner import LINKS, MODELS
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, World, tokens_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.engine.history import History
-from hicache.engine.node import Node
+from hicache.engine.index.node import Node
 from hicache.engine.policies.base import MIN_SWEEP
 from hicache.engine.policies.catalog import POLICIES
+from hicache.engine.policies.hazard.history import History
 
 MANY = 20 * MIN_SWEEP
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine.hazard import NUM_BINS, Model
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.planner.planner import PlannerSettings
+from hicache.engine.policies.hazard.evaluation import unjudged
+from hicache.engine.policies.hazard.model import NUM_BINS, Model
 from hicache.engine.settings import EngineSettings
-from hicache.engine.verdict import unjudged
 from tests.engine.world import BLOCK_BYTES, DIGEST, STEP, THREE_TIERS, World, keys_of, tokens_of
 
 SMALL = (("hbm", 2, True, False), ("dram", 4, True, False), ("disk", 20, False, True))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine.cost import PrefillCost, PrefillPrior
-from hicache.engine.planner import Hit, Mode, PlannerSettings
-from hicache.engine.record import KEPT, Record, Recorder
+from hicache.engine.planner.cost import PrefillCost, PrefillPrior
+from hicache.engine.planner.decision_log import KEPT, Record, Recorder
+from hicache.engine.planner.planner import Hit, Mode, PlannerSettings
 from hicache.engine.settings import EngineSettings
 from tests.engine.world import World, tokens_of
 

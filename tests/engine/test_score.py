@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from hicache.engine import plan as p
-from hicache.engine.node import Node
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.index.node import Node
+from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from tests.engine.portrait import portrait
 from tests.engine.test_core_stateful import (

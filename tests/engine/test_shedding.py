@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine.shedding import Wanted, weigh
+from hicache.engine.placement.shedding import Wanted, weigh
 from tests.engine.test_evacuation import DRAM, DRAM_DISK, END, SLAB, THREE, filled, known, world
 from tests.engine.world import World, tokens_of
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from hicache.engine import plan as p
-from hicache.engine.node import Node
-from hicache.engine.residency import DISMISSED_S, Residency
-from hicache.engine.tree import MAX_FIRST_TOKENS, Page, Run, page
+from hicache.engine.index.node import Node
+from hicache.engine.index.snapshot import MAX_FIRST_TOKENS, Page, Run, page
+from hicache.engine.residency.copies import DISMISSED_S, Residency
 from hicache.tiers.block import PAGE_BYTES
 from tests.engine.portrait import portrait
 from tests.engine.test_core_stateful import (

@@ -5,11 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicache.engine.hazard import NUM_BINS, Before, Fate, Model, Snapshot, bin_of, fit
-from hicache.engine.history import REFIT_REQUESTS, History
 from hicache.engine.policies.base import ALWAYS
-from hicache.engine.policies.hazard import Hazard
-from hicache.engine.verdict import KEPT, SIZES_BLOCKS, hits_at, hits_by_size, unjudged
+from hicache.engine.policies.hazard.evaluation import (
+    KEPT,
+    SIZES_BLOCKS,
+    hits_at,
+    hits_by_size,
+    unjudged,
+)
+from hicache.engine.policies.hazard.history import REFIT_REQUESTS, History
+from hicache.engine.policies.hazard.model import (
+    NUM_BINS,
+    Before,
+    Fate,
+    Model,
+    Snapshot,
+    bin_of,
+    fit,
+)
+from hicache.engine.policies.hazard.policy import Hazard
 
 COMES, GOES = 0, 1
 RANKS = np.array([[2.0] * NUM_BINS, [1.0] * NUM_BINS])

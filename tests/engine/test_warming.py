@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine import warming
 from hicache.engine.plan import Priority
+from hicache.engine.requests import warm as warming
 from tests.engine.test_races import DRAM_DISK, END, GPU_ONLY_HBM, on_disk_only, world
 from tests.engine.world import BLOCK_BYTES, STEP, World, tokens_of
 

@@ -14,7 +14,7 @@ import pytest
 
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import TierSpec
 from hicache.tiers.slots import SlotPool

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from hicache.engine import plan as p
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from tests.engine.world import BLOCK_BYTES, World, tokens_of
 

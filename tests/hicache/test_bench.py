@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hicache.bench.report import RpcRow, StoreRow, tell
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.planner.planner import PlannerSettings
 from tests.bench import planner
 from tests.bench.synthetic_tree import LONG, PROMPT, TURN, Grove
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hicache.commands.index_tree import Branch, Forest, Reading, Sum, Trunk, Unreadable, sort
 from hicache.commands.tree_drawing import draw
-from hicache.engine.residency import Residency
-from hicache.engine.tree import Run, page
+from hicache.engine.index.snapshot import Run, page
+from hicache.engine.residency.copies import Residency
 from hicache.protocol.messages import pack, unpack
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, World, tokens_of
 

@@ -9,8 +9,8 @@ import pytest
 
 from hicache.daemon.operations.clear import MAX_PEERS, STEP_BLOCKS, Clearances
 from hicache.daemon.pending import Peer
-from hicache.engine import clearing
 from hicache.engine import plan as p
+from hicache.engine.requests import clear as clearing
 from hicache.protocol.messages import WireError
 from tests.engine.world import World, tokens_of
 

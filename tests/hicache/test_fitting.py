@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hicache.daemon.upkeep.refit import LONGEST_S, STUCK_S, Fitter, _Fit
-from hicache.engine.history import REFIT_REQUESTS, History
+from hicache.engine.policies.hazard.history import REFIT_REQUESTS, History
 
 
 def busy_history() -> History:

@@ -19,7 +19,7 @@ from hicache.daemon.operations.conversations import Conversations
 from hicache.daemon.pending import Peer
 from hicache.daemon.sessions import MAX_REMEMBERED_MATCHES, Session, Sessions
 from hicache.engine import plan as p
-from hicache.engine.planner import PlannerSettings
+from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 from hicache.protocol.messages import MatchReply, WireError, decode_reply, decode_request, pack

@@ -19,7 +19,7 @@ from hicache.cli import cli
 from hicache.commands.index_tree import Reading
 from hicache.commands.tree import tree
 from hicache.commands.tree_drawing import draw
-from hicache.engine.tree import Run
+from hicache.engine.index.snapshot import Run
 from tests.hicache.scripted_daemon import DIE, ScriptedDaemon, Seen, refuse
 
 LLAMA = {

@@ -11,12 +11,12 @@ from typing import Any, Final
 from hicache.daemon.dispatch import Service
 from hicache.daemon.operations.warm import pin_rows
 from hicache.daemon.upkeep.health import Condition
-from hicache.engine.blocks import State
 from hicache.engine.core import CacheEngine
-from hicache.engine.pinned import pinned_bytes
+from hicache.engine.index.snapshot import page
 from hicache.engine.plan import Priority
-from hicache.engine.record import Record
-from hicache.engine.tree import page
+from hicache.engine.planner.decision_log import Record
+from hicache.engine.residency.blocks import State
+from hicache.engine.residency.pinned import pinned_bytes
 from hicache.protocol.messages import TOKEN_BYTES
 from hicache.transfer.mover import Mover
 
@@ -139,7 +139,7 @@ def namespace_rows(service: Service) -> list[dict[str, Any]]:
 def tree_rows(
     service: Service, body: Mapping[str, Any], now_s: float, *, with_tokens: bool
 ) -> dict[str, Any]:
-    """A page of the index's nodes (`hicache.engine.tree`), and the namespaces that are in it."""
+    """A page of the index's nodes (`hicache.engine.index.snapshot`), and the namespaces that are in it."""
     house = service.engine.residency
     after, most, digest = body["after"], body["most"], body["namespace"]
     found = page(house, after, most, now_s, digest, with_tokens=with_tokens)

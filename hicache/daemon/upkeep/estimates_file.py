@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from hicache.config import Config
 from hicache.daemon.upkeep.supervised import Hand
-from hicache.engine.memory import Memory
+from hicache.engine.planner.estimates import Memory
 from hicache.protocol.endpoint import ipc_path
 
 MAX_BYTES: Final = 16 << 20

@@ -34,7 +34,7 @@ import zmq
 from hicache.daemon.curve_auth import Doorkeeper
 from hicache.daemon.socket_lock import listen
 from hicache.daemon.upkeep.supervised import Hand
-from hicache.engine.changes import Changes, Removed, Stored
+from hicache.engine.kv_changes.diff import Changes, Removed, Stored
 from hicache.protocol.keys import ROOT_KEY, TOKEN_BYTES
 
 MAX_BYTES_PER_TICK: Final = 128 << 10

@@ -25,8 +25,8 @@ from typing import IO, Final
 import psutil
 
 from hicache.daemon.upkeep.supervised import Faults
-from hicache.engine.hazard import Model, Snapshot, fit
-from hicache.engine.history import History
+from hicache.engine.policies.hazard.history import History
+from hicache.engine.policies.hazard.model import Model, Snapshot, fit
 
 STUCK_S = 30.0
 LONGEST_S = 300.0

@@ -1,0 +1,422 @@
+"""Making room: which copies are given up, and what becomes of their blocks.
+
+A victim, the coldest leaf of its tier by the tier's policy, goes one of three ways:
+
+    another copy stays elsewhere      ──▶ given up at once
+    a slower tier can take it         ──▶ demoted: copied down while draining, then given up
+    nothing below, no room there for
+    what is worth so little, or it is
+    too unlikely to return (WriteGate) ─▶ dropped: the block is forgotten, leaves first
+
+Into a durable tier the whole path goes, ancestors first (`WriteDown`). A durable copy's record is
+deleted before its room counts as free. Where victims by age make no room for a size of slots, slabs
+are emptied for it (`Evacuations`). Leased copies (pinned ones, too) and copies being read are
+parked, not asked again until a lease or a move has ended.
+
+Races, told once:
+1. *Asked for while draining.* A match touches the path, which rescues: draining → ready. The copy
+   below completes all the same and both stay.
+2. *Demoted while being promoted.* The slower copy is the source of a move in flight: `is_read`
+   keeps its slot until the outcome is in.
+3. *The tier below dies.* The outcome fails, the draining copy becomes ready again and is a
+   candidate again; with no tier below it is then dropped in its turn, if room is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Protocol
+
+import numpy as np
+
+from hicache.engine.index.node import Node
+from hicache.engine.placement.slab_evacuation import Evacuations
+from hicache.engine.placement.write_gate import WriteGate
+from hicache.engine.plan import Priority
+from hicache.engine.policies.base import ALWAYS
+from hicache.engine.residency.block_ids import Span
+from hicache.engine.residency.blocks import State
+from hicache.engine.residency.copies import Residency
+from hicache.tiers.block import Ids
+
+MIN_VICTIMS: Final = 8
+"""Blocks given up together where the leaf has them: single blocks would shred the tree."""
+
+
+class Durable(Protocol):
+    """What the evictor needs of WriteDown."""
+
+    tier: int | None
+
+    def want(self, node: Node) -> None:
+        """Write the path to this node down."""
+
+    def is_hopeless(self, node: Node) -> bool:
+        """Whether the path to this node cannot get there."""
+
+    def paths(self) -> list[Span]:
+        """The blocks of all paths on their way there."""
+
+
+class Evictor:
+    """Makes room in any tier. Owned by the daemon's one loop."""
+
+    def __init__(
+        self, residency: Residency, max_moving_bytes: int, gate: WriteGate | None = None
+    ) -> None:
+        self.residency = residency
+        self.gate = gate or WriteGate(None, 0.0, math.inf)
+        self.max_moving_bytes = max_moving_bytes
+        self.dropped = 0
+        self._making_room_in = 0
+        self._may_drop = True
+        self._spared: Node | None = None
+        self.evacuations = Evacuations(residency, self)
+
+    def make_room(self, tier: int, slot_bytes: int, count: int, worth: float = ALWAYS) -> int:
+        """Try for `count` free slots of a class, at the expense of what is worth less. Returns how
+        many are free now; more may be on their way (`room_is_coming`)."""
+        house = self.residency
+        pool, evacuations = house.pools[tier], self.evacuations
+        if evacuations.under_way:
+            evacuations.watch()
+        available = pool.available(slot_bytes)
+        if available >= count or self._making_room_in >> tier & 1 or not house.up >> tier & 1:
+            return min(available, count)
+        if evacuations.under_way and evacuations.is_for(tier, slot_bytes):
+            return available
+        wanted = 0
+        if pool.num_used(slot_bytes):
+            wanted = (count - available) * slot_bytes - house.draining_bytes[tier]
+            if pool.clearing is not None:
+                wanted += pool.clearing_bytes
+            wanted -= self._forget_plain(tier, wanted, worth)
+            available = pool.available(slot_bytes)
+            if available >= count:
+                return count
+        elif not pool.can_hold(slot_bytes):
+            return 0  # nothing may go for what can never be placed
+        self._making_room_in |= 1 << tier
+        may_drop, self._may_drop = self._may_drop, True
+        try:
+            self._take_victims(tier, slot_bytes, count, wanted, worth)
+            available = pool.available(slot_bytes)
+            # What is held and worth more is not moved about for what is worth less.
+            may_empty = worth == ALWAYS or not pool.num_used(slot_bytes)
+            if not available and may_empty and not house.num_draining[tier][slot_bytes]:
+                evacuations.begin(tier, slot_bytes)
+                available = pool.available(slot_bytes)
+        finally:
+            self._making_room_in &= ~(1 << tier)
+            self._may_drop = may_drop
+        return min(available, count)
+
+    def _take_victims(
+        self, tier: int, slot_bytes: int, count: int, wanted_bytes: int, worth: float
+    ) -> None:
+        """Give up the coldest, of whatever size, until their bytes would do for `count` slots."""
+        house = self.residency
+        pool = house.pools[tier]
+        while wanted_bytes > 0 and pool.available(slot_bytes) < count:
+            node = house.coldest(tier, worth)
+            if node is None:
+                break
+            wanted_bytes -= self._give_up(node, tier, wanted_bytes)
+
+    def may_displace(self, tier: int, num_bytes: int, worth: float) -> bool:
+        """Whether so many bytes more would make nothing go that is worth as much or more."""
+        house = self.residency
+        pool = house.pools[tier]
+        staying = pool.used_bytes - house.draining_bytes[tier]
+        if staying + num_bytes <= house.tiers[tier].high_watermark * pool.capacity_bytes:
+            return True
+        node = house.coldest(tier, worth)
+        if node is not None and node.parent is not None:
+            house.queue(node)
+        return node is not None
+
+    def room_is_coming(self, tier: int) -> bool:
+        """Whether copies of the tier are draining now, or are being copied elsewhere: one that a
+        match rescued while it was written down can go once that is done."""
+        house = self.residency
+        return house.draining_bytes[tier] > 0 or any(
+            src == tier and house.bytes_moving((src, dst), Priority.DEMOTION) > 0
+            for src, dst in house.links
+        )
+
+    def keep_watermarks(self) -> None:
+        """Above a tier's high watermark, give up cold copies down to the low one. Only a durable
+        tier forgets blocks ahead of need; others wait until a slower tier can take them. A tier
+        that lets in only what is worth it is kept full, where what it does not take at once goes
+        into the next mapped one: room kept free there was filled and emptied again at every hit."""
+        house = self.residency
+        self.evacuations.watch()
+        for tier, spec in enumerate(house.tiers):
+            pool = house.pools[tier]
+            staying = pool.used_bytes - house.draining_bytes[tier]
+            if staying <= spec.high_watermark * pool.capacity_bytes or not house.takes(tier):
+                continue
+            if house.ranks(tier) and self._is_above_a_mapped_one(tier):
+                continue
+            excess = int(staying - spec.low_watermark * pool.capacity_bytes)
+            if spec.durable:
+                # What is being written down path by path is not given up behind its back.
+                with house.pinned(self.durable.paths() if self.durable is not None else ()):
+                    self._give_up_excess(tier, excess)
+            elif house.below(tier) is not None:
+                self._may_drop = False
+                self._give_up_excess(tier, excess)
+                self._may_drop = True
+
+    def _is_above_a_mapped_one(self, tier: int) -> bool:
+        house = self.residency
+        below = house.below(tier)
+        return below is not None and house.tiers[below].mapped
+
+    def _give_up_excess(self, tier: int, excess_bytes: int) -> None:
+        house = self.residency
+        while excess_bytes > 0:
+            node = house.coldest(tier)
+            if node is None:
+                break
+            excess_bytes -= self._give_up(node, tier, excess_bytes)
+            if node is self._spared:
+                house.queue(node)  # not parked: whoever needs its room may drop it
+                break
+        self._spared = None
+
+    def _give_up(self, node: Node, tier: int, wanted_bytes: int) -> int:
+        """Give up about `wanted_bytes` of a popped candidate. Returns bytes freed or draining."""
+        house = self.residency
+        if node.parent is None or not node.staying >> tier & 1 or node.holding[tier]:
+            return 0  # no candidate any more; it is queued again when it becomes one
+        namespace = house.namespace_of(node)
+        count = max(MIN_VICTIMS, -(-wanted_bytes // namespace.slot_bytes))
+        ids = self._takeable_tail(node, tier, count)
+        if len(ids) == 0:
+            house.park(node, tier)
+            return 0
+        if len(ids) < len(node):
+            house.queue(house.index.split(node, len(node) - len(ids), namespace.step))
+        freed = self._send_away(node, tier, ids)
+        if node is self._spared:
+            return 0
+        if not freed:  # asked again when a lease or a move has ended, not in this round
+            house.park(node, tier)
+            return 0
+        house.queue(node)
+        if node.parent is not None and node.parent.parent is not None:
+            house.queue(node.parent)
+        return freed * namespace.slot_bytes
+
+    def _forget_plain(self, tier: int, wanted_bytes: int, worth: float) -> int:
+        """The plain case of a lowest tier in memory, worth a short way: victims that live here
+        only, have nowhere to go and nobody holds are forgotten together. Stops at the first that
+        is not so plain. Returns the bytes freed."""
+        house = self.residency
+        if house.tiers[tier].durable or house.moves or house.below(tier) is not None:
+            return 0
+        if house.dismissed[tier]:
+            return 0
+        policy, blocks, only = house.policies[tier], house.blocks, 1 << tier
+        has_pins = blocks.num_pins
+        number = slot_bytes = -1
+        leaves: list[Node] = []  # of one namespace, given up whole: they leave the tree together
+        spans: list[Span] = []  # of one slot size
+        missing = wanted_bytes
+        while missing > 0:
+            node = policy.pop(worth)
+            if node is None:
+                break
+            if node.tiers != only or node.leaving or node.children:
+                if node.staying & only and not node.holding[tier]:
+                    policy.add(node)
+                    break
+                continue  # no candidate any more; it is queued again when it becomes one
+            if node.namespace != number:
+                if leaves:
+                    house.unhang(leaves, tier)
+                number = node.namespace
+                namespace = house.namespaces[number]
+                if namespace.slot_bytes != slot_bytes:
+                    if spans:
+                        self._forget_spans(tier, spans, slot_bytes)
+                    slot_bytes = namespace.slot_bytes
+            count = node.num_blocks
+            if count * slot_bytes > missing:
+                wanted = -(-missing // slot_bytes)
+                if wanted < MIN_VICTIMS:
+                    wanted = MIN_VICTIMS
+                if wanted < count:
+                    count = wanted
+            if has_pins and blocks.is_tail_pinned(node.span, node.num_blocks - count):
+                if blocks.is_tail_pinned(node.span, node.num_blocks - 1):
+                    house.park(node, tier)  # nothing of it can go
+                    continue
+                policy.add(node)
+                break
+            missing -= count * slot_bytes
+            if count < node.num_blocks:
+                spans.append(house.index.trim(node, count, namespace.step))
+                policy.add(node)
+                break
+            spans.append(node.span)
+            leaves.append(node)
+            parent = node.parent
+            assert parent is not None
+            left = parent.holding[tier] = parent.holding[tier] - 1
+            if not left:  # it may be next
+                house.unhang(leaves, tier)
+        if leaves:
+            house.unhang(leaves, tier)
+        if spans:
+            self._forget_spans(tier, spans, slot_bytes)
+        return wanted_bytes - missing
+
+    def _forget_spans(self, tier: int, spans: list[Span], slot_bytes: int) -> None:
+        num_blocks = self.residency.blocks.forget(tier, spans, slot_bytes)
+        spans.clear()
+        self.dropped += num_blocks
+        self.residency.evicted[tier] += num_blocks
+
+    def _takeable_tail(self, node: Node, tier: int, count: int) -> Ids:
+        """The last blocks of the node, up to `count`, that nobody leases or reads."""
+        house = self.residency
+        ids = node.block_ids()[-count:]
+        leased = np.flatnonzero(house.blocks.leases[ids])
+        if len(leased):
+            ids = ids[int(leased[-1]) + 1 :]
+        if house.moves:
+            for position in range(len(ids) - 1, -1, -1):
+                if house.is_read(int(ids[position]), tier):
+                    return ids[position + 1 :]
+        return ids
+
+    def _send_away(self, node: Node, tier: int, ids: Ids) -> int:
+        """Decide one victim node's way. Returns the number of blocks freed or draining."""
+        house = self.residency
+        below = house.below(tier)
+        elsewhere = node.staying & ~(1 << tier) & house.up
+        is_kept = elsewhere or self.gate.admits(node)
+        if below is not None and not node.tiers >> below & 1:
+            if not house.tiers[below].durable:
+                moved = self._demote(node, tier, below, self._worth_below(node, below))
+                if moved:
+                    return moved
+            elif not elsewhere and is_kept and not self._is_hopeless(node):
+                house.drain(ids, tier)
+                house.settle(ids)
+                self.write_down(node)
+                return len(ids)
+        if elsewhere:
+            return self._give_up_copy(ids, tier)
+        if below is not None and is_kept and self.room_is_coming(below):
+            return 0
+        if not self._may_drop:
+            self._spared = node
+            return 0
+        dropped = self.drop(node, tier)
+        if not is_kept:
+            self.gate.refused_blocks += dropped
+        return dropped
+
+    def _worth_below(self, node: Node, below: int) -> float:
+        """What a block on its way down is worth in the tier below: anything, where it is to be
+        written to a durable tier by that way; else what the policy there says of it, so that it
+        skips a tier, or goes, where all that is held is worth more."""
+        house = self.residency
+        durable = self.durable
+        if durable is not None and durable.tier is not None:
+            is_written = node.tiers >> durable.tier & 1
+            if not is_written and self.gate.admits(node):
+                return ALWAYS
+        return house.policies[below].worth(node.kind, node.touched_s)
+
+    def _demote(self, node: Node, tier: int, below: int, worth: float) -> int:
+        """Copy the node's tail down as far as there is room for what is worth so much. Returns
+        blocks draining."""
+        house = self.residency
+        namespace = house.namespace_of(node)
+        queued = house.bytes_moving((tier, below), Priority.DEMOTION)
+        may_move = max(0, self.max_moving_bytes - queued) // namespace.block_bytes
+        ids = node.block_ids()
+        absent = house.where(ids, below, State.ABSENT)
+        count = min(len(absent), may_move)
+        with house.pinned([node.span]):
+            room = self.make_room(below, namespace.slot_bytes, count, worth) if count else 0
+        if len(absent) and not room:
+            return 0
+        first = ids[0] if room == len(absent) else absent[len(absent) - room]
+        cut = int(house.blocks.depth[first]) - node.depth  # it may have grown by its parent
+        if cut:
+            house.queue(house.index.split(node, cut, namespace.step))
+        absent = absent[len(absent) - room :]
+        slots = house.pools[below].allocate(namespace.slot_bytes, len(absent))
+        ids = node.block_ids()
+        house.drain(ids, tier)
+        house.start(namespace, absent, tier, below, slots, Priority.DEMOTION)
+        house.settle(ids)
+        return len(ids)
+
+    def _give_up_copy(self, ids: Ids, tier: int) -> int:
+        """Another copy stays: a durable record is deleted first, other copies go at once."""
+        house = self.residency
+        if house.tiers[tier].durable:
+            namespace = house.namespace_of(house.index.node_of(int(ids[0])))
+            house.start_giving_up(namespace, ids, tier)
+        else:
+            house.vacate(ids, tier)
+            house.evicted[tier] += len(ids)
+        house.settle(ids)
+        return len(ids)
+
+    def drop(self, node: Node, tier: int) -> int:
+        """Forget the blocks of a tier's leaf that have no other place. What hangs below, in faster
+        tiers, is useless without them and goes first, unless somebody holds it."""
+        while node.children:
+            leaf = node
+            while leaf.children:
+                leaf = next(iter(leaf.children.values()))
+            if self.is_held(leaf):
+                return 0
+            self.forget(leaf, len(leaf))
+            if leaf.parent is not None:  # a record that has to be deleted first
+                return 0
+        ids = node.block_ids()
+        self.dropped += len(ids)
+        return self._give_up_copy(ids, tier)
+
+    def is_held(self, leaf: Node) -> bool:
+        """Whether somebody leases, moves or writes blocks of the node."""
+        house = self.residency
+        ids = leaf.block_ids()
+        moving = any(block in house.moves_of for block in ids.tolist())
+        return moving or not leaf.tiers or bool(house.blocks.leases[ids].any())
+
+    def forget(self, leaf: Node, count: int) -> None:
+        """Forget the last blocks of a childless node wherever they are. Nobody leases or moves
+        them."""
+        house = self.residency
+        namespace = house.namespace_of(leaf)
+        if count < len(leaf):
+            house.queue(house.index.split(leaf, len(leaf) - count, namespace.step))
+        ids = leaf.block_ids()
+        self.dropped += len(ids)
+        for tier, spec in enumerate(house.tiers):
+            copies = ids[house.blocks.tags[ids] >> tier & 1 == 1]
+            if spec.durable and house.is_up(tier) and len(copies):
+                house.start_giving_up(namespace, house.where(copies, tier, State.READY), tier)
+            else:
+                house.vacate(copies, tier)
+                house.evicted[tier] += len(copies)
+        house.settle(ids)
+
+    def _is_hopeless(self, node: Node) -> bool:
+        return self.durable is None or self.durable.is_hopeless(node)
+
+    def write_down(self, node: Node) -> None:
+        """Write the path to this node to the durable tier."""
+        assert self.durable is not None, "a durable tier without its WriteDown"
+        self.durable.want(node)
+
+    durable: Durable | None = None

@@ -1,0 +1,80 @@
+"""Promotion: what was just used moves up, where it is worth more than what it displaces.
+
+By the policy of the faster tier: a run of blocks that all candidates there outrank stays where it
+is, and one that outranks some takes their room. Where the policy lets everything in (LRU), nothing
+is evicted for a promotion: watermarks keep a little room free in every tier, and whatever a
+promotion takes of it, the coldest blocks of that tier give back. Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+
+from hicache.engine.placement.evictor import Evictor
+from hicache.engine.plan import Priority
+from hicache.engine.policies.base import ALWAYS
+from hicache.engine.residency.blocks import State
+from hicache.engine.residency.copies import Namespace, Residency
+from hicache.engine.residency.pinned import within_share
+from hicache.tiers.block import Ids
+
+
+def promote(
+    residency: Residency,
+    evictor: Evictor,
+    links: Iterable[tuple[int, int]],
+    namespace: Namespace,
+    ids: Ids,
+    max_moving_bytes: int,
+) -> None:
+    """Blocks that were just used move up from the next slower tier, from the front, as far as they
+    are worth it there."""
+    house = residency
+    for dst in range(len(house.tiers)):
+        sources = [src for src, to in links if to == dst and src > dst]
+        if not sources or not house.is_up(dst) or not house.is_up(sources[0]):
+            continue
+        src = sources[0]
+        if not house.tiers[src].mapped:  # demand brings those up
+            continue
+        readable = house.blocks.tags[ids] >> src & 1
+        absent = house.blocks.state[dst][ids] == State.ABSENT
+        wanted = within_share(house, ids[(readable == 1) & absent], dst)
+        if len(wanted) == 0:
+            continue
+        budget = max_moving_bytes - house.bytes_moving((src, dst), Priority.DEMOTION)
+        wanted = wanted[: max(0, budget // namespace.block_bytes)]
+        for run, worth in _runs(residency, dst, wanted):
+            run = run[house.blocks.tags[run] >> src & 1 == 1]  # room for others may have cost it
+            with house.pinned([run]):
+                room = _room(evictor, dst, namespace.slot_bytes, len(run), worth)
+            slots = house.pools[dst].allocate(namespace.slot_bytes, min(room, len(run)))
+            if len(slots):
+                chosen = run[: len(slots)]
+                house.start(namespace, chosen, src, dst, slots, Priority.PREFETCH)
+
+
+def _runs(residency: Residency, dst: int, ids: Ids) -> list[tuple[Ids, float]]:
+    """The blocks by what they are worth in the tier, front to back."""
+    house = residency
+    numbers = house.blocks.node[ids]
+    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(ids)]
+    policy = house.policies[dst]
+    runs: list[tuple[Ids, float]] = []
+    for first, last in pairwise(starts):
+        if first < last:
+            node = house.index.node_of(int(ids[first]))
+            runs.append((ids[first:last], policy.worth(node.kind, node.touched_s)))
+    return runs
+
+
+def _room(evictor: Evictor, tier: int, slot_bytes: int, count: int, worth: float) -> int:
+    """Slots for blocks that are worth so much."""
+    if worth == ALWAYS:
+        return evictor.residency.pools[tier].available(slot_bytes)
+    if not evictor.may_displace(tier, slot_bytes * count, worth):
+        return 0
+    return evictor.make_room(tier, slot_bytes, count, worth)

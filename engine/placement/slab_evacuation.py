@@ -1,0 +1,310 @@
+"""Emptying slabs of one slot-size class for another, where victims by age would never free one.
+
+A tier's slabs belong to one slot size each. Where a slab holds many slots, the coldest blocks are
+scattered over the slabs: however many go, no slab becomes free as a whole, and a class that has
+none (or whose own blocks are all young) gets no slot. Then one slab, or as many side by side as a
+slot of that class takes, is closed and emptied:
+
+    slab   | a a . a |  →  closed: | d . . d |  →  free, kept for b:  | b . . . |
+             class a        d draining, none handed out
+
+Of the least used slabs the one is taken that costs the fewest forgotten blocks, then the fewest
+copies, then the coldest. Copies go as the evictor sends its victims: at once where another copy
+stays; down, draining, where a slower tier takes them; and where there is nothing below, the block
+is forgotten together with all that hangs below it. A durable tier keeps whole prefixes, so there
+the records that hang below a given-up one go too.
+
+Races, told once:
+1. *Held.* A slab with a block that is leased, read or being written is not begun with, nor one
+   where such a block would be forgotten: the next cheapest is taken, or none this time.
+2. *Asked for while it leaves.* A match rescues: draining → ready. The evacuation has failed and the
+   slab is opened again, emptier than before; whoever still lacks room begins anew.
+3. *A copy down fails, or the tier below dies.* The copy is ready again: as 2.
+4. *The old class goes on storing.* Nothing in the closed slab is offered to it, and what drains
+   there is not counted as its room: it gives up its own coldest blocks.
+5. *Empty, and nobody comes.* The slab is kept for its class for `KEEP_S`, then it is anybody's.
+
+At most one evacuation per tier. Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+
+from hicache.engine.index.node import Node
+from hicache.engine.plan import Priority
+from hicache.engine.residency.blocks import State
+from hicache.engine.residency.copies import Namespace, Residency
+from hicache.tiers.block import Clearing, Ids
+
+MAX_LOOKED_AT: Final = 16
+KEEP_S: Final = 30.0
+_NO_IDS: Final = np.empty(0, np.int32)
+
+
+class Room(Protocol):
+    """What an evacuation needs of the evictor."""
+
+    dropped: int
+
+    def make_room(self, tier: int, slot_bytes: int, count: int) -> int:
+        """Free slots of a class."""
+
+    def room_is_coming(self, tier: int) -> bool:
+        """Whether more slots will be free soon."""
+
+    def write_down(self, node: Node) -> None:
+        """Write the path to this node to the durable tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Departures:
+    """Who has to leave a clearing and how: `spare` copies, copies that move `down`, blocks `lost`
+    altogether. `inside`: all blocks with a slot there, those that are leaving already among them.
+    """
+
+    clearing: Clearing
+    inside: Ids
+    spare: Ids
+    down: Ids
+    lost: Ids
+    age_s: float
+
+    @property
+    def cost(self) -> tuple[int, int, float]:
+        return len(self.lost), len(self.spare) + len(self.down), self.age_s
+
+
+@dataclass(slots=True)
+class _Evacuation:
+    clearing: Clearing
+    inside: Ids
+    ends_s: float | None = None
+
+
+class Evacuations:
+    """The slabs being emptied."""
+
+    def __init__(self, residency: Residency, room: Room) -> None:
+        self.residency = residency
+        self.room = room
+        self.under_way: dict[int, _Evacuation] = {}
+
+    def is_for(self, tier: int, slot_bytes: int) -> bool:
+        """Whether slabs of the tier are being emptied, or are kept, for this class."""
+        evacuation = self.under_way.get(tier)
+        return evacuation is not None and evacuation.clearing.slot_bytes == slot_bytes
+
+    def begin(self, tier: int, slot_bytes: int) -> None:
+        """Empty slabs for this class, if some can be."""
+        self._begin(tier, slot_bytes, self.residency.below(tier))
+
+    def begin_in_haste(self, tier: int, slot_bytes: int) -> None:
+        """The same, at once: what has no other copy is forgotten, not written down."""
+        self._begin(tier, slot_bytes, None)
+
+    def _begin(self, tier: int, slot_bytes: int, below: int | None) -> None:
+        house = self.residency
+        departures = self._cheapest(tier, slot_bytes, below)
+        if departures is None:
+            return
+        if below is not None and not house.tiers[below].durable:
+            if not self._make_room_below(departures.down, below):
+                if self.room.room_is_coming(below):
+                    return  # whoever wants this room asks again
+                below = None
+            departures = self._departures(tier, departures.clearing, below)
+            if departures is None:  # making room has changed it
+                return
+        house.pools[tier].close(departures.clearing)
+        self.under_way[tier] = _Evacuation(departures.clearing, departures.inside)
+        self._send_away(tier, departures, below)
+
+    def watch(self) -> None:
+        """Open slabs again out of which a block does not leave after all."""
+        if not self.under_way:
+            return
+        house = self.residency
+        for tier, evacuation in list(self.under_way.items()):
+            if house.pools[tier].clearing is not evacuation.clearing:  # its class has moved in
+                del self.under_way[tier]
+            elif len(house.where(self._left_inside(tier, evacuation), tier, State.READY)):
+                self._end(tier)
+
+    def tick(self, now_s: float) -> None:
+        """End what takes too long, and what nobody has come for."""
+        self.watch()
+        for tier, evacuation in list(self.under_way.items()):
+            if evacuation.ends_s is None:
+                evacuation.ends_s = now_s + KEEP_S
+            elif now_s >= evacuation.ends_s:
+                self._end(tier)
+
+    def _end(self, tier: int) -> None:
+        del self.under_way[tier]
+        self.residency.pools[tier].reopen()
+
+    # --- whom it costs ------------------------------------------------------------------------
+
+    def _cheapest(self, tier: int, slot_bytes: int, below: int | None) -> _Departures | None:
+        best: _Departures | None = None
+        for clearing in self.residency.pools[tier].clearings(slot_bytes, MAX_LOOKED_AT):
+            limit = len(best.lost) if best is not None else None
+            found = self._departures(tier, clearing, below, limit)
+            if found is not None and (best is None or found.cost < best.cost):
+                best = found
+        return best
+
+    def _departures(
+        self, tier: int, clearing: Clearing, below: int | None, limit: int | None = None
+    ) -> _Departures | None:
+        """Who would have to go; None if somebody cannot, or if more than `limit` would be lost."""
+        house = self.residency
+        tags, state = house.blocks.tags, house.blocks.state
+        inside = self._inside(tier, clearing)
+        going = house.where(inside, tier, State.READY)
+        if len(house.where(inside, tier, State.DRAINING)) + len(going) < len(inside):
+            return None
+        if house.tiers[tier].durable:
+            under = self._with_all_below(going)
+            if _is_being_written(state[tier][under]):
+                return None
+            going = house.where(under, tier, State.READY)
+        others = house.up & ~(1 << tier) & 0xFF
+        has_other = (tags[going] & ~(tags[going] >> 8) & others) != 0
+        spare, down, lost = going[has_other], going[~has_other], _NO_IDS
+        if below is not None:
+            if (state[below][down] != State.ABSENT).any():
+                return None  # on its way there or leaving there as well: not now
+        elif len(down):
+            lost, down = self._with_all_below(down, limit), _NO_IDS
+            spare = np.setdiff1d(spare, lost, assume_unique=True)
+            if (limit is not None and len(lost) > limit) or self._is_held(lost):
+                return None
+        staying = np.concatenate((spare, down))
+        if house.blocks.leases[staying].any():
+            return None
+        if house.moves and any(house.is_read(block, tier) for block in staying.tolist()):
+            return None
+        nodes = house.index.nodes_of(going)
+        age_s = sum(node.touched_s for node in nodes) / max(1, len(nodes))
+        return _Departures(clearing, inside, spare, down, lost, age_s)
+
+    def _inside(self, tier: int, clearing: Clearing) -> Ids:
+        """The blocks that have a slot in these pages."""
+        slots, state = self.residency.blocks.slot[tier], self.residency.blocks.state[tier]
+        is_inside = (slots >= clearing.first_page) & (slots < clearing.end_page)
+        return np.flatnonzero(is_inside & (state != State.ABSENT)).astype(np.int32)
+
+    def _left_inside(self, tier: int, evacuation: _Evacuation) -> Ids:
+        slots = self.residency.blocks.slot[tier][evacuation.inside]
+        clearing = evacuation.clearing
+        is_inside = (slots >= clearing.first_page) & (slots < clearing.end_page)
+        left: Ids = evacuation.inside[is_inside]
+        return left
+
+    def _with_all_below(self, ids: Ids, limit: int | None = None) -> Ids:
+        """These blocks and all that hang below them. Stops beyond `limit` blocks."""
+        house = self.residency
+        numbers = house.blocks.node[ids]
+        parts: list[Ids] = []
+        num_found = 0
+        seen: set[Node] = set()
+        for node in sorted(house.index.nodes_of(ids), key=lambda node: node.depth):
+            if node in seen:
+                continue
+            first = int(house.blocks.depth[ids[numbers == node.number]].min())
+            parts.append(node.block_ids()[first - node.depth :])
+            for lower in self._strictly_below(node):
+                seen.add(lower)
+                parts.append(lower.block_ids())
+                num_found += len(lower)
+                if limit is not None and num_found > limit:
+                    return np.concatenate(parts)
+        return np.concatenate(parts) if parts else _NO_IDS
+
+    def _strictly_below(self, node: Node) -> Iterator[Node]:
+        for child in node.children.values():
+            yield from self.residency.index.subtree(child)
+
+    def _is_held(self, ids: Ids) -> bool:
+        """Whether any of the blocks is leased, read or being written, in whatever tier."""
+        house = self.residency
+        return (
+            bool(house.blocks.leases[ids].any())
+            or any(_is_being_written(state[ids]) for state in house.blocks.state)
+            or (bool(house.moves) and any(block in house.moves_of for block in ids.tolist()))
+        )
+
+    # --- sending them away --------------------------------------------------------------------
+
+    def _make_room_below(self, ids: Ids, below: int) -> bool:
+        house = self.residency
+        needed: Counter[int] = Counter()
+        for namespace, group in self._by_namespace(ids):
+            needed[namespace.slot_bytes] += len(group)
+        for slot_bytes, count in needed.items():
+            self.room.make_room(below, slot_bytes, count)
+        pool = house.pools[below]
+        return all(pool.available(size) >= count for size, count in needed.items())
+
+    def _send_away(self, tier: int, departures: _Departures, below: int | None) -> None:
+        house = self.residency
+        for namespace, ids in self._by_namespace(departures.spare):
+            self._give_up(namespace, ids, [tier])
+        for namespace, ids in self._by_namespace(departures.lost):
+            self.room.dropped += len(ids)
+            self._give_up(namespace, ids, range(len(house.tiers)))
+        for namespace, ids in self._by_namespace(departures.down):
+            assert below is not None
+            if house.tiers[below].durable:
+                house.drain(ids, tier)
+                continue
+            slots = house.pools[below].allocate(namespace.slot_bytes, len(ids))
+            leaving = ids[: len(slots)]  # all, or the slab is opened again by `watch`
+            house.drain(leaving, tier)
+            house.start(namespace, leaving, tier, below, slots, Priority.DEMOTION)
+        house.settle(np.concatenate((departures.spare, departures.lost, departures.down)))
+        if below is not None and house.tiers[below].durable:
+            for node in house.index.nodes_of(departures.down):
+                self.room.write_down(node)
+
+    def _give_up(self, namespace: Namespace, ids: Ids, tiers: Iterable[int]) -> None:
+        """Copies in these tiers go: at once, or after their records, the deepest first."""
+        house = self.residency
+        ids = ids[np.argsort(-house.blocks.depth[ids], kind="stable")]
+        for tier in tiers:
+            copies = ids[house.blocks.state[tier][ids] != State.ABSENT]
+            if house.tiers[tier].durable and house.is_up(tier):
+                house.start_giving_up(namespace, copies, tier)
+            else:
+                house.vacate(copies, tier)
+                house.evicted[tier] += len(copies)
+
+    def _by_namespace(self, ids: Ids) -> Sequence[tuple[Namespace, Ids]]:
+        if not len(ids):
+            return []
+        house = self.residency
+        numbers, of_block = np.unique(house.blocks.node[ids], return_inverse=True)
+        nodes = [house.index.nodes[number] for number in numbers.tolist()]
+        spaces = np.array([node.namespace for node in nodes if node is not None])[of_block]
+        return [(house.namespaces[n], ids[spaces == n]) for n in np.unique(spaces).tolist()]
+
+    def validate(self) -> None:
+        """Every closed slab has its evacuation, and holds nobody who is not known to leave it."""
+        for tier, pool in enumerate(self.residency.pools):
+            evacuation = self.under_way.get(tier)
+            if pool.clearing is None:
+                continue
+            assert evacuation is not None, "a slab closed for ever"
+            assert evacuation.clearing is pool.clearing, "another slab is closed"
+            assert np.isin(self._inside(tier, pool.clearing), evacuation.inside).all(), "a newcomer"
+
+
+def _is_being_written(states: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> bool:
+    return bool(((states == State.FILLING) | (states == State.CANCELLED)).any())

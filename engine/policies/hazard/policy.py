@@ -1,0 +1,144 @@
+"""What is least likely to return soon goes first: the hazard model's Gittins index (`hazard.py`).
+
+rank(class, age) = max over T of P(reuse ≤ T) / E[min(reuse, T)], looked up in a table that is
+fitted now and then; classes and counts are the history's. Candidates wait in one line per class,
+the longest unused first; only the heads of the lines are compared, so a victim costs as much as
+there are classes once per request, and O(log) after that. A new block is let in only at the expense
+of blocks that rank lower.
+
+While there is no model, or while a tier of this size would have hit no more in its order than in
+LRU's of late (`verdict.py`), the order is LRU's and everything is let in.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from hicache.engine.index.node import Node
+from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
+from hicache.engine.policies.hazard.history import History
+from hicache.engine.policies.hazard.model import Model
+
+_Place = tuple[float, int, int]
+"""When the node was last used, a serial number, its kind: as it joined its line."""
+
+
+class Hazard:
+    """See EvictionPolicy. `tier`: its number; `history` is shared by all tiers."""
+
+    wants_history = True
+
+    def __init__(self, tier: int, history: History) -> None:
+        self._tier = tier
+        self._history = history
+        self._judged: Model | None = None
+        self._judged_at_s = -1.0
+        self._trusted_model: Model | None = None
+        history.wants_fits = True
+        self._lines: dict[int, list[tuple[float, int, Node]]] = {}
+        self._places: dict[Node, _Place] = {}
+        self._heads: list[tuple[float, float, int, int]] = []  # rank, last use, serial, kind
+        self._ranked_at: tuple[float, Model | None] = (-1.0, None)
+        self._serial = 0
+        self._num_joined = 0  # entries in the lines, at most
+        self._sweep_at = MIN_SWEEP
+
+    def add(self, node: Node) -> None:
+        """See EvictionPolicy."""
+        place = self._places.get(node)
+        if place is None or place[0] != node.touched_s or place[2] != node.kind:
+            if self._num_joined >= self._sweep_at:
+                self._sweep()
+            self._join(node)
+
+    def pop(self, worth: float = ALWAYS) -> Node | None:
+        """See EvictionPolicy."""
+        history = self._history
+        now = (history.now_s, self._trusted())
+        if now != self._ranked_at:
+            self._ranked_at = now
+            self._heads.clear()
+            for kind in list(self._lines):
+                self._show_head(kind)
+        heads = self._heads
+        while heads:
+            rank, _, serial, kind = heads[0]
+            node = self._head(kind)
+            if node is None or self._places[node][1] != serial:
+                heapq.heappop(heads)
+                self._show_head(kind)
+                continue
+            if rank >= worth:
+                return None
+            heapq.heappop(heads)
+            heapq.heappop(self._lines[kind])
+            del self._places[node]
+            self._show_head(kind)
+            return node
+        return None
+
+    def worth(self, kind: int, touched_s: float) -> float:
+        """See EvictionPolicy."""
+        return ALWAYS if self._trusted() is None else self._rank(kind, touched_s)
+
+    def _trusted(self) -> Model | None:
+        """The model, where this tier's order is its own; looked at once for each request."""
+        model, now_s = self._history.model, self._history.now_s
+        if model is not self._judged or now_s != self._judged_at_s:
+            self._judged, self._judged_at_s = model, now_s
+            is_better = model is not None and model.beats_age(self._history.num_held(self._tier))
+            self._trusted_model = model if is_better else None
+        return self._trusted_model
+
+    def _rank(self, kind: int, touched_s: float) -> float:
+        model = self._trusted()
+        if model is None:
+            return touched_s
+        return model.rank(kind, self._history.now_s - touched_s)
+
+    def _head(self, kind: int) -> Node | None:
+        """The first of a line that still stands where it belongs; others are put there."""
+        line = self._lines[kind]
+        while line:
+            _, serial, node = line[0]
+            place = self._places.get(node)
+            if place is not None and place[1] == serial:
+                if node.parent is None:  # merged away or removed
+                    del self._places[node]
+                elif place[0] != node.touched_s or kind != node.kind:
+                    self._join(node)
+                else:
+                    return node
+            heapq.heappop(line)
+        return None
+
+    def _show_head(self, kind: int) -> None:
+        node = self._head(kind)
+        if node is not None:
+            touched_s, serial, _ = self._places[node]
+            heapq.heappush(self._heads, (self._rank(kind, touched_s), touched_s, serial, kind))
+
+    def _join(self, node: Node) -> None:
+        """Put the node in its line; what stood for it elsewhere counts no more."""
+        self._serial += 1
+        self._num_joined += 1
+        kind, touched_s = node.kind, node.touched_s
+        self._places[node] = (touched_s, self._serial, kind)
+        line = self._lines.setdefault(kind, [])
+        heapq.heappush(line, (touched_s, self._serial, node))
+        if line[0][1] == self._serial:
+            rank = self._rank(kind, touched_s)
+            heapq.heappush(self._heads, (rank, touched_s, self._serial, kind))
+
+    def _sweep(self) -> None:
+        """Let go of nodes that are no more, and of entries whose nodes have moved on."""
+        places = {node: place for node, place in self._places.items() if node.parent is not None}
+        self._places = places
+        for line in self._lines.values():
+            line[:] = [
+                entry for entry in line if entry[2] in places and places[entry[2]][1] == entry[1]
+            ]
+            heapq.heapify(line)
+        self._num_joined = len(places)
+        self._sweep_at = max(MIN_SWEEP, 2 * len(places))
+        self._ranked_at = (-1.0, None)  # the heads may be others now

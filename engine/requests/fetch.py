@@ -1,0 +1,284 @@
+"""Making leased blocks readable by a client, and telling who waits for what.
+
+Blocks with a copy in a mapped tier are readable at once, those in GPU memory too where its worker
+is to read them (`by_worker`). The others are copied, demand first, into the mapped tier that their
+tier has a link to. A block that is on its way already (somebody else's
+fetch, a promotion) is only waited for: one move serves every lease. Where room is lacking the rest
+of the lease is placed later, as room is made; what cannot be placed at all ends the prefix there.
+
+    lease   [ 0 … 4 hbm ][ 5 … 9 disk          ][ 10 … 15 disk ]
+              ready        awaited (moves)        unplaced (no room yet)
+
+Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.engine.placement.evictor import Evictor
+from hicache.engine.plan import Move, Priority, ReadyRun
+from hicache.engine.planner.cost import LinkCost
+from hicache.engine.planner.planner import PlannerSettings, load_limit_s
+from hicache.engine.residency.blocks import State
+from hicache.engine.residency.copies import NO_TIER, Namespace, Residency
+from hicache.engine.residency.leases import Lease
+from hicache.tiers.block import Ids
+
+Positions = npt.NDArray[np.intp]
+"""Positions within a lease: shape [n]."""
+
+READING_S: Final = 0.5
+"""Who has all that will come has mostly read it by then. Some keep their lease far longer: a model
+that reads in place, one that releases at the end of its answer."""
+
+
+class Fetching:
+    """The leases that wait, and the blocks they wait for."""
+
+    def __init__(
+        self, residency: Residency, evictor: Evictor, links: dict[tuple[int, int], LinkCost]
+    ) -> None:
+        self.residency = residency
+        self.evictor = evictor
+        self.links = links
+        self.waiters: dict[int, set[int]] = {}
+        self.unplaced: dict[int, None] = {}
+        self.now_s = 0.0
+        self._ended: list[int] = []
+        self._fastest_of: dict[int, Ids] = {}
+
+    def fetch(self, lease: Lease, settings: PlannerSettings) -> tuple[list[ReadyRun], float]:
+        """Start what has to move. Returns what is readable now and when the rest is expected; the
+        lease's deadline is brought forward to the time from which waiting is worth it no more.
+
+        The runs are numbered by blocks of the prompt (the lease's first block is `first_block`).
+        """
+        lease.fetching = True
+        self.now_s = lease.started_s
+        mapped = self.readable_tier(lease, lease.ids)
+        ready = self.ready_runs(lease.ids, mapped)
+        missing = np.flatnonzero(mapped == NO_TIER)
+        if len(missing) == 0:
+            return ready, 0.0
+        lease.unplaced = len(lease.ids)
+        expected_s, doubt_s = self._expected(lease, lease.ids[missing])
+        if settings.mode != "always_reload":
+            saves_s = lease.decision.recompute_s - lease.decision.prefill_s
+            patience_s = load_limit_s(settings, expected_s, doubt_s, saves_s)
+            lease.deadline_s = min(lease.deadline_s, lease.started_s + patience_s)
+        self._place(lease, missing)
+        return ready, expected_s
+
+    def _expected(self, lease: Lease, ids: Ids) -> tuple[float, float]:
+        """Seconds until these blocks are readable, and how far off that may be: links work side by
+        side, each behind what is queued there."""
+        house = self.residency
+        block_bytes = house.namespaces[lease.namespace].block_bytes
+        src = self.fastest(house.up)[house.blocks.tags[ids] & 0xFF]
+        expected_s = doubt_s = 0.0
+        for number in np.unique(src[src != NO_TIER]).tolist():
+            link = number, house.landing[number]
+            cost = self.links.get(link)
+            if cost is None:
+                continue
+            is_absent = house.blocks.state[link[1]][ids[src == number]] == State.ABSENT
+            num_bytes, ahead = int(is_absent.sum()) * block_bytes, house.bytes_ahead(link)
+            seconds = cost.seconds(max(num_bytes, 1), ahead)
+            if seconds > expected_s:
+                expected_s, doubt_s = seconds, cost.doubt_s(max(num_bytes, 1), ahead)
+        return expected_s, doubt_s
+
+    def place_more(self, leases: Iterable[Lease]) -> None:
+        """Room was made: place what lacked it."""
+        house = self.residency
+        for lease in leases:
+            mapped = self.readable_tier(lease, lease.ids)
+            missing = np.flatnonzero(mapped == NO_TIER)
+            missing = missing[missing >= lease.unplaced]
+            self._place(lease, missing)
+            while lease.unplaced < len(lease.ids) and not (
+                house.moves or any(house.draining_bytes) or self._others_are_read(lease)
+            ):  # nothing else will make room any more: the lease's own end must
+                self._shorten(lease)
+                missing = missing[(missing >= lease.unplaced) & (missing < len(lease.ids))]
+                self._place(lease, missing)
+            if lease.unplaced >= len(lease.ids):
+                self.unplaced.pop(lease.id, None)
+                if not lease.awaited:
+                    self._ended.append(lease.id)  # no outcome will tell of it
+
+    def take_ended(self) -> list[int]:
+        """Leases for which nothing is to come since no room could be had; told once."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def came(self, move: Move, ok: bool, leases: dict[int, Lease]) -> list[Lease]:
+        """A move into a mapped tier has ended. Returns the leases that waited for the block."""
+        waiting = self.waiters.pop(move.block, None)
+        if not waiting:
+            return []
+        told = []
+        for lease_id in waiting:
+            lease = leases.get(lease_id)
+            if lease is None:
+                continue
+            lease.awaited.discard(move.block)
+            if not ok:
+                position = int(np.flatnonzero(lease.ids == move.block)[0])
+                lease.failed_at = min(lease.failed_at, position)
+            told.append(lease)
+        return told
+
+    def is_finished(self, lease: Lease) -> bool:
+        """Whether nothing that could lengthen the readable prefix is still to come."""
+        if lease.id in self.unplaced and lease.failed_at > lease.unplaced:
+            return False
+        if not lease.awaited:
+            return True
+        if lease.failed_at >= len(lease.ids):
+            return False
+        before = set(lease.ids[: lease.failed_at].tolist())
+        return not (before & lease.awaited)
+
+    def prefix_blocks(self, lease: Lease) -> int:
+        """How many of its blocks could be read at most, or were loaded by the worker: before
+        whatever failed or is still to come."""
+        blocks = min(lease.failed_at, len(lease.ids), *lease.not_loaded)
+        if lease.id in self.unplaced:
+            blocks = min(blocks, lease.unplaced)
+        if lease.awaited:
+            is_awaited = np.isin(lease.ids, np.array(list(lease.awaited), np.int32))
+            blocks = min(blocks, int(is_awaited.argmax()) if is_awaited.any() else blocks)
+        return blocks
+
+    def forget(self, lease: Lease) -> list[int]:
+        """The lease is closed. Returns moves that nobody waits for any more."""
+        self.unplaced.pop(lease.id, None)
+        unwanted: list[int] = []
+        for block in lease.awaited:
+            waiting = self.waiters.get(block)
+            if waiting is None:
+                continue
+            waiting.discard(lease.id)
+            if not waiting:
+                del self.waiters[block]
+                unwanted.extend(
+                    move.id
+                    for move in self.residency.moves_of.get(block, ())
+                    if move.priority == Priority.DEMAND
+                )
+        return unwanted
+
+    def ready_runs(self, ids: Ids, mapped: Ids) -> list[ReadyRun]:
+        """Readable blocks grouped by tier; `first` counts from the lease's start."""
+        if len(ids) == 0:
+            return []
+        cuts = np.flatnonzero(mapped[1:] != mapped[:-1]) + 1
+        bounds = [0, *cuts.tolist(), len(ids)]
+        house = self.residency
+        runs = []
+        for first, last in itertools.pairwise(bounds):
+            tier = int(mapped[first])
+            if tier != NO_TIER:
+                slots = house.blocks.slot[tier][ids[first:last]]
+                runs.append(ReadyRun(first, house.tiers[tier].name, slots))
+        return runs
+
+    def _others_are_read(self, lease: Lease) -> bool:
+        """Whether somebody has all blocks that will come, and reads them: mostly such leases end
+        soon, so that is waited for, but not long, and not the most of what the load may take."""
+        patience_s = min(READING_S, (lease.deadline_s - lease.started_s) / 2)
+        return self.now_s < lease.started_s + patience_s and any(
+            other.fetching and not other.awaited and other.id not in self.unplaced
+            for other in self.residency.leases.leases.values()
+        )
+
+    def _shorten(self, lease: Lease) -> None:
+        """A prompt larger than the memory it is to be read from: half of what is not placed yet is
+        given up at the end, so that its copies there can make room for the front."""
+        kept = lease.unplaced + (len(lease.ids) - lease.unplaced) // 2
+        self.residency.leases.shorten(lease, kept)
+        self.residency.unpark()
+
+    def _place(self, lease: Lease, missing: Positions) -> None:
+        """Wait for the lease's `missing` positions: join moves under way, start the others."""
+        house = self.residency
+        namespace = house.namespaces[lease.namespace]
+        ids = lease.ids[missing]
+        src = self.fastest(house.up)[house.blocks.tags[ids] & 0xFF]
+        landing = [dst if dst != NO_TIER and house.is_up(dst) else NO_TIER for dst in house.landing]
+        dst = np.array([*landing, NO_TIER], np.int32)[np.minimum(src, len(landing))]
+        lost = np.flatnonzero(dst == NO_TIER)
+        if len(lost):
+            lease.failed_at = min(lease.failed_at, int(missing[lost[0]]))
+            missing, ids = missing[: lost[0]], ids[: lost[0]]
+            src, dst = src[: lost[0]], dst[: lost[0]]
+        is_absent = np.zeros(len(ids), bool)
+        for tier in np.unique(dst).tolist():
+            is_absent |= (dst == tier) & (house.blocks.state[tier][ids] == State.ABSENT)
+        for block in ids[~is_absent].tolist():
+            self.wait(lease, block)
+            for move in house.moves_of.get(block, ()):
+                if move.deadline_s is not None and move.dst is not None:
+                    move.deadline_s = max(move.deadline_s, lease.deadline_s)
+        missing, src, dst = missing[is_absent], src[is_absent], dst[is_absent]
+        cuts = np.flatnonzero((src[1:] != src[:-1]) | (dst[1:] != dst[:-1])) + 1
+        bounds = [0, *cuts.tolist(), len(missing)] if len(missing) else []
+        for first, last in itertools.pairwise(bounds):
+            link = int(src[first]), int(dst[first])
+            placed = self._start(namespace, lease, missing[first:last], link)
+            if placed < last - first:
+                lease.unplaced = int(missing[first + placed])
+                self.unplaced[lease.id] = None
+                return
+        lease.unplaced = len(lease.ids)
+
+    def _start(
+        self,
+        namespace: Namespace,
+        lease: Lease,
+        positions: Positions,
+        link: tuple[int, int],
+    ) -> int:
+        house = self.residency
+        src, dst = link
+        self.evictor.make_room(dst, namespace.slot_bytes, len(positions))
+        slots = house.pools[dst].allocate(namespace.slot_bytes, len(positions))
+        if len(slots):
+            ids = lease.ids[positions[: len(slots)]]
+            house.start(namespace, ids, src, dst, slots, Priority.DEMAND, lease.deadline_s)
+            house.progress_s.setdefault(link, lease.started_s)
+            lease.link_bytes += len(slots) * namespace.block_bytes
+            for block in ids.tolist():
+                self.wait(lease, block)
+        return len(slots)
+
+    def wait(self, lease: Lease, block: int) -> None:
+        """The lease is told when a copy of the block has come to a mapped tier."""
+        lease.awaited.add(block)
+        self.waiters.setdefault(block, set()).add(lease.id)
+
+    def readable_tier(self, lease: Lease, ids: Ids) -> Ids:
+        """Per block the fastest tier from which whoever fetches this lease can read it, NO_TIER
+        where there is none: a client the mapped tiers, the GPU worker all that is memory."""
+        house = self.residency
+        usable = 0
+        for tier in range(len(house.tiers)):
+            if house.is_readable(tier, by_worker=lease.by_worker):
+                usable |= 1 << tier
+        readable: Ids = self.fastest(house.up & usable)[house.blocks.tags[ids] & 0xFF]
+        return readable
+
+    def fastest(self, usable: int) -> Ids:
+        """The fastest of these tiers in each set of bits, NO_TIER where there is none."""
+        table = self._fastest_of.get(usable)
+        if table is None:
+            fastest = [self.residency.fastest(bits & usable) for bits in range(256)]
+            table = self._fastest_of[usable] = np.array(fastest, np.int32)
+        return table

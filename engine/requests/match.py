@@ -1,0 +1,391 @@
+"""A prompt comes in: what of it is held, how much is worth reloading, and who holds it meanwhile.
+
+Matching itself changes no tree and no byte. Being asked for does: the path becomes the youngest,
+what was draining of it is rescued, and what is planned to be reloaded is leased before anybody
+else can have it evicted. Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from hicache.engine import plan as p
+from hicache.engine.index.radix import Path
+from hicache.engine.placement.write_back import WriteDown
+from hicache.engine.planner.cost import LinkCost, LoadCost, PrefillCost
+from hicache.engine.planner.counters import Ledger
+from hicache.engine.planner.decision_log import Recorder
+from hicache.engine.planner.planner import Hit, Planner
+from hicache.engine.planner.reload_time import LastCopy, OwnCopy, Route, Way, reload_over
+from hicache.engine.policies.hazard.history import History, symbols_of
+from hicache.engine.residency.block_ids import Span, ids_along, in_few
+from hicache.engine.residency.blocks import LEAVING_SHIFT, State
+from hicache.engine.residency.copies import NO_TIER, TRAVELLING_BYTES, Namespace, Residency
+from hicache.engine.residency.leases import Lease
+from hicache.engine.settings import EngineSettings
+
+
+@dataclass(slots=True)
+class Estimates:
+    """What is believed about speeds: links by (from, to), prefill and the last copy by namespace:
+    that of its client, and that of the GPU's worker, of those that it copies for."""
+
+    links: dict[tuple[int, int], LinkCost]
+    prefill: list[PrefillCost] = field(default_factory=list)
+    hop_s_per_byte: list[float] = field(default_factory=list)
+    loads: dict[int, LoadCost] = field(default_factory=dict)
+
+    def load(self, namespace: int, house: Residency) -> LoadCost:
+        """The worker's, of a namespace that may be the first that has one: it is kept from now
+        on."""
+        return self.loads.setdefault(namespace, self.expected_load(namespace, house))
+
+    def expected_load(self, namespace: int, house: Residency) -> LoadCost:
+        """The same to ask only."""
+        cost = self.loads.get(namespace)
+        if cost is None:
+            tiers = range(len(house.tiers))
+            memory = [n for n in tiers if house.is_readable(n, by_worker=True)]
+            to_gpu = (
+                link
+                for (src, dst), link in self.links.items()
+                if house.tiers[src].mapped and dst in memory and not house.tiers[dst].mapped
+            )
+            cost = LoadCost(memory, next(to_gpu, LinkCost()))
+        return cost
+
+
+class _Unsettled(msgspec.Struct, frozen=True):
+    """An answered match whose bookkeeping is still to be done."""
+
+    event: p.Match
+    path: Path
+    lease_id: int
+    hit: Hit
+    decision: p.Decision
+
+
+class Matching:
+    """Answers Match. The answer leaves first: opening its lease and noting the use of its path
+    are done by `settle`, which comes before anything else happens here."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        estimates: Estimates,
+        planner: Planner,
+        writedown: WriteDown,
+        ledger: Ledger,
+        settings: EngineSettings,
+        history: History | None = None,
+    ) -> None:
+        self.residency = residency
+        self.estimates = estimates
+        self.planner = planner
+        self.writedown = writedown
+        self.ledger = ledger
+        self.settings = settings
+        self.history = history
+        self.record = Recorder(estimates.prefill, self._reload_again)
+        self._in_place = frozenset(tier.name for tier in residency.tiers if tier.mapped)
+        self._unsettled: _Unsettled | None = None
+
+    def match(self, event: p.Match) -> p.Matched:
+        house = self.residency
+        namespace = house.namespaces[event.namespace]
+        path = house.index.match(namespace.root, event.tokens, namespace.step)
+        for node in path.nodes:
+            if node.leaving:  # what is leaving may be needed: rescue it
+                house.index.cut(path, namespace.step)
+                house.touch(path, event.now_s)
+                path = house.index.match(namespace.root, event.tokens, namespace.step)
+                break
+        runs, hit_blocks = self.runs(path)
+        hit = self._hit(event, namespace, path, runs, hit_blocks)
+        decision = self.planner.decide(hit)
+        if hit.reload_doubt_s:
+            self._relied_on(hit)
+        lease_id = house.leases.next_id() if decision.reload_blocks else 0
+        if path.num_blocks or self.history is not None:
+            self._unsettled = _Unsettled(event, path, lease_id, hit, decision)
+        else:
+            self.ledger.decided(decision.name, decision.reason)
+        return p.Matched(lease_id, tuple(runs), hit_blocks, decision)
+
+    def take_up(self, namespace: Namespace, tokens: bytes, now_s: float) -> list[Span]:
+        """The ids of what is held of a prompt, front to back. It is as good as asked for: it is the
+        youngest, and what is leaving of it stays."""
+        house = self.residency
+        path = house.index.match(namespace.root, tokens, namespace.step)
+        if path.num_blocks:
+            house.index.cut(path, namespace.step)
+            house.touch(path, now_s)
+            path = house.index.match(namespace.root, tokens, namespace.step)
+        _, held = self.runs(path)
+        return in_few(path.spans(0, held))
+
+    def score(self, event: p.Match) -> p.Scored:
+        """What this match would find, and what that is expected to take. Changes nothing: no lease,
+        no use is noted, nothing is rescued, decided or tried."""
+        house = self.residency
+        namespace = house.namespaces[event.namespace]
+        path = house.index.match(namespace.root, event.tokens, namespace.step)
+        if any(node.leaving for node in path.nodes):
+            runs, hit_blocks = self._in_runs(self._staying_if_asked(path))
+        else:
+            runs, hit_blocks = self.runs(path)
+        hit = self._hit(event, namespace, path, runs, hit_blocks)
+        return p.Scored(tuple(runs), hit_blocks, self.planner.forecast(hit))
+
+    def _staying_if_asked(self, path: Path) -> Iterator[tuple[int, int]]:
+        """(tiers, number of blocks) along a path of which something is leaving: as if it had been
+        rescued, which a match does first."""
+        house = self.residency
+        ids = path.ids()
+        tags = house.blocks.tags[ids]
+        held, leaving = tags & 0xFF, tags >> LEAVING_SHIFT
+        for tier, spec in enumerate(house.tiers):
+            if spec.durable:  # a record that is being deleted cannot be called back
+                for place in np.flatnonzero(leaving >> tier & 1).tolist():
+                    if house.is_deleted(int(ids[place]), tier):
+                        held[place] ^= 1 << tier
+        ends = [*(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(held)]
+        start = 0
+        for end in ends:
+            yield int(held[start]), end - start
+            start = end
+
+    def _hit(
+        self,
+        event: p.Match,
+        namespace: Namespace,
+        path: Path,
+        runs: list[p.TierRun],
+        hit_blocks: int,
+    ) -> Hit:
+        """What there is to decide on."""
+        num_tokens = len(event.tokens) // 4
+        skipped = event.skip_blocks
+        loadable = (num_tokens - 1) // namespace.block_tokens if num_tokens else 0
+        last = hit_blocks if hit_blocks < loadable else loadable
+        kept = runs if not skipped and last == hit_blocks else _slice_runs(runs, skipped, last)
+        prefill = self.estimates.prefill[event.namespace]
+        hit = Hit(
+            num_tokens,
+            namespace.block_tokens,
+            min(skipped * namespace.block_tokens, num_tokens) if skipped else 0,
+            kept,
+            (),
+            prefill.seconds,
+            prefill.is_known,
+            (),
+            prefill.doubt_s,
+            0.0,
+            event.namespace,
+            event.by_worker,
+        )
+        if kept:
+            self._estimate_reload(hit, namespace, path, event)
+        return hit
+
+    def settle(self) -> None:
+        """Do what the last answer promised: open its lease, and note that its path was used."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None:
+            return
+        event, path, decision = unsettled.event, unsettled.path, unsettled.decision
+        self.ledger.decided(decision.name, decision.reason)
+        house = self.residency
+        namespace = house.namespaces[event.namespace]
+        house.index.cut(path, namespace.step)
+        used = in_few(path.spans(0, path.num_blocks))
+        for span in used:
+            house.blocks.hits[span] += 1
+        if unsettled.lease_id:
+            first, last = event.skip_blocks, event.skip_blocks + decision.reload_blocks
+            is_all = first == 0 and last == path.num_blocks
+            leased = used if is_all else in_few(path.spans(first, last))
+            lease = Lease(
+                unsettled.lease_id,
+                event.owner,
+                event.namespace,
+                ids_along(leased),
+                leased,
+                event.now_s + event.ttl_s,
+                tuple(unsettled.hit.runs),
+                decision,
+            )
+            lease.failed_at = len(lease.ids)
+            house.leases.open(lease)
+        if unsettled.hit.runs:
+            self.record.decided(unsettled.hit, decision, unsettled.lease_id, event.now_s)
+        if self.history is not None:
+            symbols = symbols_of(event.tokens, namespace.step)
+            ghosts = self.history.used(event.namespace, symbols, event.now_s, event.is_partial)
+            marks = list(self.history.marks(ghosts))
+            if house.index.mark(path.nodes, marks, namespace.step):
+                path = house.index.match(namespace.root, event.tokens, namespace.step)
+        if path.num_blocks:
+            self._touch(path, namespace, event.now_s)
+
+    def _touch(self, path: Path, namespace: Namespace, now_s: float) -> None:
+        """The path is used: youngest, and written down if one hit more makes it worth it."""
+        house = self.residency
+        hits = house.blocks.hits
+        last = path.nodes[-1]
+        house.touch(path, now_s)
+        if self.history is not None and last.parent is not None:
+            house.queue(last)  # its kind may have changed
+        durable = self.writedown.tier
+        if self.settings.write_policy == "write_through_selective" and durable is not None:
+            wanted = last.tiers and not last.tiers >> durable & 1
+            is_worth_it = hits[int(last.block_ids()[0])] >= self.settings.selective_hits
+            if wanted and is_worth_it and self.writedown.evictor.gate.admits(last):
+                self.writedown.want(last)
+                self.writedown.advance()
+
+    def runs(self, path: Path) -> tuple[list[p.TierRun], int]:
+        """The readable prefix of a path, grouped by each block's fastest tier."""
+        house = self.residency
+        bits = [node.staying for node in path.nodes]
+        if bits and bits.count(bits[0]) == len(bits):  # by far the most frequent, and the longest
+            tier = house.fastest(bits[0])
+            if tier == NO_TIER:
+                return [], 0
+            return [p.TierRun(house.tiers[tier].name, path.num_blocks)], path.num_blocks
+        counts = [node.num_blocks for node in path.nodes]
+        if path.partial:
+            counts[-1] = path.partial
+        return self._in_runs(zip(bits, counts, strict=True))
+
+    def _in_runs(self, pieces: Iterable[tuple[int, int]]) -> tuple[list[p.TierRun], int]:
+        """The readable part at the front of (tiers, number of blocks), by each one's fastest."""
+        house = self.residency
+        runs: list[p.TierRun] = []
+        total, before = 0, 0
+        for bits, count in pieces:
+            if bits != before or not runs:
+                tier = house.fastest(bits)
+                if tier == NO_TIER:
+                    break
+                before = bits
+                name = house.tiers[tier].name
+                if not runs or runs[-1].tier != name:
+                    runs.append(p.TierRun(name, 0))
+            runs[-1].num_blocks += count
+            total += count
+        return runs, total
+
+    def _estimate_reload(self, hit: Hit, namespace: Namespace, path: Path, event: p.Match) -> None:
+        """Fill in what reloading the hit's runs takes."""
+        hop = event.hop_bytes_per_s
+        own_s_per_byte = 1.0 / hop if hop else self.estimates.hop_s_per_byte[hit.namespace]
+        if not hit.by_worker:
+            blocks, seconds = 0, []
+            s_per_block = namespace.block_bytes * own_s_per_byte
+            for run in hit.runs:
+                if run.tier not in self._in_place:
+                    break
+                blocks += run.num_blocks
+                seconds.append(blocks * s_per_block)
+            else:  # only the client's own copy counts
+                hit.reload_s = seconds
+                return
+        routes: dict[str, Route] = {}
+        for run in hit.runs:
+            if run.tier not in routes:
+                link = self._link_of(run.tier, hit.by_worker)
+                routes[run.tier] = Route(link[1], self._way_over(link, hit, namespace, path, event))
+        last_copy = self._last_copy(hit, own_s_per_byte)
+        reload = reload_over(hit.runs, routes, namespace.block_bytes, last_copy)
+        hit.runs, hit.reload_s, hit.reload_doubt_s = reload.runs, reload.seconds, reload.doubt_s
+        hit.start_s = reload.start_s
+
+    def _relied_on(self, hit: Hit) -> None:
+        """A decision was taken by what it was expected to take."""
+        for link in {self._link_of(run.tier, hit.by_worker) for run in hit.runs}:
+            if link[0] != link[1]:
+                self.estimates.links[link].relied_on()
+        if hit.by_worker:
+            self.estimates.load(hit.namespace, self.residency).relied_on()
+
+    def _reload_again(self, hit: Hit, blocks: int) -> float:
+        """What reloading so much of a hit would take by what is known now, behind the queue of
+        then."""
+        house = self.residency
+        size = house.namespaces[hit.namespace].block_bytes
+        over: dict[tuple[int, int], float] = {}
+        bytes_from: dict[int, float] = {}
+        left = blocks
+        for run in hit.runs:
+            src, dst = self._link_of(run.tier, hit.by_worker)
+            num_bytes = float(min(run.num_blocks, left) * size)
+            left -= min(run.num_blocks, left)
+            bytes_from[dst] = bytes_from.get(dst, 0.0) + num_bytes
+            if src != dst:
+                over[src, dst] = over.get((src, dst), 0.0) + num_bytes
+        seconds = 0.0
+        for link, num_bytes in over.items():
+            cost = self.estimates.links[link]
+            wait_s = max(hit.start_s - cost.latency_s, 0.0)
+            seconds = max(seconds, wait_s + cost.seconds(num_bytes))
+        own_s_per_byte = self.estimates.hop_s_per_byte[hit.namespace]
+        return seconds + self._last_copy(hit, own_s_per_byte).seconds(bytes_from)
+
+    def _last_copy(self, hit: Hit, own_s_per_byte: float) -> LastCopy:
+        """Into the inference engine's memory, by whoever makes it."""
+        if hit.by_worker:
+            return self.estimates.expected_load(hit.namespace, self.residency)
+        return OwnCopy(own_s_per_byte)
+
+    def _link_of(self, tier: str, by_worker: bool) -> tuple[int, int]:
+        """The tier, and that from which the last copy reads what lies there: the same one, or
+        another where it cannot be read in place."""
+        src = self.residency.number_of(tier)
+        landing = self.residency.landing[src]
+        if landing == NO_TIER or self.residency.is_readable(src, by_worker=by_worker):
+            return src, src
+        return src, landing
+
+    def _way_over(
+        self, link: tuple[int, int], hit: Hit, namespace: Namespace, path: Path, event: p.Match
+    ) -> Way | None:
+        """None where nothing has to come. Some of the hit's own blocks may be on their way there:
+        they are in that queue, and need not be copied once more."""
+        house, src = self.residency, link[0]
+        if src == link[1]:
+            return None
+        cost = self.estimates.links[link]
+        ahead, late_s = house.bytes_ahead(link), 0.0
+        if ahead:
+            due_s = cost.seconds(min(ahead, TRAVELLING_BYTES))
+            late_s = max(house.silent_s(link, event.now_s) - due_s, 0.0)
+            state = house.blocks.state[link[1]]
+            position, coming = event.skip_blocks, 0
+            for run in hit.runs:
+                last = position + run.num_blocks
+                if house.number_of(run.tier) == src:
+                    for span in path.spans(position, last):
+                        coming += int((state[span] == State.FILLING).sum())
+                position = last
+            ahead -= min(ahead, coming * namespace.block_bytes)
+        return Way(cost, ahead, late_s)
+
+
+def _slice_runs(runs: Sequence[p.TierRun], first: int, last: int) -> list[p.TierRun]:
+    """The part of the runs that covers blocks first … last-1."""
+    if len(runs) == 1 and not first and last > 0:
+        run = runs[0]
+        return [p.TierRun(run.tier, last)] if last < run.num_blocks else [run]
+    kept = []
+    position = 0
+    for run in runs:
+        begin, end = max(first, position), min(last, position + run.num_blocks)
+        if begin < end:
+            kept.append(p.TierRun(run.tier, end - begin))
+        position += run.num_blocks
+    return kept

@@ -1,0 +1,272 @@
+"""New blocks come in: which are wanted, where they are to be written, and when they are visible.
+
+    put ──▶ ticket (slots, filling) ──▶ commit ──▶ ready
+                       │                  └──────▶ blocks not written: given up
+                       └─▶ abort, expiry, death ─▶ given up; slots quarantined while the writer
+                                                   may still write them
+
+A block is stored once: blocks that are there are `present`, blocks that somebody else is writing
+are `busy`. One whose last record is being deleted is not there any more: it is stored anew.
+Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from hicache.engine import plan as p
+from hicache.engine.index.radix import Path
+from hicache.engine.placement.evictor import Evictor
+from hicache.engine.placement.write_back import WriteDown
+from hicache.engine.policies.hazard.ghost import Mark
+from hicache.engine.policies.hazard.history import History, symbols_of
+from hicache.engine.requests.fetch import Positions
+from hicache.engine.residency.block_ids import Span
+from hicache.engine.residency.blocks import LEAVING_SHIFT, State
+from hicache.engine.residency.copies import Namespace, Residency
+from hicache.engine.residency.leases import Lease, Quarantined, Ticket
+from hicache.engine.settings import EngineSettings
+from hicache.tiers.block import Ids
+
+DURABLE_WAIT_S: Final = 60.0
+"""Longer than any caller waits: blocks are kept from being evicted at most so long."""
+
+_NO_IDS: Final = np.empty(0, np.int32)
+_NOWHERE: Final[Positions] = np.empty(0, np.intp)
+
+
+class Storing:
+    """Answers Put, Commit and Abort."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        evictor: Evictor,
+        writedown: WriteDown,
+        settings: EngineSettings,
+        history: History | None = None,
+    ) -> None:
+        self.residency = residency
+        self.evictor = evictor
+        self.writedown = writedown
+        self.settings = settings
+        self.history = history
+        self._durable_waits: dict[int, Lease] = {}
+
+    def put(self, event: p.Put) -> p.Placed:
+        house = self.residency
+        namespace = house.namespaces[event.namespace]
+        step = namespace.step
+        path = house.index.match(namespace.root, event.tokens[: event.last * step], step)
+        known = path.num_blocks
+        asked = event.last - event.first
+        if event.first > known:  # blocks without their parents would be unreachable
+            return p.Placed(0, "", _NO_IDS, _NO_IDS, 0, 0, asked, False)
+        ids = path.ids()[event.first :]
+        present, busy, lacking = self._known(path, ids)
+        new = event.last - known
+        wanted = len(lacking) + new
+        if wanted == 0:
+            return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, 0, False)
+        pinned = path.spans(0, known)  # the path must not be given up to make room for its end
+        for pin in pinned:
+            house.blocks.pin(pin)
+        marks = self._marks(event, namespace)
+        tier, slots = self._place(namespace, wanted, marks, event)
+        for pin in pinned:
+            house.blocks.unpin(pin)
+        house.unpark()
+        refused = wanted - len(slots)
+        if len(slots) == 0:
+            coming = any(map(self.evictor.room_is_coming, range(len(house.tiers))))
+            return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, refused, coming)
+        fill_ids: Ids = ids[lacking[: len(slots)]]
+        indices = (lacking[: len(slots)] + event.first).astype(np.int32)
+        num_new = len(slots) - len(fill_ids)
+        span: Span = fill_ids
+        if num_new:  # making room may have split and merged nodes along the path
+            path = house.index.match(namespace.root, event.tokens[: event.last * step], step)
+            assert path.num_blocks == known
+            node = house.index.extend(
+                namespace.root, path, event.tokens[known * step : (known + num_new) * step], step
+            )
+            node.touched_s = event.now_s
+            span = node.span
+            numbers = np.arange(known, known + num_new, dtype=np.int32)
+            if len(fill_ids):
+                fill_ids = span = np.concatenate([fill_ids, node.block_ids()])
+                indices = np.concatenate([indices, numbers])
+            else:
+                fill_ids, indices = node.block_ids(), numbers
+            if marks:
+                house.index.mark([node], marks, step)
+        house.blocks.fill(tier, span, slots)
+        ticket = Ticket(
+            house.leases.next_id(),
+            event.owner,
+            event.namespace,
+            tier,
+            fill_ids,
+            span,
+            indices,
+            event.now_s + event.ttl_s,
+        )
+        house.leases.tickets[ticket.id] = ticket
+        name = house.tiers[tier].name
+        return p.Placed(ticket.id, name, indices, slots, present, busy, refused, refused > 0)
+
+    def _known(self, path: Path, ids: Ids) -> tuple[int, int, Positions]:
+        """Of blocks on the path: how many are held, how many somebody is writing, and the positions
+        of those that are neither: holes, and blocks whose last record is just being deleted."""
+        if all(node.staying for node in path.nodes):
+            return len(ids), 0, _NOWHERE
+        house = self.residency
+        tags = house.blocks.tags[ids]
+        held = tags != 0
+        for position in np.flatnonzero(held & ((tags & 0xFF & ~(tags >> LEAVING_SHIFT)) == 0)):
+            held[position] = not house.is_going(int(ids[position]))
+        filling = np.zeros(len(ids), bool)
+        for state in house.blocks.state:
+            filling |= (state[ids] == State.FILLING) | (state[ids] == State.CANCELLED)
+        lacking = np.flatnonzero(~held & ~filling)
+        return int(held.sum()), int((filling & ~held).sum()), lacking
+
+    def _marks(self, event: p.Put, namespace: Namespace) -> list[Mark]:
+        """What the history knows of the prompt's blocks, [] where there is none."""
+        if self.history is None:
+            return []
+        symbols = symbols_of(event.tokens[: event.last * namespace.step], namespace.step)
+        return self.history.marks_of(namespace.number, symbols)
+
+    def _place(
+        self, namespace: Namespace, count: int, marks: Sequence[Mark], event: p.Put
+    ) -> tuple[int, Ids]:
+        """Slots for new blocks: the fastest mapped tier that has room, or can make some at once at
+        the expense of blocks that are worth less. Where the policy ranks nothing, a slower tier's
+        free room comes before what a faster one holds."""
+        house = self.residency
+        mapped = [n for n, tier in enumerate(house.tiers) if tier.mapped and house.is_up(n)]
+        ranking = []
+        for tier in mapped:
+            if house.pools[tier].available(namespace.slot_bytes) >= count:
+                return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
+            if marks and house.ranks(tier):
+                ranking.append(tier)
+                if self._make_room(tier, namespace.slot_bytes, count, marks, event):
+                    return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
+        for tier in mapped:
+            if tier in ranking:
+                continue
+            if self._make_room(tier, namespace.slot_bytes, count, marks, event):
+                return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
+        return 0, _NO_IDS
+
+    def _make_room(
+        self, tier: int, slot_bytes: int, count: int, marks: Sequence[Mark], event: p.Put
+    ) -> int:
+        """Room for the last `count` blocks of a put, as far down as they are worth it."""
+        if self.history is None:
+            return self.evictor.make_room(tier, slot_bytes, count)
+        policy = self.residency.policies[tier]
+        first = event.last - count
+        ends = [(end, kind) for end, kind, *_ in marks if end > first] or [(event.last, -1)]
+        room = 0
+        for end, kind in ends:
+            wanted = min(end, event.last) - first
+            worth = policy.worth(kind, event.now_s)
+            room = self.evictor.make_room(tier, slot_bytes, wanted, worth)
+            if room < wanted:
+                break
+        return room
+
+    def commit(self, event: p.Commit) -> int:
+        house = self.residency
+        ticket = house.leases.tickets.get(event.ticket)
+        if ticket is None:
+            raise p.UnknownTicket(event.ticket)
+        del house.leases.tickets[ticket.id]
+        done = ticket.ids
+        if np.array_equal(ticket.indices, event.indices):
+            house.blocks.change(ticket.tier, ticket.span, State.READY)
+        else:
+            written = np.isin(ticket.indices, event.indices)
+            done, undone = ticket.ids[written], ticket.ids[~written]
+            slot_bytes = house.namespaces[ticket.namespace].slot_bytes
+            house.blocks.change(ticket.tier, done, State.READY)
+            house.blocks.vacate(ticket.tier, undone, slot_bytes)
+        house.settle(ticket.ids)
+        if len(done):
+            last = house.index.node_of(int(done[-1]))
+            is_through = self.settings.write_policy == "write_through"
+            if event.durable or (is_through and self.evictor.gate.admits(last)):
+                self.writedown.want(last)
+            if event.durable and self.writedown.tier is not None:
+                self._wait_until_durable(ticket, done, event.now_s)
+        return len(done)
+
+    def _wait_until_durable(self, ticket: Ticket, ids: Ids, now_s: float) -> None:
+        """Lease the blocks meanwhile: an id given to another block would answer for this one."""
+        book = self.residency.leases
+        decision = p.Decision("reload", len(ids), "durable", 0.0, 0.0, 0.0)
+        lease = Lease(
+            book.next_id(),
+            ticket.owner,
+            ticket.namespace,
+            ids,
+            [ids],
+            now_s + DURABLE_WAIT_S,
+            (),
+            decision,
+        )
+        book.open(lease)
+        self._durable_waits[ticket.id] = lease
+
+    def abort(self, event: p.Abort) -> int:
+        house = self.residency
+        ticket = house.leases.tickets.pop(event.ticket, None)
+        if ticket is None:  # an expired ticket's writer acknowledges
+            return self.end_quarantine(event.ticket)
+        namespace = house.namespaces[ticket.namespace]
+        if event.writer_gone:
+            house.blocks.vacate(ticket.tier, ticket.ids, namespace.slot_bytes)
+        else:
+            slots = house.blocks.slot[ticket.tier][ticket.ids]
+            house.blocks.change(ticket.tier, ticket.ids, State.ABSENT)
+            house.pools[ticket.tier].quarantine(namespace.slot_bytes, slots)
+            house.leases.quarantine[ticket.id] = Quarantined(
+                ticket.owner, ticket.tier, namespace.slot_bytes, slots
+            )
+        house.settle(ticket.ids)
+        return len(ticket.ids)
+
+    def end_quarantine(self, ticket: int) -> int:
+        held = self.residency.leases.quarantine.pop(ticket, None)
+        if held is None:
+            return 0
+        self.residency.pools[held.tier].end_quarantine(held.slot_bytes, held.slots)
+        return len(held.slots)
+
+    def durable_now(self) -> list[int]:
+        """Tickets whose blocks have all reached the durable tier."""
+        tier = self.writedown.tier
+        if tier is None:
+            return []
+        book = self.residency.leases
+        if not self.residency.takes(tier):  # nothing is on its way there any more
+            for lease in self._durable_waits.values():
+                book.close(lease.id)
+            self._durable_waits.clear()
+        durable = []
+        for ticket, lease in list(self._durable_waits.items()):
+            if lease.id not in book.leases:  # expired, or its owner is gone
+                del self._durable_waits[ticket]
+            elif (self.residency.blocks.tags[lease.ids] >> tier & 1).all():
+                durable.append(ticket)
+                del self._durable_waits[ticket]
+                book.close(lease.id)
+        if durable:
+            self.residency.unpark()
+        return durable

@@ -1,0 +1,207 @@
+"""Warming: a prompt will be asked for, so what is held of it comes to where it can be read.
+
+Somebody knows what no policy can: this prompt is asked for at nine o'clock. What a fetch would have
+to wait for is copied beforehand, by the same moves, but behind all demand and into free room only:
+
+    lease   [ 0 … 4 dram ][ 5 … 9 disk           ][ 10 … 15 disk ]
+              warm          awaited (a few moves)    not begun yet
+
+A piece at a time, from the front. So a fetch that comes meanwhile takes what is not begun itself,
+as demand, and joins few moves that stand behind others' demand; and room that a piece took above
+the tier's high watermark is given back by the coldest there before the next one is begun. Nothing
+is forgotten for a warming: where no slower tier takes the coldest, the rest is refused.
+
+A warming holds its blocks by a lease that belongs to no session. It ends when nothing more can
+come, and by its time at the latest. Owned by the daemon's one loop.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from hicache.engine import plan as p
+from hicache.engine.placement.evictor import Evictor
+from hicache.engine.placement.promotion import promote
+from hicache.engine.plan import Priority
+from hicache.engine.requests.fetch import Fetching, Positions
+from hicache.engine.requests.match import Matching
+from hicache.engine.residency.block_ids import ids_along
+from hicache.engine.residency.blocks import State
+from hicache.engine.residency.copies import NO_TIER, Residency
+from hicache.engine.residency.leases import NOBODY, Lease
+from hicache.tiers.block import Ids
+
+PIECE_BYTES: Final = 64 << 20
+"""Begun at a time: two batches of a disk's worker in flight, and two that wait."""
+_FORESEEN: Final = p.Decision("reload", 0, "foreseen", 0.0, 0.0, 0.0)
+
+
+class Warming:
+    """The prompts being warmed."""
+
+    def __init__(
+        self, residency: Residency, matching: Matching, evictor: Evictor, fetching: Fetching
+    ) -> None:
+        self.residency = residency
+        self.matching = matching
+        self.evictor = evictor
+        self.fetching = fetching
+        self._under_way: dict[int, Lease] = {}
+        self._lacking: dict[int, int] = {}  # the tier in which each waits for room
+        self._ended: dict[int, p.Warmed] = {}
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def begin(self, event: p.Warm) -> Lease:
+        """The prompt is as good as asked for: it is the youngest, and what is leaving of it stays.
+        Where something has to come, the lease is opened, and `advance` goes on with it."""
+        house = self.residency
+        namespace = house.namespaces[event.namespace]
+        spans = self.matching.take_up(namespace, event.tokens, event.now_s)
+        lease = Lease(
+            house.leases.next_id(),
+            NOBODY,
+            event.namespace,
+            ids_along(spans),
+            spans,
+            event.now_s + event.ttl_s,
+            (),
+            _FORESEEN,
+        )
+        lease.failed_at = len(lease.ids)
+        lease.by_worker = event.by_worker
+        if len(self._cold(lease)):
+            house.leases.open(lease)
+            self._under_way[lease.id] = lease
+        return lease
+
+    def answer(self, lease: Lease) -> p.Warmed:
+        """What has come of it by now."""
+        ended = self._ended.pop(lease.id, None)
+        return ended or self._told(lease, lease.id if lease.id in self._under_way else 0)
+
+    def advance(self) -> None:
+        """Begin what can be begun, end what has come to its end. Called after every event."""
+        for lease in list(self._under_way.values()):
+            if not self._go_on(lease):
+                self.end(lease)
+
+    def is_warming(self, lease: int) -> bool:
+        """Whether this lease is a warming's."""
+        return lease in self._under_way
+
+    def end(self, lease: Lease) -> None:
+        """Nothing of it is held any more. What travels arrives, and helps who asks."""
+        house = self.residency
+        self._ended[lease.id] = self._told(lease, 0)
+        del self._under_way[lease.id]
+        self._lacking.pop(lease.id, None)
+        house.leases.close(lease.id)
+        self.fetching.forget(lease)
+        lost = lease.ids[house.blocks.tags[lease.ids] == 0]
+        came = self._came(lease)
+        if len(lost):
+            house.settle(lost)
+        promote(
+            house,
+            self.evictor,
+            house.links,
+            house.namespaces[lease.namespace],
+            came,
+            self.evictor.max_moving_bytes,
+        )
+        house.unpark()
+
+    def end_all(self) -> None:
+        """The daemon stops, so that nobody will ask; or those who did ask lack memory."""
+        for lease in list(self._under_way.values()):
+            self.end(lease)
+
+    def take_ended(self) -> dict[int, p.Warmed]:
+        """Those that have ended, told once."""
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def _told(self, lease: Lease, number: int) -> p.Warmed:
+        held = len(lease.ids)
+        warm = held - len(self._cold(lease))
+        return p.Warmed(number, held, warm, 0 if number else held - warm)
+
+    def _cold(self, lease: Lease) -> Positions:
+        """The positions that nobody could read now."""
+        readable = self.fetching.readable_tier(lease, lease.ids)
+        return np.flatnonzero(readable == NO_TIER)
+
+    def _came(self, lease: Lease) -> Ids:
+        """The blocks at the front that can be read now."""
+        cold = self._cold(lease)
+        return lease.ids[: int(cold[0])] if len(cold) else lease.ids
+
+    def _go_on(self, lease: Lease) -> bool:
+        """Begin a piece if the last one has nearly come. False when nothing more will come."""
+        namespace = self.residency.namespaces[lease.namespace]
+        most = max(1, PIECE_BYTES // namespace.block_bytes)
+        if len(lease.awaited) > most // 2:
+            return True
+        lacking = self._lacking.pop(lease.id, None)
+        if lacking is not None and not self._room(lacking, namespace.slot_bytes):
+            return self._waits_for_room(lease, lacking)
+        cold = self._cold(lease)
+        cold = cold[(cold >= lease.unplaced) & (cold < lease.failed_at)]
+        is_coming = bool(len(cold)) and self._begin(lease, cold[: most - len(lease.awaited)])
+        return is_coming or bool(lease.awaited)
+
+    def _begin(self, lease: Lease, cold: Positions) -> bool:
+        """Start moves for these positions, or join those under way. False when no room for the rest
+        is to be had, or no way: then it ends with what has been begun."""
+        house = self.residency
+        ids = lease.ids[cold]
+        src = self.fetching.fastest(house.up)[house.blocks.tags[ids] & 0xFF]
+        cuts = np.flatnonzero(src[1:] != src[:-1]) + 1
+        for first, last in pairwise([0, *cuts.tolist(), len(ids)]):
+            tier = int(src[first])
+            landing = house.landing[tier] if tier != NO_TIER else NO_TIER
+            if landing == NO_TIER or not house.is_up(landing):
+                lease.failed_at = int(cold[first])
+                return False
+            run = ids[first:last]
+            begun = self._start(lease, run, tier, landing)
+            if begun < len(run):
+                lease.unplaced = int(cold[first + begun])
+                return self._waits_for_room(lease, landing)
+        lease.unplaced = int(cold[-1]) + 1
+        return True
+
+    def _waits_for_room(self, lease: Lease, tier: int) -> bool:
+        """Whether some is coming: the lease is not looked through again before there is."""
+        self._lacking[lease.id] = tier
+        return bool(lease.awaited) or self.evictor.room_is_coming(tier)
+
+    def _start(self, lease: Lease, run: Ids, src: int, dst: int) -> int:
+        """The same for blocks of one tier. Returns how many, from the front."""
+        house = self.residency
+        namespace = house.namespaces[lease.namespace]
+        absent = np.flatnonzero(house.blocks.state[dst][run] == State.ABSENT)
+        room = min(self._room(dst, namespace.slot_bytes), len(absent))
+        if room:
+            slots = house.pools[dst].allocate(namespace.slot_bytes, room)
+            room = len(slots)
+            started = run[absent[:room]]
+            until_s = lease.expires_s
+            house.start(namespace, started, src, dst, slots, Priority.PREFETCH, until_s)
+        begun = int(absent[room]) if room < len(absent) else len(run)
+        for block in run[:begun].tolist():
+            self.fetching.wait(lease, block)
+        return begun
+
+    def _room(self, tier: int, slot_bytes: int) -> int:
+        """Free slots, as long as the tier is not above its high watermark."""
+        house = self.residency
+        pool = house.pools[tier]
+        staying = pool.used_bytes - house.draining_bytes[tier]
+        is_above = staying > house.tiers[tier].high_watermark * pool.capacity_bytes
+        return 0 if is_above else pool.available(slot_bytes)

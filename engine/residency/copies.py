@@ -1,0 +1,530 @@
+"""Where every block is, and the moves that change it.
+
+Ties the struct of arrays (states, slots), the index (tags on nodes) and the moves in flight
+together, so that the rest of the engine asks for changes here and nowhere else.
+
+Promises, checked by `validate()`:
+1. a ready block is in at least one tier at every instant: a draining copy is given up only when
+   another copy stays, or when the block is to be forgotten;
+2. a leased copy is never given up (a lease rescues a draining copy);
+3. at most one move is in flight per (block, destination tier): filling happens once;
+4. a slot that a move still reads is not given back (`reading`).
+
+Owned by the daemon's one loop; does no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from hicache.engine.index.node import Node
+from hicache.engine.index.radix import Index, Path
+from hicache.engine.placement.backoff import Backoff
+from hicache.engine.plan import Move, Outcome, Priority
+from hicache.engine.policies.base import ALWAYS, EvictionPolicy
+from hicache.engine.residency.block_ids import Span
+from hicache.engine.residency.blocks import BlockTable, State
+from hicache.engine.residency.leases import LeaseBook
+from hicache.tiers.block import Ids, SlotPool, TierSpec
+
+TRAVELLING_BYTES = 32 << 20
+"""At most, over one link (`transfer/lane.py`)."""
+NO_TIER = 255
+DISMISSED_S: Final = -1.0
+"""When a block that is not expected to be used again was last used: before all others."""
+MAX_DISMISSED: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """One namespace's tree. `step`: symbol bytes of one block."""
+
+    number: int
+    digest: bytes
+    block_tokens: int
+    block_bytes: int
+    slot_bytes: int
+    root: Node
+    step: int
+
+
+class Residency:
+    """All copies of all blocks. Tiers are numbered fastest first; `links` are (from, to)."""
+
+    def __init__(
+        self,
+        tiers: Sequence[TierSpec],
+        pools: Sequence[SlotPool],
+        links: Sequence[tuple[int, int]],
+        new_policy: Callable[[int], EvictionPolicy],
+    ) -> None:
+        self.tiers = tuple(tiers)
+        self.pools = tuple(pools)
+        self.links = frozenset(links)
+        self._lower = [  # those linked from each tier, the fastest first
+            tuple(sorted(dst for src, dst in self.links if src == tier < dst))
+            for tier in range(len(tiers))
+        ]
+        self.blocks = BlockTable(tiers, pools)
+        self.index = Index(self.blocks)
+        self.leases = LeaseBook(self.blocks)
+        self.policies = [new_policy(number) for number in range(len(tiers))]
+        self.namespaces: list[Namespace] = []
+        self.up = 0
+        self.restoring = 0
+        self.backoff = Backoff()
+        self.moves: dict[int, Move] = {}
+        self.outbox: list[Move] = []
+        self.moves_of: dict[int, list[Move]] = {}
+        self.num_moving = {link: [0, 0, 0] for link in self.links}
+        self.progress_s: dict[tuple[int, int], float] = {}
+        self.draining_bytes = [0] * len(tiers)
+        self.num_draining: list[Counter[int]] = [Counter() for _ in tiers]  # by slot size
+        self.promoted = [0] * len(tiers)
+        self.demoted = [0] * len(tiers)
+        self.evicted = [0] * len(tiers)
+        self.corrupt = [0] * len(tiers)
+        self._numbers = {tier.name: number for number, tier in enumerate(tiers)}
+        self.landing = tuple(self._landing_of(src) for src in range(len(tiers)))
+        self._move_serial = 0
+        self.dismissed: list[dict[Node, None]] = [{} for _ in tiers]
+        self._parked: list[set[Node]] = [set() for _ in tiers]
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def number_of(self, tier: str) -> int:
+        """A tier's number by its name."""
+        return self._numbers[tier]
+
+    def namespace_of(self, node: Node) -> Namespace:
+        """The namespace a node belongs to."""
+        return self.namespaces[node.namespace]
+
+    def is_up(self, tier: int) -> bool:
+        """Whether the tier serves now."""
+        return bool(self.up >> tier & 1)
+
+    def takes(self, tier: int) -> bool:
+        """Whether the tier serves and takes new blocks now. One whose rows are still being told
+        takes none: nobody knows yet how much room it has."""
+        is_known = self.is_up(tier) and not self.restoring >> tier & 1
+        return is_known and self.backoff.takes(tier)
+
+    def fastest(self, bits: int) -> int:
+        """The fastest tier of a bit set that is up, NO_TIER if none."""
+        bits &= self.up
+        return (bits & -bits).bit_length() - 1 if bits else NO_TIER
+
+    def below(self, tier: int) -> int | None:
+        """The next slower tier that takes blocks and is linked from this one."""
+        for lower in self._lower[tier]:
+            if self.takes(lower):
+                return lower
+        return None
+
+    def is_readable(self, tier: int, *, by_worker: bool) -> bool:
+        """Whether blocks are read where they lie in this tier: by a client where it maps the tier,
+        by the GPU's worker wherever it is memory."""
+        spec = self.tiers[tier]
+        return spec.mapped or (by_worker and not spec.durable)
+
+    def ranks(self, tier: int) -> bool:
+        """Whether the tier's policy tells now which blocks are worth more than others, so that not
+        everything is let in."""
+        return self.policies[tier].worth(-1, 0.0) != ALWAYS
+
+    def num_held(self, tier: int) -> int:
+        """Blocks that are ready in this tier and in those above it; those in several count there
+        several times."""
+        return int(self.blocks.counts[: tier + 1, State.READY].sum())
+
+    def bytes_moving(self, link: tuple[int, int], at_most: Priority) -> int:
+        """Bytes in the link's queue of this priority or a more urgent one."""
+        return sum(self.num_moving[link][: at_most + 1])
+
+    def bytes_ahead(self, link: tuple[int, int]) -> int:
+        """Bytes that a demand waits for: other demand, and what travels already, whatever it is."""
+        demand, *others = self.num_moving[link]
+        return demand + min(sum(others), TRAVELLING_BYTES)
+
+    def silent_s(self, link: tuple[int, int], now_s: float) -> float:
+        """For how long nothing has come over a link that a demand waits for."""
+        return now_s - self.progress_s.get(link, now_s)
+
+    def where(self, ids: Ids, tier: int, state: State) -> Ids:
+        """Those of `ids` whose copy in `tier` is in `state`."""
+        found: Ids = ids[self.blocks.state[tier][ids] == state]
+        return found
+
+    def _landing_of(self, src: int) -> int:
+        """The mapped tier to which blocks of `src` are copied so that they can be read."""
+        for dst, tier in enumerate(self.tiers):
+            if tier.mapped and (src, dst) in self.links:
+                return dst
+        return NO_TIER
+
+    # --- moving -------------------------------------------------------------------------------
+
+    def start(
+        self,
+        namespace: Namespace,
+        ids: Ids,
+        src: int,
+        dst: int,
+        slots: Ids,
+        priority: Priority,
+        deadline_s: float | None = None,
+    ) -> None:
+        """Copy blocks from `src` (readable there) into fresh slots of `dst`."""
+        src_slots = self.blocks.slot[src][ids]
+        self.blocks.fill(dst, ids, slots)
+        names = self.tiers[src].name, self.tiers[dst].name
+        for block, src_slot, dst_slot in zip(
+            ids.tolist(), src_slots.tolist(), slots.tolist(), strict=True
+        ):
+            self._issue(
+                Move(
+                    self._next_move(),
+                    block,
+                    names[0],
+                    src_slot,
+                    names[1],
+                    dst_slot,
+                    namespace.block_bytes,
+                    namespace.slot_bytes,
+                    priority,
+                    None,
+                    deadline_s,
+                )
+            )
+        self.num_moving[src, dst][priority] += len(ids) * namespace.block_bytes
+
+    def start_giving_up(self, namespace: Namespace, ids: Ids, tier: int) -> None:
+        """Drain durable copies: their records must be deleted before their room is free."""
+        self.drain(self.where(ids, tier, State.READY), tier)
+        name = self.tiers[tier].name
+        for block, slot in zip(ids.tolist(), self.blocks.slot[tier][ids].tolist(), strict=True):
+            self._issue(
+                Move(
+                    self._next_move(),
+                    block,
+                    name,
+                    slot,
+                    None,
+                    -1,
+                    namespace.block_bytes,
+                    namespace.slot_bytes,
+                    Priority.DEMOTION,
+                )
+            )
+
+    def finish(
+        self, outcome: Outcome, now_s: float, arrived: dict[int, list[int]] | None = None
+    ) -> Move | None:
+        """Apply one outcome to its copies; the caller settles the blocks. None: unknown move.
+
+        With `arrived`, blocks that came into a tier are only noted there, by tier: `arrive` makes
+        all of a batch ready at once."""
+        move = self.moves.pop(outcome.move, None)
+        if move is None:
+            return None
+        others = self.moves_of[move.block]
+        others.remove(move)
+        if not others:
+            del self.moves_of[move.block]
+        src = self._numbers[move.src]
+        changed = self._numbers[move.dst] if move.dst is not None else src
+        if outcome.rejected:
+            self.backoff.rejected(changed, outcome.error, now_s)
+        elif outcome.ok:
+            self.backoff.took(changed)
+        ids = np.array([move.block], np.int32)
+        if move.dst is None:
+            if outcome.ok:
+                self.vacate(ids, src)
+                self.evicted[src] += 1
+            elif self.blocks.state[src][move.block] == State.DRAINING:
+                self.rescue(ids, src)
+            return move
+        dst = self._numbers[move.dst]
+        moving = self.num_moving[src, dst]
+        moving[move.priority] -= move.block_bytes
+        if any(moving):
+            self.progress_s[src, dst] = now_s
+        else:
+            self.progress_s.pop((src, dst), None)
+        if outcome.ok:
+            if arrived is None:
+                self.blocks.change(dst, ids, State.READY)
+            else:
+                arrived.setdefault(dst, []).append(move.block)
+            (self.demoted if dst > src else self.promoted)[dst] += 1
+        else:
+            self.blocks.vacate(dst, ids, move.slot_bytes)
+            if outcome.corrupt:
+                self.vacate(ids, src)
+                self.corrupt[src] += 1
+            elif self.blocks.state[src][move.block] == State.DRAINING:
+                self.rescue(ids, src)  # it has nowhere to go for now
+        return move
+
+    def arrive(self, arrived: Mapping[int, Sequence[int]]) -> None:
+        """filling → ready for blocks that have come, by tier."""
+        for dst, blocks in arrived.items():
+            self.blocks.change(dst, np.array(blocks, np.int32), State.READY)
+
+    def is_read(self, block: int, tier: int) -> bool:
+        """Whether a move in flight reads (or deletes) the block's copy in the tier."""
+        name = self.tiers[tier].name
+        return any(move.src == name for move in self.moves_of.get(block, ()))
+
+    def is_deleted(self, block: int, tier: int) -> bool:
+        """Whether the block's record in the tier is being deleted, which cannot be called back."""
+        name = self.tiers[tier].name
+        moves = self.moves_of.get(block, ())
+        return any(move.src == name and move.dst is None for move in moves)
+
+    def is_going(self, block: int) -> bool:
+        """Whether every readable copy of the block is a record that is being deleted."""
+        tag = int(self.blocks.tags[block])
+        readable = [tier for tier in range(len(self.tiers)) if tag >> tier & 1]
+        return all(self.is_deleted(block, tier) for tier in readable)
+
+    def drain(self, ids: Ids, tier: int) -> None:
+        """ready → draining: free as soon as another copy stays and nobody reads it."""
+        if len(ids):
+            self.blocks.change(tier, ids, State.DRAINING)
+            self._count_draining(tier, ids, 1)
+
+    def rescue(self, ids: Ids, tier: int) -> None:
+        """draining → ready: somebody asked for it in time."""
+        if len(ids):
+            self._count_draining(tier, ids, -1)
+            self.blocks.change(tier, ids, State.READY)
+
+    def vacate(self, ids: Ids, tier: int) -> None:
+        """Give copies up now. The caller has made sure that nobody reads or leases them."""
+        if len(ids) == 0:
+            return
+        draining = self.where(ids, tier, State.DRAINING)
+        self._count_draining(tier, draining, -1)
+        self.blocks.vacate(tier, ids, self._namespace_of_block(int(ids[0])).slot_bytes)
+
+    def free_drained(self, ids: Ids) -> bool:
+        """Give up draining copies of blocks that have another copy staying. Whether any was."""
+        tags = self.blocks.tags[ids]
+        if not (tags >> 8).any():
+            return False
+        freed = False
+        for tier in range(len(self.tiers)):
+            drained: dict[int, list[int]] = {}
+            for block in self.where(ids, tier, State.DRAINING).tolist():
+                tag = int(self.blocks.tags[block])
+                staying = tag & 0xFF & ~(tag >> 8)
+                if staying & self.up and not self.is_read(block, tier):
+                    slot_bytes = self._namespace_of_block(block).slot_bytes
+                    drained.setdefault(slot_bytes, []).append(block)
+            for blocks in drained.values():
+                self.vacate(np.array(blocks, np.int32), tier)
+                self.evicted[tier] += len(blocks)
+                freed = True
+        return freed
+
+    # --- the tree follows ---------------------------------------------------------------------
+
+    def touch(self, path: Path, now_s: float) -> bool:
+        """The path was used: it is the youngest, and nothing of it is leaving any more.
+
+        Returns whether anything was rescued: then nodes may have merged and the path is stale."""
+        leaving = []
+        for node in path.nodes:
+            node.touched_s = now_s
+            if node.leaving:
+                leaving.append(node)
+        for node in leaving:
+            self._rescue_node(node)
+        is_stale = bool(leaving)
+        if len(path.nodes) > 1:
+            if not is_stale:
+                self.index.join(path.nodes)
+            for node in path.nodes:  # turns that were stored one by one are equal from now on
+                parent = node.parent
+                if parent is not None and len(parent.children) == 1:
+                    step = self.namespaces[node.namespace].step
+                    is_stale |= self.index.try_merge(node, step) is not None
+        return is_stale
+
+    def settle(self, ids: Ids) -> None:
+        """After copies changed: retag the nodes, forget the empty ones, merge, queue candidates."""
+        # All tags first: a neighbour not retagged yet may look equal, and be merged wrongly.
+        settled = [
+            self.index.retag(node, self.namespaces[node.namespace].step)
+            for node in self.index.nodes_of(ids)
+            if node.parent is not None
+        ]
+        for pieces in settled:
+            step = self.namespaces[pieces[0].namespace].step
+            above = pieces[0].parent
+            for piece in reversed(pieces):
+                if not piece.tiers:
+                    self._forget_if_empty(piece, step)
+            for piece in pieces:
+                if piece.parent is not None:
+                    while self.index.try_merge(piece, step):
+                        pass
+                    self.queue(piece)
+            if above is not None and above.parent is not None:
+                self.queue(above)
+
+    def queue(self, node: Node) -> None:
+        """Tell the policies of the tiers in which the node is a leaf now."""
+        staying = node.staying
+        holding = node.holding
+        for tier in range(len(self.tiers)):
+            if staying >> tier & 1 and not holding[tier]:
+                self.policies[tier].add(node)
+                if node.touched_s == DISMISSED_S:
+                    self.dismissed[tier][node] = None
+
+    def dismiss(self, nodes: Sequence[Node]) -> None:
+        """Nobody is expected to ask for these again: they go before all others, whatever the
+        policy, unless they are used after all. Ancestors first."""
+        for node in nodes:
+            node.touched_s = DISMISSED_S
+        for tier, dismissed in enumerate(self.dismissed):
+            if len(dismissed) > MAX_DISMISSED:
+                dismissed.clear()  # nothing had to go for so long: the policy will do
+            dismissed.update((node, None) for node in nodes if node.staying >> tier & 1)
+
+    def coldest(self, tier: int, worth: float = ALWAYS) -> Node | None:
+        """The candidate to go next, as `EvictionPolicy.pop` gives it."""
+        dismissed = self.dismissed[tier]
+        while dismissed:
+            node, _ = dismissed.popitem()
+            if node.parent is not None and node.touched_s == DISMISSED_S:
+                return node
+        return self.policies[tier].pop(worth)
+
+    def park(self, node: Node, tier: int) -> None:
+        """A candidate that cannot go now (leased, read): queued again by `unpark`."""
+        self._parked[tier].add(node)
+
+    def unpark(self) -> None:
+        """Leases or moves ended: parked candidates may go now."""
+        for tier, parked in enumerate(self._parked):
+            for node in parked:
+                if node.parent is not None:
+                    self.policies[tier].add(node)
+            parked.clear()
+
+    @contextmanager
+    def pinned(self, spans: Sequence[Span]) -> Iterator[None]:
+        """Nothing of these blocks is given up meanwhile: room is being made for their sake."""
+        for span in spans:
+            self.blocks.pin(span)
+        try:
+            yield
+        finally:
+            for span in spans:
+                self.blocks.unpin(span)
+
+    def unhang(self, leaves: list[Node], tier: int) -> None:
+        """Take leaves of one namespace, whose only copies are ready in `tier`, out of the tree and
+        out of the list.
+
+        Their parents' `holding` does not count them any more; only that of the last may have come
+        to nothing. The caller gives their ids to `BlockTable.forget` before anybody looks."""
+        parent = leaves[-1].parent
+        assert parent is not None
+        step = self.namespaces[parent.namespace].step
+        self.index.unlink(leaves, step)
+        if not parent.holding[tier] and parent.parent is not None:
+            if parent.tiers:
+                self.queue(parent)
+            else:
+                self._forget_if_empty(parent, step)
+
+    def forget(self, node: Node) -> None:
+        """Drop what is left of a node: its blocks have no copy and nothing below needs them."""
+        self._forget_if_empty(node, self.namespaces[node.namespace].step)
+
+    def _forget_if_empty(self, node: Node, step: int) -> None:
+        """Remove a node without copies and children, and empty ancestors that held only it."""
+        while node.parent is not None and not node.tiers and not node.children:
+            ids = node.block_ids()
+            if self.blocks.is_pinned(ids) or self._is_filling(ids):
+                return
+            parent = self.index.remove(node, step)
+            node = parent
+        if node.parent is not None:
+            self.queue(node)
+
+    def _is_filling(self, ids: Ids) -> bool:
+        return any((state[ids] != State.ABSENT).any() for state in self.blocks.state)
+
+    def _rescue_node(self, node: Node) -> None:
+        ids = node.block_ids()
+        for tier in range(len(self.tiers)):
+            if node.leaving >> tier & 1:
+                kept = [block for block in ids.tolist() if not self.is_deleted(block, tier)]
+                self.rescue(np.array(kept, np.int32), tier)
+        self.settle(ids)
+
+    def _namespace_of_block(self, block: int) -> Namespace:
+        return self.namespaces[self.index.node_of(block).namespace]
+
+    def _count_draining(self, tier: int, ids: Ids, sign: int) -> None:
+        if len(ids):
+            slot_bytes = self._namespace_of_block(int(ids[0])).slot_bytes
+            self.num_draining[tier][slot_bytes] += sign * len(ids)
+            self.draining_bytes[tier] += sign * len(ids) * slot_bytes
+
+    def _next_move(self) -> int:
+        self._move_serial += 1
+        return self._move_serial
+
+    def _issue(self, move: Move) -> None:
+        self.moves[move.id] = move
+        self.moves_of.setdefault(move.block, []).append(move)
+        self.outbox.append(move)
+
+    def validate(self) -> None:
+        """Check everything from the ground up."""
+        self.blocks.validate()
+        self.leases.validate()
+        num_blocks = sum(
+            self.index.validate(namespace.root, namespace.step) for namespace in self.namespaces
+        )
+        assert num_blocks == len(self.blocks), (num_blocks, len(self.blocks))
+        for tier, pool in enumerate(self.pools):
+            pool.validate()
+            used = draining = 0
+            for namespace in self.namespaces:
+                for node in self.index.subtree(namespace.root):
+                    if node.parent is not None:
+                        states = self.blocks.state[tier][node.block_ids()]
+                        used += int((states != State.ABSENT).sum()) * namespace.slot_bytes
+                        draining += int((states == State.DRAINING).sum()) * namespace.slot_bytes
+            assert used == pool.used_bytes, (self.tiers[tier].name, used, pool.used_bytes)
+            assert draining == self.draining_bytes[tier]
+            by_size = self.num_draining[tier]
+            assert draining == sum(size * count for size, count in by_size.items())
+            assert min(by_size.values(), default=0) >= 0
+        moving = {link: [0, 0, 0] for link in self.links}
+        filling = set()
+        for move in self.moves.values():
+            src = self._numbers[move.src]
+            assert self.blocks.tags[move.block] >> src & 1, "a move reads a copy that is not there"
+            if move.dst is None:
+                continue
+            dst = self._numbers[move.dst]
+            assert (move.block, dst) not in filling, "two moves into one place"
+            filling.add((move.block, dst))
+            moving[src, dst][move.priority] += move.block_bytes
+        assert moving == self.num_moving

@@ -1,0 +1,89 @@
+"""How much of the tiers that clients read from is held by leases and pins.
+
+Every request that waits in an inference engine's queue may hold a lease. Together they could hold
+all of memory: then nothing finds room that must come up from below, and those at the front of the
+queue wait for those behind them. Above a share the service grants no more. Counted from the ground,
+and not with every lease: prefixes that many requests share count once.
+
+It is a share of what pins leave. Nobody waits for those to end, and where memory was given back to
+the machine they may hold all that is left: then what they hold is a hit, and the rest is not.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from hicache.engine.residency.blocks import State
+from hicache.engine.residency.copies import Residency
+from hicache.tiers.block import Ids
+
+SCAN_SHARE: Final = 256
+"""One pin in so many blocks, or more, and looking through all of them takes less time than sorting
+those pinned: 7 ms for six million."""
+
+
+def pinned_bytes(house: Residency, tier: int) -> int:
+    """What of the tier pins hold now, in slots."""
+    return _held_bytes(house, house.leases.kept, tier)
+
+
+def within_share(house: Residency, ids: Ids, tier: int) -> Ids:
+    """Of blocks of one size those that may be copied to the tier: of pinned ones no more than pins
+    may hold there, from the front."""
+    book = house.leases
+    if not len(book.kept) or not len(ids):
+        return ids
+    places = np.minimum(np.searchsorted(book.kept, ids), len(book.kept) - 1)
+    is_pinned = book.kept[places] == ids
+    if not is_pinned.any():
+        return ids
+    slot_bytes = house.namespace_of(house.index.node_of(int(ids[0]))).slot_bytes
+    left = book.max_share * house.pools[tier].capacity_bytes - pinned_bytes(house, tier)
+    may_come: Ids = ids[~is_pinned | (np.cumsum(is_pinned) <= left // slot_bytes)]
+    return may_come
+
+
+def leased_share(house: Residency) -> float:
+    """Of what pins leave of the mapped tier where it is least: what finds no room in one may find
+    it in another."""
+    if not house.leases.leases:
+        return 0.0
+    ids = _leased(house)
+    shares = [
+        _held_bytes(house, ids, tier)
+        / max(1, house.pools[tier].capacity_bytes - pinned_bytes(house, tier))
+        for tier, spec in enumerate(house.tiers)
+        if spec.mapped
+    ]
+    return min(shares, default=0.0)
+
+
+def _held_bytes(house: Residency, ids: Ids, tier: int) -> int:
+    """Of these blocks, what lies in the tier, in slots."""
+    return bytes_in(house, ids[house.blocks.state[tier][ids] != State.ABSENT], tier)
+
+
+def bytes_in(house: Residency, ids: Ids, tier: int) -> int:
+    """What these blocks take in the tier if all that it can hold lie there, in slots. Counted by
+    node: sorting them takes a hundred times as long."""
+    counts = np.bincount(house.blocks.node[ids])
+    numbers = np.flatnonzero(counts)
+    nodes = [house.index.nodes[number] for number in numbers.tolist()]
+    total = 0
+    for node, count in zip(nodes, counts[numbers].tolist(), strict=True):
+        assert node is not None
+        slot_bytes = house.namespace_of(node).slot_bytes
+        total += count * slot_bytes if house.pools[tier].can_hold(slot_bytes) else 0
+    return total
+
+
+def _leased(house: Residency) -> Ids:
+    """Each block that is leased and not pinned, once."""
+    blocks, book = house.blocks, house.leases
+    if blocks.num_pins * SCAN_SHARE < len(blocks.leases):
+        leased = np.unique(np.concatenate([lease.ids for lease in book.leases.values()]))
+    else:
+        leased = np.flatnonzero(blocks.leases != 0).astype(np.int32)
+    return book.unkept(leased)
