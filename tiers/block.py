@@ -106,7 +106,7 @@ class Clearing:
 
 
 class SlotPool(Protocol):
-    """The free list of one tier, as the cache engine sees it (tiers/slots.py implements it)."""
+    """The free list of one tier, as the cache engine sees it (tiers/pool.py implements it)."""
 
     capacity_bytes: int
     used_bytes: int

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from hicache.tiers.arena import Arena, ArenaError, Progress, remove_stale, stale_arenas
-from hicache.tiers.slots import SlotPool
+from hicache.tiers.pool import SlotPool
 
 
 class DramTier:

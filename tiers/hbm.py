@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from hicache.tiers.base import TierUnavailable
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.dram import DramTier
-from hicache.tiers.hbm_context import grown_by, used_bytes
+from hicache.tiers.errors import TierUnavailable
+from hicache.tiers.hbm_in_use import grown_by, used_bytes
 
 CONTEXT_BYTES: Final = 600 << 20
 """What CUDA takes of a GPU for a process of its own (518 MiB on an H200), beside the pool."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hicache.tiers.hbm import CONTEXT_BYTES
-from hicache.tiers.hbm_context import grown_by, used_bytes
+from hicache.tiers.hbm_in_use import grown_by, used_bytes
 from hicache.tiers.numa import node_of
 
 TIMEOUT_S: Final = 60.0

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from hicache.engine.plan import Move, Outcome, Priority
 from hicache.tiers.arena import Arena
-from hicache.tiers.base import TierDamaged
+from hicache.tiers.errors import TierDamaged
 from hicache.tiers.hbm import CudaPool
 from hicache.tiers.numa import bytes_by_node, node_of, num_nodes, told
 from hicache.transfer.cuda_copy import (

@@ -27,7 +27,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from hicache.engine.plan import Outcome
-from hicache.tiers.base import TierError
+from hicache.tiers.errors import TierError
 from hicache.transfer.link import Finished, Link, Pending, StartingLink, failed, start_or_fail
 from hicache.transfer.messages import Batch, Done, pack_done
 from hicache.transfer.pace import Pace

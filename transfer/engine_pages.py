@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from hicache.tiers.base import TierDamaged
 from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.errors import TierDamaged
 from hicache.tiers.hbm import CudaPool
 from hicache.transfer.cuda_copy import CopyRefused
 from hicache.transfer.ipc import Mappings, NotShareable, SharedRange, allocation

@@ -19,13 +19,13 @@ import numpy as np
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome
 from hicache.tiers.arena import Arena
-from hicache.tiers.base import NoRoomForSize, TierBroken, TierDamaged, TierError, TierFull
 from hicache.tiers.block import StoredRows, slot_bytes_for
-from hicache.tiers.disk import DiskTier
-from hicache.tiers.disk_environment import give_memory_back
-from hicache.tiers.disk_forest import Forest
-from hicache.tiers.disk_format import derive_key
-from hicache.tiers.disk_scan import Scanned
+from hicache.tiers.disk.disk_tier import DiskTier
+from hicache.tiers.disk.environment import give_memory_back
+from hicache.tiers.disk.format import derive_key
+from hicache.tiers.disk.restore_order import Forest
+from hicache.tiers.disk.scan import Scanned
+from hicache.tiers.errors import NoRoomForSize, TierBroken, TierDamaged, TierError, TierFull
 from hicache.transfer.link import Link, Measured, Scrubbed, Spoilt, by_size, failed
 from hicache.transfer.messages import WorkerConfig
 

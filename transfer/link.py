@@ -15,8 +15,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hicache.engine.plan import Move, Outcome
-from hicache.tiers.base import TierBroken, TierCorrupt, TierMissing
 from hicache.tiers.block import StoredRows
+from hicache.tiers.errors import TierBroken, TierCorrupt, TierMissing
 
 if TYPE_CHECKING:
     from hicache.transfer.engine_pages import EnginePages

@@ -33,7 +33,7 @@ from math import inf
 from pathlib import Path
 
 from hicache.tiers.arena import Arena, ArenaError
-from hicache.tiers.base import TierBroken, TierDamaged, TierError
+from hicache.tiers.errors import TierBroken, TierDamaged, TierError
 from hicache.transfer.direction import Direction
 from hicache.transfer.link import Medium, Spoilt
 from hicache.transfer.messages import (

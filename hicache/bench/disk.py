@@ -28,9 +28,9 @@ import numpy as np
 from hicache.bench.report import BenchError, DiskRow, Step
 from hicache.engine.plan import BlockIdentity
 from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.disk import DiskTier, Durability
-from hicache.tiers.disk_format import derive_key
-from hicache.tiers.disk_reading import Bytes
+from hicache.tiers.disk.disk_tier import DiskTier, Durability
+from hicache.tiers.disk.format import derive_key
+from hicache.tiers.disk.reader import Bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 BATCH_BYTES = 32 * MIB

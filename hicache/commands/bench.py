@@ -14,7 +14,7 @@ from hicache.commands.curve_option import curve_option
 from hicache.config.models import PlannerConfig
 from hicache.engine.planner.planner import PlannerSettings
 from hicache.protocol.curve import CurveKeys
-from hicache.tiers.disk import Durability
+from hicache.tiers.disk.disk_tier import Durability
 from tests.bench import engine as engine_bench
 from tests.bench import index as index_bench
 from tests.bench import planner as planner_bench

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hicache.tiers.base import TierUnavailable
-from hicache.tiers.disk_device import classes_at, lock_device, set_asides_at
-from hicache.tiers.disk_environment import open_environment, remove_record
-from hicache.tiers.disk_format import FORMAT, State, boot_id, read_state, write_state
-from hicache.tiers.disk_repair import rebuild
+from hicache.tiers.disk.device import classes_at, lock_device, set_asides_at
+from hicache.tiers.disk.environment import open_environment, remove_record
+from hicache.tiers.disk.format import FORMAT, State, boot_id, read_state, write_state
+from hicache.tiers.disk.repair import rebuild
+from hicache.tiers.errors import TierUnavailable
 
 Progress = Callable[[int, int, int], None]
 """(slot bytes, blocks done, blocks in all)."""
@@ -92,7 +92,7 @@ def _held(path: Path) -> Iterator[None]:
 
 def _verify(slot_bytes: int, folder: Path, progress: Progress) -> ClassReport:
     report = ClassReport(slot_bytes)
-    command = [sys.executable, "-m", "hicache.tiers.disk_verify", str(folder), str(slot_bytes)]
+    command = [sys.executable, "-m", "hicache.tiers.disk.scrub", str(folder), str(slot_bytes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as child:
         assert child.stdout is not None
         for line in child.stdout:

@@ -25,10 +25,10 @@ from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.arena import Arena, is_adoptable, remove_stale
 from hicache.tiers.block import TierSpec
-from hicache.tiers.disk_format import record_pages, usable_bytes
+from hicache.tiers.disk.format import record_pages, usable_bytes
 from hicache.tiers.dram import DramTier
 from hicache.tiers.hbm import Device, HostPool
-from hicache.tiers.slots import SlotPool
+from hicache.tiers.pool import SlotPool
 from hicache.transfer.messages import WorkerConfig
 
 ARENA_PREFIX = "hicache-"

@@ -24,7 +24,7 @@ from hicache.replay import bound
 from hicache.replay import lru_stack as stack
 from hicache.replay.traces import SYMBOL_BYTES, Request, Trace
 from hicache.tiers.block import PAGE_BYTES, TierSpec
-from hicache.tiers.slots import SlotPool
+from hicache.tiers.pool import SlotPool
 
 A = TypeVar("A")
 

@@ -22,8 +22,8 @@ from hicache.client.blocking import Client
 from hicache.engine.plan import BlockIdentity
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.disk import DiskTier
-from hicache.tiers.disk_format import derive_key, record_pages
+from hicache.tiers.disk.disk_tier import DiskTier
+from hicache.tiers.disk.format import derive_key, record_pages
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 64
 SHARED, OWN, SHARERS = 16, 32, 8

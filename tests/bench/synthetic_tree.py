@@ -23,7 +23,7 @@ from hicache.engine.residency.block_ids import Span
 from hicache.engine.residency.blocks import BlockTable, State
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import TierSpec
-from hicache.tiers.slots import SlotPool
+from hicache.tiers.pool import SlotPool
 
 PROMPT: Final = 8192
 SHARED: Final = 2048

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hicache.client.blocking import Client, DaemonAbsent
-from hicache.tiers.disk import DiskTier
+from hicache.tiers.disk.disk_tier import DiskTier
 from tests.e2e.household import (
     MIB,
     SPEC,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hicache.engine.residency.block_ids import Span, ids_of
 from hicache.engine.residency.blocks import BlockTable, IllegalTransition, State
 from hicache.tiers.block import Ids, TierSpec
-from hicache.tiers.slots import SlotPool
+from hicache.tiers.pool import SlotPool
 
 A, F, R, D, C = State.ABSENT, State.FILLING, State.READY, State.DRAINING, State.CANCELLED
 

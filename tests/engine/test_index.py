@@ -23,7 +23,7 @@ from hicache.engine.index.radix import radix as index_module
 from hicache.engine.residency.block_ids import Span, ids_of
 from hicache.engine.residency.blocks import LEAVING_SHIFT, BlockTable, State
 from hicache.tiers.block import Ids, TierSpec
-from hicache.tiers.slots import SlotPool
+from hicache.tiers.pool import SlotPool
 
 TIERS = ("hbm", "dram", "disk")
 

@@ -17,7 +17,7 @@ from hicache.engine.core import CacheEngine
 from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import TierSpec
-from hicache.tiers.slots import SlotPool
+from hicache.tiers.pool import SlotPool
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, STEP
 
 pytestmark = pytest.mark.thorough

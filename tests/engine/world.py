@@ -17,8 +17,8 @@ from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
 from hicache.protocol.keys import chain_keys
 from hicache.tiers.block import PAGE_BYTES, TierSpec
-from hicache.tiers.disk_forest import Forest
-from hicache.tiers.slots import SlotPool
+from hicache.tiers.disk.restore_order import Forest
+from hicache.tiers.pool import SlotPool
 from tests.tiers.blocks import Row, scanned
 
 A = TypeVar("A")

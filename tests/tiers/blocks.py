@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hicache.tiers.disk import DiskTier
-from hicache.tiers.disk_format import derive_key
-from hicache.tiers.disk_scan import Scanned
+from hicache.tiers.disk.disk_tier import DiskTier
+from hicache.tiers.disk.format import derive_key
+from hicache.tiers.disk.scan import Scanned
 
 NAMESPACE = bytes(range(32))
 

@@ -16,8 +16,19 @@ import lmdb
 import numpy as np
 import pytest
 
-from hicache.tiers import disk, disk_device, disk_format
-from hicache.tiers.base import (
+from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.disk.disk_tier import DiskTier
+from hicache.tiers.disk.disk_tier import device as disk_device
+from hicache.tiers.disk.disk_tier import disk_tier as disk
+from hicache.tiers.disk.disk_tier import format as disk_format
+from hicache.tiers.disk.format import (
+    derive_key,
+    pack_header,
+    record_pages,
+    unpack_header,
+    usable_bytes,
+)
+from hicache.tiers.errors import (
     TierBroken,
     TierCorrupt,
     TierDamaged,
@@ -26,16 +37,7 @@ from hicache.tiers.base import (
     TierMissing,
     TierUnavailable,
 )
-from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.disk import DiskTier
-from hicache.tiers.disk_format import (
-    derive_key,
-    pack_header,
-    record_pages,
-    unpack_header,
-    usable_bytes,
-)
-from hicache.tiers.slots import SlotPool
+from hicache.tiers.pool import SlotPool
 from tests.tiers.blocks import NAMESPACE, Name, content, listed, name, rows_of
 
 MIB = 1 << 20
@@ -216,7 +218,7 @@ def test_half_a_record_is_corrupt(tier: DiskTier) -> None:
 
 
 def test_a_bad_record_stored_anew_meanwhile_is_left_alone(tier: DiskTier) -> None:
-    """Race 1 of tiers/disk.py."""
+    """Race 1 of tiers/disk/disk_tier.py."""
     put(tier, 1)
     opened = tier._environments[SLOT]
     tier._remove_bad(opened, [(name(1).key, b"the header that was bad")])
@@ -346,7 +348,7 @@ def pair(stored: list[int]) -> list[int]:
 
 
 def test_a_put_that_meets_a_full_map_is_tried_once_more(tier: DiskTier) -> None:
-    """Race 2 of tiers/disk.py: pages set free by one commit serve the one after the next."""
+    """Race 2 of tiers/disk/disk_tier.py: pages set free by one commit serve the one after the next."""
     put(tier, 10)
     opened = tier._environments[SLOT]
     failing = FailingEnvironment(opened.env, 2, lmdb.MapFullError("x"))

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache.tiers import disk
-from hicache.tiers.base import NoRoomForSize, TierFull
 from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.disk import DiskTier
-from hicache.tiers.disk_format import record_pages, usable_bytes
-from hicache.tiers.slots import SlotPool
+from hicache.tiers.disk.disk_tier import DiskTier
+from hicache.tiers.disk.disk_tier import disk_tier as disk
+from hicache.tiers.disk.format import record_pages, usable_bytes
+from hicache.tiers.errors import NoRoomForSize, TierFull
+from hicache.tiers.pool import SlotPool
 from tests.tiers.blocks import content, name
 
 pytestmark = pytest.mark.thorough

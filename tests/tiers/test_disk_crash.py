@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache.tiers.base import TierMissing
 from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.disk import DiskTier
+from hicache.tiers.disk.disk_tier import DiskTier
+from hicache.tiers.errors import TierMissing
 from tests.tiers.blocks import content, listed, name
 
 pytestmark = pytest.mark.thorough
@@ -24,7 +24,7 @@ BATCH = 8
 
 WRITER = f"""
 import sys
-from hicache.tiers.disk import DiskTier
+from hicache.tiers.disk.disk_tier import DiskTier
 from tests.tiers.blocks import content, name
 tier = DiskTier(sys.argv[1], {8 * MIB}, durability=sys.argv[2], lock_wait_s=10)
 number = int(sys.argv[3])

@@ -17,8 +17,11 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from hicache.tiers import disk
-from hicache.tiers.base import (
+from hicache.tiers.disk.disk_tier import DiskTier
+from hicache.tiers.disk.disk_tier import disk_tier as disk
+from hicache.tiers.disk.lmdb_pages import Extent
+from hicache.tiers.disk.reader import fill
+from hicache.tiers.errors import (
     TierBroken,
     TierCorrupt,
     TierDamaged,
@@ -26,9 +29,6 @@ from hicache.tiers.base import (
     TierFull,
     TierMissing,
 )
-from hicache.tiers.disk import DiskTier
-from hicache.tiers.disk_pages import Extent
-from hicache.tiers.disk_reading import fill
 from tests.tiers.blocks import content, name
 from tests.tiers.faults import Faults, Kind
 

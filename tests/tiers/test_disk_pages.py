@@ -10,8 +10,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from hicache.tiers.disk_environment import DATA_FILE, Environment, open_environment
-from hicache.tiers.disk_pages import Extent, Tree, is_known, locate
+from hicache.tiers.disk.environment import DATA_FILE, Environment, open_environment
+from hicache.tiers.disk.lmdb_pages import Extent, Tree, is_known, locate
 
 MIB = 1 << 20
 SMALL, LARGE = 100, 9000  # within a leaf, and in a run of pages of its own

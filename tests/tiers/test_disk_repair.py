@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from hicache.cli import cli
 from hicache.commands import disk_tools as disk_care
-from hicache.tiers.base import TierMissing, TierUnavailable
-from hicache.tiers.disk import DiskTier
+from hicache.tiers.disk.disk_tier import DiskTier
+from hicache.tiers.errors import TierMissing, TierUnavailable
 from tests.tiers.blocks import content, name
 
 pytestmark = pytest.mark.e2e

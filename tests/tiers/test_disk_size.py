@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache.tiers import disk_shrink
-from hicache.tiers.base import TierUnavailable
 from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.disk import DiskTier
-from hicache.tiers.disk_format import map_bytes
+from hicache.tiers.disk.disk_tier import DiskTier
+from hicache.tiers.disk.disk_tier import compact as disk_shrink
+from hicache.tiers.disk.format import map_bytes
+from hicache.tiers.errors import TierUnavailable
 from tests.tiers.blocks import Name, content, listed, name
 from tests.tiers.test_disk_cap import on_volume
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hicache.tiers.hbm_context import grown_by, used_bytes
+from hicache.tiers.hbm_in_use import grown_by, used_bytes
 from tests.tiers.nvml import build
 
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from hicache.tiers import block
 from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.slots import MAX_CLASSES, SlotPool
+from hicache.tiers.pool import MAX_CLASSES, SlotPool
 
 MIB = 1 << 20
 PAGES = st.sampled_from([1, 2, 3, 5, 8, 13, 40])

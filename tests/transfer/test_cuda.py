@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hicache.bench.gpu_check.stand_in import StandIn
 from hicache.engine.plan import Move, Outcome, Priority
 from hicache.tiers.arena import Arena
-from hicache.tiers.base import TierDamaged, TierUnavailable
 from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.errors import TierDamaged, TierUnavailable
 from hicache.tiers.hbm import CudaPool
 from hicache.transfer.cuda import CudaLink, CudaMedium, Started, choose_path
 from hicache.transfer.cuda_copy import EachCopy, Pieces

@@ -25,8 +25,8 @@ from hicache.bench.gpu_check.layouts import (
 )
 from hicache.bench.gpu_check.stand_in import BUS_ID, StandIn
 from hicache.tiers.arena import Arena
-from hicache.tiers.base import TierDamaged
 from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.errors import TierDamaged
 from hicache.tiers.hbm import CudaPool
 from hicache.transfer.cuda_copy import EachCopy, Steps
 from hicache.transfer.engine_pages import EnginePages

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hicache.engine.plan import Priority, Use
-from hicache.tiers.disk import DiskTier
+from hicache.tiers.disk.disk_tier import DiskTier
 from hicache.transfer.mover import Mover
 from hicache.transfer.news import WorkerMeasured, WorkerRestored, WorkerRows, WorkerUp
 from tests.tiers.blocks import NAMESPACE, content, listed, name

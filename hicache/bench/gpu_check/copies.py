@@ -17,8 +17,8 @@ from hicache.bench.gpu_check.check import Check, Skipped
 from hicache.bench.gpu_check.gpu_machine import arena_of
 from hicache.engine.plan import Move, Priority
 from hicache.tiers.arena import Arena
-from hicache.tiers.base import TierDamaged
 from hicache.tiers.block import PAGE_BYTES, slot_bytes_for
+from hicache.tiers.errors import TierDamaged
 from hicache.tiers.hbm import CudaPool
 from hicache.transfer.cuda import CudaLink, Started
 from hicache.transfer.cuda_copy import BatchCopy, CopyPath, EachCopy

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hicache.tiers.base import Identity, TierCorrupt, TierError, TierMissing
-from hicache.tiers.disk_environment import Environment
-from hicache.tiers.disk_format import unpack_header
-from hicache.tiers.disk_pages import Extent, Tree, is_known, locate
+from hicache.tiers.disk.environment import Environment
+from hicache.tiers.disk.format import unpack_header
+from hicache.tiers.disk.lmdb_pages import Extent, Tree, is_known, locate
+from hicache.tiers.errors import Identity, TierCorrupt, TierError, TierMissing
 
 Bytes = npt.NDArray[np.uint8]
 Value = Bytes | Extent | None

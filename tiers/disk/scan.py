@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hicache.tiers.base import TierDamaged
 from hicache.tiers.block import PAGE_BYTES, Counts
-from hicache.tiers.disk_environment import Environment, typed
-from hicache.tiers.disk_format import CHECK_BYTES, FIELDS, MAGIC, refuse_format, unpack_use
+from hicache.tiers.disk.environment import Environment, typed
+from hicache.tiers.disk.format import CHECK_BYTES, FIELDS, MAGIC, refuse_format, unpack_use
+from hicache.tiers.errors import TierDamaged
 
 CHUNK_ROWS = 1000
 _FIXED_BYTES = FIELDS.itemsize

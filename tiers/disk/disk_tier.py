@@ -32,7 +32,28 @@ from typing import Any, Literal
 import lmdb
 import xxhash
 
-from hicache.tiers.base import (
+from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.disk.compact import compact, evict_coldest
+from hicache.tiers.disk.device import DiskDevice
+from hicache.tiers.disk.environment import (
+    Environment,
+    keep_freed_memory,
+    open_environment,
+    remove_record,
+    typed,
+    volume_free_bytes,
+)
+from hicache.tiers.disk.format import (
+    map_bytes,
+    most_growth_bytes,
+    pack_header,
+    pack_use,
+    unpack_header,
+)
+from hicache.tiers.disk.reader import Bytes, copy_all, find_all
+from hicache.tiers.disk.scan import Scan, Scanned
+from hicache.tiers.disk.scrub import Scrub
+from hicache.tiers.errors import (
     Identity,
     NoRoomForSize,
     TierCorrupt,
@@ -41,27 +62,6 @@ from hicache.tiers.base import (
     TierFull,
     TierMissing,
 )
-from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.disk_device import DiskDevice
-from hicache.tiers.disk_environment import (
-    Environment,
-    keep_freed_memory,
-    open_environment,
-    remove_record,
-    typed,
-    volume_free_bytes,
-)
-from hicache.tiers.disk_format import (
-    map_bytes,
-    most_growth_bytes,
-    pack_header,
-    pack_use,
-    unpack_header,
-)
-from hicache.tiers.disk_reading import Bytes, copy_all, find_all
-from hicache.tiers.disk_scan import Scan, Scanned
-from hicache.tiers.disk_shrink import compact, evict_coldest
-from hicache.tiers.disk_verify import Scrub
 
 Durability = Literal["fast", "batched", "sync"]
 READERS = 4

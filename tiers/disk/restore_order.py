@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.tiers.block import Counts, Ids, StoredRows
-from hicache.tiers.disk_scan import Scanned
+from hicache.tiers.disk.scan import Scanned
 
 KEY_BYTES = 32
 MAX_ROWS, MAX_CHAINS = 500, 16

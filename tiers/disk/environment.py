@@ -1,6 +1,6 @@
 """One slot-size class of the disk tier as LMDB holds it: opening, committing, errors, room.
 
-Used by `tiers/disk.py` and the tools beside it (shrink, verify, repair), never by two processes at
+Used by `tiers/disk/disk_tier.py` and the tools beside it (shrink, verify, repair), never by two processes at
 once: the device's lock sees to that.
 """
 
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import lmdb
 
-from hicache.tiers.base import TierBroken, TierDamaged, TierError, TierFull
 from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.errors import TierBroken, TierDamaged, TierError, TierFull
 
 DATA_FILE = "data.mdb"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import lmdb
 
-from hicache.tiers.base import TierUnavailable
 from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.disk_environment import (
+from hicache.tiers.disk.environment import (
     DATA_FILE,
     Environment,
     remove_record,
     typed,
     volume_free_bytes,
 )
-from hicache.tiers.disk_format import record_pages, unpack_header, unpack_use
+from hicache.tiers.disk.format import record_pages, unpack_header, unpack_use
+from hicache.tiers.errors import TierUnavailable
 
 Progress = Callable[[int, int], None]
 COPIES = "compact-"

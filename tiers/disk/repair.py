@@ -20,11 +20,11 @@ from pathlib import Path
 import lmdb
 import xxhash
 
-from hicache.tiers.base import TierError
 from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.disk_environment import DATA_FILE, open_environment
-from hicache.tiers.disk_format import MAGIC, Header, header_at, is_sound, most_growth_bytes
-from hicache.tiers.disk_pages import OVERFLOW, PAGE
+from hicache.tiers.disk.environment import DATA_FILE, open_environment
+from hicache.tiers.disk.format import MAGIC, Header, header_at, is_sound, most_growth_bytes
+from hicache.tiers.disk.lmdb_pages import OVERFLOW, PAGE
+from hicache.tiers.errors import TierError
 
 _WINDOW_BYTES = 64 << 20
 

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hicache.tiers.base import Identity, TierUnavailable
 from hicache.tiers.block import PAGE_BYTES, slot_bytes_for
+from hicache.tiers.errors import Identity, TierUnavailable
 
 FORMAT = 1
 MAGIC = b"hicB"

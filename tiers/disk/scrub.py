@@ -4,7 +4,7 @@
 transaction, so that a running worker's writer gets its freed pages back. Nothing is changed: a
 running worker removes what is bad itself (`DiskMedium.scrub`).
 
-    python -m hicache.tiers.disk_verify DIRECTORY SLOT_BYTES      by hicache/commands/disk_tools.py
+    python -m hicache.tiers.disk.scrub DIRECTORY SLOT_BYTES      by hicache/commands/disk_tools.py
 
 scrubs one class of a device that nobody has open, in a process of its own, since a damaged file may
 end it; it says a JSON map a line.
@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from hicache.tiers.base import TierCorrupt, TierError
-from hicache.tiers.disk_environment import DATA_FILE, Environment, open_environment, typed
-from hicache.tiers.disk_format import is_sound, unpack_header
-from hicache.tiers.disk_reading import Value, fill, find_values, num_bytes
+from hicache.tiers.disk.environment import DATA_FILE, Environment, open_environment, typed
+from hicache.tiers.disk.format import is_sound, unpack_header
+from hicache.tiers.disk.reader import Value, fill, find_values, num_bytes
+from hicache.tiers.errors import TierCorrupt, TierError
 
 STEP_BYTES = 8 << 20
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-from hicache.tiers.base import TierUnavailable
-from hicache.tiers.disk_format import FORMAT, State, boot_id, read_state, write_state
+from hicache.tiers.disk.format import FORMAT, State, boot_id, read_state, write_state
+from hicache.tiers.errors import TierUnavailable
 
 _PREFIX, _ASIDE = "class-", "aside-"
 _UNFINISHED = "compact-*"
