@@ -83,7 +83,13 @@ RULES = (
     ),
     Rule(
         ("hicache.connectors", "hicache.connectors.*"),
-        ("hicache", *LIGHT, *VOCABULARY, "hicache.transfer.pages", "hicache.transfer.ipc"),
+        (
+            "hicache",
+            *LIGHT,
+            *VOCABULARY,
+            "hicache.transfer.gpu_pages.page_kernels",
+            "hicache.transfer.gpu_pages.cuda_ipc",
+        ),
         HEAVY,
     ),
     Rule(LIGHT, ("hicache", *LIGHT, *VOCABULARY), (*HEAVY, *ENGINES)),

@@ -33,21 +33,12 @@ import numpy as np
 
 from hicache.engine.plan import Move, Outcome, Priority, Use
 from hicache.tiers.arena import Arena
-from hicache.transfer.lane import GPU_LIMITS, LIMITS, Lane, Limits
-from hicache.transfer.messages import (
-    Batch,
-    MalformedMessage,
-    Message,
-    WorkerConfig,
-    pack,
-    pack_batch,
-    pack_uses,
-    unpack_done,
-    unpack_rows,
-    unpack_scrubbed,
-)
+from hicache.transfer.gpu_pages.page_messages import TOLD, unpack_told
+from hicache.transfer.liveness import Pulse
 from hicache.transfer.meter import Meter
-from hicache.transfer.news import (
+from hicache.transfer.move_queue import GPU_LIMITS, LIMITS, Lane, Limits
+from hicache.transfer.queues import PAGE_WAYS, Heading, way_of, ways_of
+from hicache.transfer.worker_events import (
     News,
     PageNews,
     WorkerDown,
@@ -60,10 +51,19 @@ from hicache.transfer.news import (
     WorkerScrubbed,
     WorkerUp,
 )
-from hicache.transfer.page_messages import TOLD, unpack_told
-from hicache.transfer.process import WorkerProcess
-from hicache.transfer.pulse import Pulse
-from hicache.transfer.ways import PAGE_WAYS, Heading, way_of, ways_of
+from hicache.transfer.worker_messages import (
+    Batch,
+    MalformedMessage,
+    Message,
+    WorkerConfig,
+    pack,
+    pack_batch,
+    pack_uses,
+    unpack_done,
+    unpack_rows,
+    unpack_scrubbed,
+)
+from hicache.transfer.worker_process import WorkerProcess
 
 __all__ = [
     "Mover",

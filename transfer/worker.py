@@ -34,9 +34,12 @@ from pathlib import Path
 
 from hicache.tiers.arena import Arena, ArenaError
 from hicache.tiers.errors import TierBroken, TierDamaged, TierError
-from hicache.transfer.direction import Direction
-from hicache.transfer.link import Medium, Spoilt
-from hicache.transfer.messages import (
+from hicache.transfer.copy_thread import Direction
+from hicache.transfer.gpu_pages.page_worker import PAGE_JOBS, PageWork
+from hicache.transfer.media.medium import Medium, Spoilt
+from hicache.transfer.queues import HEADINGS, PAGE_WAYS, ways_of
+from hicache.transfer.throttle import Pace
+from hicache.transfer.worker_messages import (
     MalformedMessage,
     Message,
     Stream,
@@ -48,9 +51,6 @@ from hicache.transfer.messages import (
     unpack_keys,
     unpack_uses,
 )
-from hicache.transfer.pace import Pace
-from hicache.transfer.page_work import PAGE_JOBS, PageWork
-from hicache.transfer.ways import HEADINGS, PAGE_WAYS, ways_of
 
 EXIT_BROKEN = 3
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -244,16 +244,16 @@ class Worker:
 def _open(config: WorkerConfig, near: Arena, progress: Callable[[str, int, int], None]) -> Medium:
     """Each kind's module is imported only where it is used: a GPU worker loads no lmdb."""
     if config.kind == "disk":
-        from hicache.transfer.files import DiskMedium
+        from hicache.transfer.media.disk import DiskMedium
 
         return DiskMedium(config, near, progress)
     if config.kind == "cuda":
-        from hicache.transfer.cuda import CudaMedium
-        from hicache.transfer.page_choice import MPS_PIPES
+        from hicache.transfer.gpu_pages.page_choice import MPS_PIPES
+        from hicache.transfer.media.cuda import CudaMedium
 
         pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_PIPES))
         return CudaMedium(config, near, partial(progress, "bytes"), mps_pipes=pipes)
-    from hicache.transfer.memory import MemoryMedium
+    from hicache.transfer.media.host import MemoryMedium
 
     return MemoryMedium(config, near)
 

@@ -34,7 +34,7 @@ from hicache.engine.residency.leases import LeaseBook
 from hicache.tiers.block import Ids, SlotPool, TierSpec
 
 TRAVELLING_BYTES = 32 << 20
-"""At most, over one link (`transfer/lane.py`)."""
+"""At most, over one link (`transfer/move_queue.py`)."""
 NO_TIER = 255
 DISMISSED_S: Final = -1.0
 """When a block that is not expected to be used again was last used: before all others."""

@@ -29,7 +29,7 @@ from hicache.tiers.disk.format import record_pages, usable_bytes
 from hicache.tiers.dram import DramTier
 from hicache.tiers.hbm import Device, HostPool
 from hicache.tiers.pool import SlotPool
-from hicache.transfer.messages import WorkerConfig
+from hicache.transfer.worker_messages import WorkerConfig
 
 ARENA_PREFIX = "hicache-"
 Progress = Callable[[str, int, int], None]

@@ -19,7 +19,7 @@ from hicache.client.results import Decision, FetchedRun, FramedRun, Match
 from hicache.connectors.common.page_load import PageLoad
 from hicache.connectors.common.paged_blocks import PagedCache
 from hicache.connectors.common.staging import Staging
-from hicache.transfer.pages import Launch, PageLayout, whole_pages
+from hicache.transfer.gpu_pages.page_kernels import Launch, PageLayout, whole_pages
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -41,7 +41,7 @@ from hicache.connectors.vllm.vllm_pages import (
 )
 from hicache.connectors.vllm.weights import digest_adapter, digest_files
 from hicache.protocol.keys import NamespaceSpec
-from hicache.transfer.ipc import NotShareable
+from hicache.transfer.gpu_pages.cuda_ipc import NotShareable
 from tests.connectors.vllm_memory import AsyncMemory, AsyncMemoryClient
 
 

@@ -4,7 +4,7 @@ python -m tests.e2e.faulty_daemon serve --config FILE
 """
 
 from hicache import cli
-from hicache.transfer import process
+from hicache.transfer import worker_process as process
 
 if __name__ == "__main__":
     process._MODULE = "tests.e2e.faulty_worker"

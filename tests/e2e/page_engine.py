@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hicache.bench.gpu_check.stand_in import BUS_ID, StandIn
 from hicache.client.blocking import Client, NamespaceSpec, SharedPages
 from hicache.connectors.common.paged_blocks import PagedCache
-from hicache.transfer.pages import PageLayout, Plane
+from hicache.transfer.gpu_pages.page_kernels import PageLayout, Plane
 from tests.e2e.household import SPEC, Blocks, Tokens, blocks_of, prompt
 
 PLANES, PAGES_PER_BLOCK, NUM_PAGES = 8, 2, 64

@@ -15,7 +15,7 @@ import pytest
 
 from hicache.client.blocking import Client, PageShare
 from hicache.connectors.common.paged_blocks import PagedCache
-from hicache.transfer.pages import Launch
+from hicache.transfer.gpu_pages.page_kernels import Launch
 from tests.e2e.household import SPEC, Household, Tokens, blocks_of, prompt, read, store, wait_for
 from tests.e2e.page_engine import PLANES, PageEngine
 from tests.e2e.stand_in_gpu import held, household

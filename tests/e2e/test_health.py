@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from hicache.daemon.upkeep.health import PATIENCE_S
-from hicache.transfer.pulse import EVERY_S
+from hicache.transfer.liveness import EVERY_S
 from tests.e2e.household import SPEC, Household, blocks_of, hicache, prompt, read, store, wait_for
 
 pytestmark = pytest.mark.e2e

@@ -23,9 +23,9 @@ from hicache.daemon.sessions import Session
 from hicache.engine import plan as p
 from hicache.protocol.messages import WireError, decode_request, pack
 from hicache.tiers.block import slot_bytes_for
-from hicache.transfer.messages import Message, Stream
-from hicache.transfer.news import PageNews
-from hicache.transfer.page_messages import PageTold, unpack_claim, unpack_copy
+from hicache.transfer.gpu_pages.page_messages import PageTold, unpack_claim, unpack_copy
+from hicache.transfer.worker_events import PageNews
+from hicache.transfer.worker_messages import Message, Stream
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS
 from tests.hicache.test_service import PROMPT, SPEC, Desk, store
 

@@ -4,7 +4,7 @@ python -m tests.soak.daemon serve --config FILE
 """
 
 from hicache import cli
-from hicache.transfer import process
+from hicache.transfer import worker_process as process
 from tests.soak import clock
 
 if __name__ == "__main__":

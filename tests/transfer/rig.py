@@ -16,9 +16,9 @@ from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority
 from hicache.tiers.block import slot_bytes_for
 from hicache.tiers.dram import DramTier
 from hicache.tiers.hbm import HostPool
-from hicache.transfer.messages import WorkerConfig
 from hicache.transfer.mover import Mover
-from hicache.transfer.news import News, WorkerDown, WorkerRows, WorkerUp
+from hicache.transfer.worker_events import News, WorkerDown, WorkerRows, WorkerUp
+from hicache.transfer.worker_messages import WorkerConfig
 from tests.tiers.blocks import content, name
 
 MIB = 1 << 20

@@ -18,10 +18,10 @@ from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.errors import TierDamaged, TierUnavailable
 from hicache.tiers.hbm import CudaPool
-from hicache.transfer.cuda import CudaLink, CudaMedium, Started, choose_path
-from hicache.transfer.cuda_copy import EachCopy, Pieces
-from hicache.transfer.messages import WorkerConfig
-from hicache.transfer.pinning import PinnedArena
+from hicache.transfer.media.cuda import CudaLink, CudaMedium, Started, choose_path
+from hicache.transfer.media.cuda_copy import EachCopy, Pieces
+from hicache.transfer.media.pinned_memory import PinnedArena
+from hicache.transfer.worker_messages import WorkerConfig
 
 SLOT_PAGES = 2
 SLOT_BYTES = SLOT_PAGES * PAGE_BYTES

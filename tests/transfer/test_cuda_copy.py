@@ -10,8 +10,8 @@ import pytest
 from hicache.bench.gpu_check.stand_in import StandIn
 from hicache.tiers.arena import Arena
 from hicache.tiers.hbm import CudaPool
-from hicache.transfer import cuda
-from hicache.transfer.cuda_copy import (
+from hicache.transfer.media import cuda
+from hicache.transfer.media.cuda_copy import (
     BatchCopy,
     BySize,
     CopyPath,
@@ -21,7 +21,7 @@ from hicache.transfer.cuda_copy import (
     fastest_by_size,
     rows_of,
 )
-from hicache.transfer.pinning import PinnedArena
+from hicache.transfer.media.pinned_memory import PinnedArena
 from tests.shared_library import compiled
 
 # The types and the order are those of cuda.h, CUDA 12.8 and 13.0.

@@ -24,8 +24,10 @@ from hicache.bench.gpu_check.stand_in import StandIn
 from hicache.engine.plan import Move, Priority
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES
-from hicache.transfer.cuda import CudaLink, CudaMedium
-from hicache.transfer.messages import (
+from hicache.transfer.media.cuda import CudaLink, CudaMedium
+from hicache.transfer.queues import way_of, ways_of
+from hicache.transfer.worker import Worker
+from hicache.transfer.worker_messages import (
     Batch,
     Done,
     MalformedMessage,
@@ -35,8 +37,6 @@ from hicache.transfer.messages import (
     pack_batch,
     unpack_done,
 )
-from hicache.transfer.ways import way_of, ways_of
-from hicache.transfer.worker import Worker
 
 NUM_SLOTS = 12
 TIER_BYTES = NUM_SLOTS * PAGE_BYTES

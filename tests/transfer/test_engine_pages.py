@@ -28,15 +28,15 @@ from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.errors import TierDamaged
 from hicache.tiers.hbm import CudaPool
-from hicache.transfer.cuda_copy import EachCopy, Steps
-from hicache.transfer.engine_pages import EnginePages
-from hicache.transfer.ipc import NotShareable
-from hicache.transfer.messages import Message, Stream
-from hicache.transfer.page_messages import Claim, PageCopy, pack_copy
-from hicache.transfer.page_paths import ByCopyEngines, ByKernel, Fastest, Memory, PagePath
-from hicache.transfer.page_work import PageWork
-from hicache.transfer.pages import CupyRunner
-from hicache.transfer.pinning import PinnedArena
+from hicache.transfer.gpu_pages.cuda_ipc import NotShareable
+from hicache.transfer.gpu_pages.engine_pages import EnginePages
+from hicache.transfer.gpu_pages.page_kernels import CupyRunner
+from hicache.transfer.gpu_pages.page_messages import Claim, PageCopy, pack_copy
+from hicache.transfer.gpu_pages.page_paths import ByCopyEngines, ByKernel, Fastest, Memory, PagePath
+from hicache.transfer.gpu_pages.page_worker import PageWork
+from hicache.transfer.media.cuda_copy import EachCopy, Steps
+from hicache.transfer.media.pinned_memory import PinnedArena
+from hicache.transfer.worker_messages import Message, Stream
 from tests.shared_library import needs_page_kernels
 
 NUM_SLOTS = 8

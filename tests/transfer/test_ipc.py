@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hicache.transfer.ipc import Mappings, NotShareable, SharedRange, share
+from hicache.transfer.gpu_pages.cuda_ipc import Mappings, NotShareable, SharedRange, share
 from tests.shared_library import compiled
 
 # The signature is that of cuda.h. One allocation: 1000 bytes at 5000.

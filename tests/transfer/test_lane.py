@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.engine.plan import Move, Priority
-from hicache.transfer.lane import LIMITS, Lane, Limits
-from hicache.transfer.messages import Batch
 from hicache.transfer.meter import Meter
+from hicache.transfer.move_queue import LIMITS, Lane, Limits
+from hicache.transfer.worker_messages import Batch
 
 MIB = 1 << 20
 

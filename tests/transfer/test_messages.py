@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, Use
 from hicache.tiers.block import StoredRows
-from hicache.transfer import messages
-from hicache.transfer.messages import Batch, Done, MalformedMessage, Stream, WorkerConfig
+from hicache.transfer import worker_messages as messages
+from hicache.transfer.worker_messages import Batch, Done, MalformedMessage, Stream, WorkerConfig
 
 IDENTITY = BlockIdentity(b"n" * 32, b"k" * 32, b"p" * 32, b"t" * 64, 3, 7)
 

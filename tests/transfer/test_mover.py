@@ -14,7 +14,7 @@ import pytest
 from hicache.engine.plan import Priority, Use
 from hicache.tiers.disk.disk_tier import DiskTier
 from hicache.transfer.mover import Mover
-from hicache.transfer.news import WorkerMeasured, WorkerRestored, WorkerRows, WorkerUp
+from hicache.transfer.worker_events import WorkerMeasured, WorkerRestored, WorkerRows, WorkerUp
 from tests.tiers.blocks import NAMESPACE, content, listed, name
 from tests.transfer.rig import BLOCK, DISK, GPU, MIB, SLOT, Rig
 

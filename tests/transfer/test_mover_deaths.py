@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache.transfer.news import WorkerUp
+from hicache.transfer.worker_events import WorkerUp
 from tests.tiers.blocks import content
 from tests.transfer.rig import BLOCK, DISK, GPU, SLOT, Rig
 

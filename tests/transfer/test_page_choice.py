@@ -14,13 +14,13 @@ from hicache.bench.gpu_check.cpu_kernels import NoCompiler
 from hicache.bench.gpu_check.stand_in import ATTRIBUTES, StandIn
 from hicache.tiers.arena import Arena
 from hicache.tiers.hbm import CudaPool
-from hicache.transfer import page_choice
-from hicache.transfer.cuda import CudaMedium
-from hicache.transfer.cuda_copy import EachCopy
-from hicache.transfer.messages import WorkerConfig
-from hicache.transfer.page_choice import choose_page_path
-from hicache.transfer.page_paths import ByCopyEngines, Fastest, PagePath
-from hicache.transfer.pinning import PinnedArena
+from hicache.transfer.gpu_pages import page_choice
+from hicache.transfer.gpu_pages.page_choice import choose_page_path
+from hicache.transfer.gpu_pages.page_paths import ByCopyEngines, Fastest, PagePath
+from hicache.transfer.media.cuda import CudaMedium
+from hicache.transfer.media.cuda_copy import EachCopy
+from hicache.transfer.media.pinned_memory import PinnedArena
+from hicache.transfer.worker_messages import WorkerConfig
 from tests.shared_library import needs_page_kernels
 
 MPS, SAME_POINTER = 133, 91

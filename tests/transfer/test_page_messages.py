@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.transfer.messages import MalformedMessage, Stream
-from hicache.transfer.page_messages import (
+from hicache.transfer.gpu_pages.page_messages import (
     Claim,
     PageCopy,
     PageTold,
@@ -20,6 +19,7 @@ from hicache.transfer.page_messages import (
     unpack_copy,
     unpack_told,
 )
+from hicache.transfer.worker_messages import MalformedMessage, Stream
 
 CLAIM = Claim(7, "0000:81:00.0", (b"a" * 64, b"b" * 64), np.array([[1, 2, 3, 4]], np.uint64), 64, 2)
 COPY = PageCopy(

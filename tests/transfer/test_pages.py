@@ -23,7 +23,14 @@ from hicache.bench.gpu_check.layouts import (
     scattered,
 )
 from hicache.bench.gpu_check.stand_in import StandIn
-from hicache.transfer.pages import SOURCE, CupyRunner, PageCopier, PageLayout, Plane, whole_pages
+from hicache.transfer.gpu_pages.page_kernels import (
+    SOURCE,
+    CupyRunner,
+    PageCopier,
+    PageLayout,
+    Plane,
+    whole_pages,
+)
 from tests.shared_library import needs_page_kernels
 
 

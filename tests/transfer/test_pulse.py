@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hicache.transfer.pulse import Pulse
+from hicache.transfer.liveness import Pulse
 
 
 def test_an_idle_one_is_asked_every_second_and_owes_until_it_answers() -> None:

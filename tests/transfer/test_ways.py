@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hicache.engine.plan import Priority
-from hicache.transfer.lane import GPU_LIMITS
-from hicache.transfer.ways import way_of, ways_of
+from hicache.transfer.move_queue import GPU_LIMITS
+from hicache.transfer.queues import way_of, ways_of
 from tests.transfer.rig import GPU, Rig
 
 STAND_IN = Path(__file__).parents[1] / "e2e" / "stand_in"

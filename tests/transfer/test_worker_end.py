@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.transfer import process
+from hicache.transfer import worker_process as process
 from hicache.transfer.worker import EXIT_BROKEN
 from tests.e2e.faulty_worker import CONTROL, mark_beside
 from tests.transfer.rig import DISK, Rig

@@ -20,9 +20,9 @@ from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES, slot_bytes_for
 from hicache.tiers.errors import TierDamaged
 from hicache.tiers.hbm import CudaPool
-from hicache.transfer.cuda import CudaLink, Started
-from hicache.transfer.cuda_copy import BatchCopy, CopyPath, EachCopy
-from hicache.transfer.pinning import PinnedArena
+from hicache.transfer.media.cuda import CudaLink, Started
+from hicache.transfer.media.cuda_copy import BatchCopy, CopyPath, EachCopy
+from hicache.transfer.media.pinned_memory import PinnedArena
 
 SIZES = (1, 1000, PAGE_BYTES, 40_000, 16 << 10, 256 << 10, 300_001, 2 << 20, 6 << 20)
 MAX_BATCH = 32

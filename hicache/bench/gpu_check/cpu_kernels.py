@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hicache.transfer.pages import SOURCE, THREADS, Launch
+from hicache.transfer.gpu_pages.page_kernels import SOURCE, THREADS, Launch
 
 
 class NoCompiler(Exception):

@@ -20,7 +20,7 @@ from hicache.bench.gpu_check.through_daemon import BLOCK_TOKENS, GpuUse, daemon,
 from hicache.client.blocking import Client, LayerGroup, Match, NamespaceSpec, PageShare, SharedPages
 from hicache.connectors.common.paged_blocks import PagedCache, shared_pages
 from hicache.demo.demo_daemon import PrivateDaemon
-from hicache.transfer.pages import CupyRunner, PageLayout, whole_pages
+from hicache.transfer.gpu_pages.page_kernels import CupyRunner, PageLayout, whole_pages
 
 PAGE_BYTES = 64 << 10  # 16 tokens of a layer of an 8B model, K and V
 BLOCKS = 32

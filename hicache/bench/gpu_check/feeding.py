@@ -11,9 +11,9 @@ from hicache.bench.gpu_check.check import Check
 from hicache.bench.gpu_check.gpu_machine import arena_of
 from hicache.engine.plan import Move, Outcome
 from hicache.tiers.arena import Arena
-from hicache.transfer.messages import WorkerConfig
 from hicache.transfer.mover import Mover
-from hicache.transfer.news import WorkerDown, WorkerUp
+from hicache.transfer.worker_events import WorkerDown, WorkerUp
+from hicache.transfer.worker_messages import WorkerConfig
 
 WAIT_S = 30.0
 

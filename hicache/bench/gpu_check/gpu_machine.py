@@ -20,7 +20,7 @@ import psutil
 from hicache.bench.gpu_check.check import Check, Skipped
 from hicache.tiers.arena import Arena
 from hicache.tiers.hbm_probe import look
-from hicache.transfer.pinning import CHUNK_BYTES, PinnedArena
+from hicache.transfer.media.pinned_memory import CHUNK_BYTES, PinnedArena
 
 _SYSTEM_FILES = {
     "huge pages": "/sys/kernel/mm/transparent_hugepage/enabled",

@@ -17,8 +17,8 @@ from hicache.bench.gpu_check.check import Check, Skipped
 from hicache.bench.gpu_check.layouts import Tensor, gathered, scattered
 from hicache.bench.gpu_check.pages_check import Card
 from hicache.bench.gpu_check.tenant import KIND, SHAPE, tensors
-from hicache.transfer.ipc import Mappings, SharedRange
-from hicache.transfer.pages import CupyRunner, PageCopier
+from hicache.transfer.gpu_pages.cuda_ipc import Mappings, SharedRange
+from hicache.transfer.gpu_pages.page_kernels import CupyRunner, PageCopier
 
 SEED = 11
 _COPIES = 400

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hicache.transfer.pages import PageLayout, split_pages, token_pages, whole_pages
+from hicache.transfer.gpu_pages.page_kernels import (
+    PageLayout,
+    split_pages,
+    token_pages,
+    whole_pages,
+)
 
 Tensor = npt.NDArray[np.uint8]
 """An engine's tensor as bytes: its dtype's width is part of the last axis."""

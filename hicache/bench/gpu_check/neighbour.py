@@ -15,9 +15,9 @@ from hicache.bench.gpu_check.check import Check, Step
 from hicache.bench.gpu_check.copies import Sides, paths, sides
 from hicache.engine.plan import Move
 from hicache.tiers.block import PAGE_BYTES
-from hicache.transfer.cuda import CudaLink
-from hicache.transfer.cuda_copy import CopyPath
-from hicache.transfer.pinning import CHUNK_BYTES
+from hicache.transfer.media.cuda import CudaLink
+from hicache.transfer.media.cuda_copy import CopyPath
+from hicache.transfer.media.pinned_memory import CHUNK_BYTES
 
 BLOCK = 2 << 20
 BATCH = 8

@@ -24,8 +24,8 @@ from hicache.bench.gpu_check.layouts import (
     gathered,
     scattered,
 )
-from hicache.transfer.pages import CupyRunner, PageCopier, Runner, whole_pages
-from hicache.transfer.pinning import PinnedArena
+from hicache.transfer.gpu_pages.page_kernels import CupyRunner, PageCopier, Runner, whole_pages
+from hicache.transfer.media.pinned_memory import PinnedArena
 
 HOST_TARGET, CARD_TARGET, HANDOVER_TARGET_MS = 0.85, 0.70, 1.0
 FEW_SMS = 32

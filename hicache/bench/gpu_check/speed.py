@@ -28,10 +28,10 @@ from hicache.bench.gpu_check.feeding import Fed, fed
 from hicache.bench.report import wide_console
 from hicache.engine.plan import Move
 from hicache.tiers.block import PAGE_BYTES
-from hicache.transfer.cuda import CudaLink, Started
-from hicache.transfer.cuda_copy import CopyPath, CopyRefused, rows_of
-from hicache.transfer.lane import GPU_LIMITS
-from hicache.transfer.pinning import CHUNK_BYTES
+from hicache.transfer.media.cuda import CudaLink, Started
+from hicache.transfer.media.cuda_copy import CopyPath, CopyRefused, rows_of
+from hicache.transfer.media.pinned_memory import CHUNK_BYTES
+from hicache.transfer.move_queue import GPU_LIMITS
 
 BLOCKS = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20, 32 << 20)
 JUDGED_BLOCK, TARGET = 2 << 20, 0.90
@@ -172,7 +172,7 @@ def _moves(both: Sides, block: int, num: int, to_device: bool) -> list[Move]:
 
 
 def _batches(moves: Sequence[Move]) -> list[Sequence[Move]]:
-    """As transfer/lane.py cuts them."""
+    """As transfer/move_queue.py cuts them."""
     step = max(1, min(GPU_LIMITS.moves, GPU_LIMITS.num_bytes // moves[0].block_bytes))
     return [moves[start : start + step] for start in range(0, len(moves), step)]
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from hicache.bench.gpu_check.cpu_kernels import NoCompiler, library
-from hicache.transfer.cuda_copy import Piece
+from hicache.transfer.media.cuda_copy import Piece
 
 INVALID_VALUE, ILLEGAL_ADDRESS = 1, 700
 BUS_ID = "0000:00:00.0"

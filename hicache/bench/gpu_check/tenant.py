@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hicache.bench.gpu_check.layouts import KINDS, Shape, Tensor
-from hicache.transfer.ipc import share
+from hicache.transfer.gpu_pages.cuda_ipc import share
 
 SHAPE = Shape(layers=4, num_pages=256, page_tokens=16, heads=8, dim=128, pages_per_block=2)
 KIND = KINDS[0]

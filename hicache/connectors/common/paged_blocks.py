@@ -32,8 +32,8 @@ from hicache.connectors.common.page_load import PageLoad
 from hicache.connectors.common.page_sharing import Sharing
 from hicache.connectors.common.staging import Staging
 from hicache.protocol.keys import Tokens
-from hicache.transfer.ipc import NotShareable, share
-from hicache.transfer.pages import PageLayout, Runner
+from hicache.transfer.gpu_pages.cuda_ipc import NotShareable, share
+from hicache.transfer.gpu_pages.page_kernels import PageLayout, Runner
 
 STAGING_BYTES: Final = 64 << 20
 

@@ -23,8 +23,8 @@ import torch
 
 from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.common.paged_blocks import shared_pages
-from hicache.transfer.ipc import NotShareable, cupy_for
-from hicache.transfer.pages import PageLayout, Plane
+from hicache.transfer.gpu_pages.cuda_ipc import NotShareable, cupy_for
+from hicache.transfer.gpu_pages.page_kernels import PageLayout, Plane
 
 log = logging.getLogger("hicache.vllm")
 

@@ -40,9 +40,7 @@ from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.protocol.messages import WireError
 from hicache.tiers.block import Ids
-from hicache.transfer.messages import pack
-from hicache.transfer.news import PageNews
-from hicache.transfer.page_messages import (
+from hicache.transfer.gpu_pages.page_messages import (
     Claim,
     PageCopy,
     PageTold,
@@ -50,6 +48,8 @@ from hicache.transfer.page_messages import (
     pack_claim,
     pack_copy,
 )
+from hicache.transfer.worker_events import PageNews
+from hicache.transfer.worker_messages import pack
 
 MAX_REGISTRATIONS: Final = 256
 MAX_COPIES: Final = 64

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from hicache.engine import plan as p
-from hicache.transfer.messages import WorkerConfig
-from hicache.transfer.news import WorkerScrubbed
+from hicache.transfer.worker_events import WorkerScrubbed
+from hicache.transfer.worker_messages import WorkerConfig
 
 MAX_TOLD: Final = 1000
 

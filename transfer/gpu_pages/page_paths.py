@@ -18,9 +18,15 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hicache.transfer.cuda_copy import CopyPath, Steps
-from hicache.transfer.pages import Addresses, PageCopier, PageLayout, PageNumbers, Runner
-from hicache.transfer.pinning import PinnedArena
+from hicache.transfer.gpu_pages.page_kernels import (
+    Addresses,
+    PageCopier,
+    PageLayout,
+    PageNumbers,
+    Runner,
+)
+from hicache.transfer.media.cuda_copy import CopyPath, Steps
+from hicache.transfer.media.pinned_memory import PinnedArena
 
 Memory = Literal["gpu", "pinned", "pageable"]
 """Of slots: the pool; the arena where CUDA knows it; the arena where it does not. A kernel that

@@ -28,12 +28,12 @@ import numpy as np
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.errors import TierDamaged
 from hicache.tiers.hbm import CudaPool
-from hicache.transfer.cuda_copy import CopyRefused
-from hicache.transfer.ipc import Mappings, NotShareable, SharedRange, allocation
-from hicache.transfer.page_messages import Claim, PageCopy
-from hicache.transfer.page_paths import Group, Memory, PagePath
-from hicache.transfer.pages import Addresses, PageLayout, PageNumbers, Plane
-from hicache.transfer.pinning import PinnedArena
+from hicache.transfer.gpu_pages.cuda_ipc import Mappings, NotShareable, SharedRange, allocation
+from hicache.transfer.gpu_pages.page_kernels import Addresses, PageLayout, PageNumbers, Plane
+from hicache.transfer.gpu_pages.page_messages import Claim, PageCopy
+from hicache.transfer.gpu_pages.page_paths import Group, Memory, PagePath
+from hicache.transfer.media.cuda_copy import CopyRefused
+from hicache.transfer.media.pinned_memory import PinnedArena
 
 SizeOf = Callable[[int], tuple[int, int]]
 """(base, bytes) of the allocation around an address. Raises NotShareable."""

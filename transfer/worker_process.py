@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from hicache.transfer.messages import Message, Stream, WorkerConfig, pack
+from hicache.transfer.worker_messages import Message, Stream, WorkerConfig, pack
 
 _RECEIVE_BYTES = 1 << 20
 _BUFFER_BYTES = 4 << 20

@@ -19,7 +19,7 @@ from hicache.tiers.block import StoredRows
 from hicache.tiers.errors import TierBroken, TierCorrupt, TierMissing
 
 if TYPE_CHECKING:
-    from hicache.transfer.engine_pages import EnginePages
+    from hicache.transfer.gpu_pages.engine_pages import EnginePages
 
 
 class Link(Protocol):

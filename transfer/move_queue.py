@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hicache.engine.plan import Move, Outcome, Priority
-from hicache.transfer.messages import Batch
+from hicache.transfer.worker_messages import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,16 @@ from queue import SimpleQueue
 
 from hicache.engine.plan import Outcome
 from hicache.tiers.errors import TierError
-from hicache.transfer.link import Finished, Link, Pending, StartingLink, failed, start_or_fail
-from hicache.transfer.messages import Batch, Done, pack_done
-from hicache.transfer.pace import Pace
+from hicache.transfer.media.medium import (
+    Finished,
+    Link,
+    Pending,
+    StartingLink,
+    failed,
+    start_or_fail,
+)
+from hicache.transfer.throttle import Pace
+from hicache.transfer.worker_messages import Batch, Done, pack_done
 
 Job = Callable[[], None]
 

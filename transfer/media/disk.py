@@ -26,8 +26,8 @@ from hicache.tiers.disk.format import derive_key
 from hicache.tiers.disk.restore_order import Forest
 from hicache.tiers.disk.scan import Scanned
 from hicache.tiers.errors import NoRoomForSize, TierBroken, TierDamaged, TierError, TierFull
-from hicache.transfer.link import Link, Measured, Scrubbed, Spoilt, by_size, failed
-from hicache.transfer.messages import WorkerConfig
+from hicache.transfer.media.medium import Link, Measured, Scrubbed, Spoilt, by_size, failed
+from hicache.transfer.worker_messages import WorkerConfig
 
 PROGRESS_ROWS = 20_000
 SCRUB_BYTES = 1 << 20

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from hicache.transfer.engine_pages import EnginePages
-from hicache.transfer.messages import MalformedMessage, Message, pack
-from hicache.transfer.page_messages import (
+from hicache.transfer.gpu_pages.engine_pages import EnginePages
+from hicache.transfer.gpu_pages.page_messages import (
     Claim,
     PageCopy,
     PageTold,
@@ -24,6 +23,7 @@ from hicache.transfer.page_messages import (
     unpack_claim,
     unpack_copy,
 )
+from hicache.transfer.worker_messages import MalformedMessage, Message, pack
 
 _WAY_OF: Final = {"map": "pages", "unmap": "pages", "load": "load", "save": "save"}
 PAGE_JOBS: Final = frozenset(_WAY_OF)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hicache.engine.plan import Outcome
 from hicache.tiers.block import StoredRows
-from hicache.transfer.link import Spoilt
-from hicache.transfer.page_messages import PageTold
+from hicache.transfer.gpu_pages.page_messages import PageTold
+from hicache.transfer.media.medium import Spoilt
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import numpy as np
 
 from hicache.engine.plan import Move, Outcome
 from hicache.tiers.arena import Arena
-from hicache.transfer.link import Forgetful, Link, Measured, failed
-from hicache.transfer.messages import WorkerConfig
+from hicache.transfer.media.medium import Forgetful, Link, Measured, failed
+from hicache.transfer.worker_messages import WorkerConfig
 
 
 class ArenaLink:

@@ -19,8 +19,8 @@ import numpy as np
 
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.hbm import CudaPool
-from hicache.transfer.cuda_copy import CopyPath, CopyRefused, fastest_by_size
-from hicache.transfer.page_paths import (
+from hicache.transfer.gpu_pages.page_kernels import GRID_PINNED, CupyRunner, PageLayout, whole_pages
+from hicache.transfer.gpu_pages.page_paths import (
     REFUSALS,
     ByCopyEngines,
     ByKernel,
@@ -29,8 +29,8 @@ from hicache.transfer.page_paths import (
     Memory,
     PagePath,
 )
-from hicache.transfer.pages import GRID_PINNED, CupyRunner, PageLayout, whole_pages
-from hicache.transfer.pinning import PinnedArena
+from hicache.transfer.media.cuda_copy import CopyPath, CopyRefused, fastest_by_size
+from hicache.transfer.media.pinned_memory import PinnedArena
 
 MPS_PIPES: Final = Path("/tmp/nvidia-mps")
 """Where MPS's control daemon listens if nobody says otherwise (CUDA_MPS_PIPE_DIRECTORY)."""

@@ -15,7 +15,7 @@ When a slot may be reused:
    memory. `TierDamaged`: the worker ends, and the kernel takes its copies under way from it before
    anybody can see that it has ended.
 
-The process must be a fresh one (transfer/process.py), not a fork of one that has used CUDA.
+The process must be a fresh one (transfer/worker_process.py), not a fork of one that has used CUDA.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from hicache.tiers.arena import Arena
 from hicache.tiers.errors import TierDamaged
 from hicache.tiers.hbm import CudaPool
 from hicache.tiers.numa import bytes_by_node, node_of, num_nodes, told
-from hicache.transfer.cuda_copy import (
+from hicache.transfer.gpu_pages.engine_pages import EnginePages
+from hicache.transfer.gpu_pages.page_choice import MPS_PIPES, choose_page_path
+from hicache.transfer.media.cuda_copy import (
     BatchCopy,
     BySize,
     CopyPath,
@@ -42,11 +44,9 @@ from hicache.transfer.cuda_copy import (
     fastest_by_size,
     rows_of,
 )
-from hicache.transfer.engine_pages import EnginePages
-from hicache.transfer.link import Forgetful, Link, Measured, failed
-from hicache.transfer.messages import WorkerConfig
-from hicache.transfer.page_choice import MPS_PIPES, choose_page_path
-from hicache.transfer.pinning import CHUNK_BYTES, PinnedArena, Progress
+from hicache.transfer.media.medium import Forgetful, Link, Measured, failed
+from hicache.transfer.media.pinned_memory import CHUNK_BYTES, PinnedArena, Progress
+from hicache.transfer.worker_messages import WorkerConfig
 
 _TRIAL_BLOCKS: Final = 32
 _TRIAL_SIZES: Final = (16 << 10, 64 << 10, 256 << 10, 2 << 20)

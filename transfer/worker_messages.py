@@ -24,7 +24,7 @@ import numpy as np
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, Use
 from hicache.tiers.block import StoredRows
-from hicache.transfer.link import Scrubbed, Spoilt
+from hicache.transfer.media.medium import Scrubbed, Spoilt
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 _WORD: Final = np.dtype("<u4")

@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hicache.transfer.messages import MalformedMessage, Message, pack
-from hicache.transfer.pages import PageNumbers
+from hicache.transfer.gpu_pages.page_kernels import PageNumbers
+from hicache.transfer.worker_messages import MalformedMessage, Message, pack
 
 HANDLE_BYTES: Final = 64
 PLANE_FIELDS: Final = 4
