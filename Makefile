@@ -34,8 +34,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help: ## Show this list
 	@echo 'hicache: make TARGET'
-	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) \
-	  | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
+	@grep -E '^[a-z%-]+:.*## ' $(firstword $(MAKEFILE_LIST)) \
+	  | sed -E 's/^([a-z%-]+):.*## (.*)/  \1\t\2/' | expand -t 14
 
 env: $(STAMP) ## Make or refresh the environment in .venv/
 
@@ -76,6 +76,9 @@ soak-ttft: $(STAMP) ## Time to first token while the daemon is killed and stoppe
 
 soak-stopped: $(STAMP) ## What clients that are stopped with leases and slots cost the others
 	@$(BIN)/python -m tests.soak.stopped
+
+bench-%: $(STAMP) ## For developers: engine, index, planner, refit, reload, restart; BENCH_ARGS=--json
+	@$(BIN)/python -m tests.bench $* $(BENCH_ARGS)
 
 # A machine with a GPU may have no network, and its own Python with CuPy and torch: PYTHON=python3
 # given on the command line uses that one and makes no environment.

@@ -1,6 +1,6 @@
 """hicache: a KV-cache storage sidecar daemon for LLM inference engines.
 
-This module stays light: an inference engine imports `hicache.client.blocking` through it, so nothing
+This module stays light: an inference engine imports `hicache.client` through it, so nothing
 that a client does not need may be imported here.
 """
 

@@ -33,7 +33,7 @@ LIGHT = (
     "hicache.client.aio",
     "hicache.client.results",
     "hicache.client.transport",
-    "hicache.client.blocking",
+    "hicache.client",
     "hicache.client.session",
     "hicache.connectors",
     "hicache.connectors.*",
@@ -189,9 +189,9 @@ def test_imports_go_one_way(module: Module) -> None:
         ("hicache.engine.core", "def f():\n    from hicache.tiers import disk"),
         ("hicache.engine.core", "from hicache.transfer.mover import Mover"),
         ("hicache.transfer.mover", "from hicache.engine.core import CacheEngine"),
-        ("hicache.client.blocking", "from hicache.config import Config"),
-        ("hicache.client.blocking", "import torch"),
-        ("hicache.connectors.transformers.cached_model", "from hicache.daemon.loop import Daemon"),
+        ("hicache.client", "from hicache.config import Config"),
+        ("hicache.client", "import torch"),
+        ("hicache.connectors.transformers", "from hicache.daemon.loop import Daemon"),
         ("hicache.protocol.messages", "from hicache.tiers.dram import DramTier"),
     ],
 )
@@ -205,8 +205,8 @@ def test_the_table_forbids(name: str, line: str) -> None:
         ("hicache.tiers.disk.disk_tier", "import lmdb"),
         ("hicache.engine.core", "from hicache.engine import plan, index"),
         ("hicache.transfer.mover", "from hicache.engine.plan import Move"),
-        ("hicache.client.blocking", "from hicache.tiers.arena import Arena"),
-        ("hicache.connectors.transformers.cached_model", "import torch, transformers"),
+        ("hicache.client", "from hicache.tiers.arena import Arena"),
+        ("hicache.connectors.transformers", "import torch, transformers"),
         ("hicache.daemon.loop", "from hicache.engine.core import CacheEngine"),
     ],
 )
@@ -238,7 +238,7 @@ def test_rooms_refuse_a_second_identity(room: str) -> None:
     assert f"import this room as hicache.{room}" in ran.stderr
 
 
-@pytest.mark.parametrize("name", ["hicache.client.blocking", "hicache.client.aio"])
+@pytest.mark.parametrize("name", ["hicache.client", "hicache.client.aio"])
 def test_a_client_is_light(name: str) -> None:
     """An inference engine's process gains msgspec, zmq and numpy, and nothing of the daemon's."""
     code = (

@@ -129,7 +129,7 @@ class Identities:
 
 
 def keys_along(namespace: bytes, parent: bytes, edge: bytes, step: int) -> list[bytes]:
-    """BLAKE2b-256(namespace ‖ parent key ‖ tokens), block after block (as hicache.protocol.keys)."""
+    """BLAKE2b-256(namespace ‖ parent key ‖ tokens), block by block, as protocol/keys.py does."""
     keys = []
     for start in range(0, len(edge), step):
         data = namespace + parent + edge[start : start + step]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from hicache.bench.report import BenchError
-from hicache.client.blocking import Client, DaemonAbsent, DaemonError, admin_call
+from hicache.client import Client, DaemonAbsent, DaemonError, admin_call
 from hicache.client.session import Transport
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.keys import NamespaceSpec

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hicache.bench.daemon_process import Running, lodging
 from hicache.bench.echo_floor import Echo
 from hicache.bench.report import BenchError, RpcRow, Step
-from hicache.client.blocking import Client, LayerGroup, Match, NamespaceSpec
+from hicache.client import Client, LayerGroup, Match, NamespaceSpec
 from hicache.protocol.messages import pack
 
 TOKENS = (8192, 512, 32768, 131072)

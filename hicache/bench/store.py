@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hicache.bench.daemon_process import Running, lodging
 from hicache.bench.report import BenchError, Step, StoreRow
-from hicache.client.blocking import Client, LayerGroup, NamespaceSpec
+from hicache.client import Client, LayerGroup, NamespaceSpec
 
 BLOCKS = 32
 VALUE_BYTES = (2 << 20, 256 << 10)

@@ -1,4 +1,4 @@
-"""The client of `hicache.client.blocking` for asyncio: the same names, as coroutines.
+"""The client of `hicache.client` for asyncio: the same names, as coroutines.
 
 Calls may run side by side on one client; replies find their call by id. Big copies run in a
 thread, and a cancelled call ends only when its copy has: nobody writes into a slot or a buffer
@@ -214,7 +214,7 @@ class AsyncChannel:
 
 
 class AsyncClient:
-    """`hicache.client.blocking.Client` for asyncio: same parameters, same results."""
+    """`hicache.client.Client` for asyncio: same parameters, same results."""
 
     def __init__(
         self,

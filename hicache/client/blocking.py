@@ -228,7 +228,7 @@ class Client:
 
     def share_pages(self, pages: SharedPages) -> PageShare | None:
         """Let the daemon's GPU worker copy from and to the inference engine's own KV tensors
-        (hicache/client/gpu_pages.py). None where that cannot be, and `last_error` says why in one sentence:
+        (client/gpu_pages.py). None where that cannot be, and `last_error` says why in one sentence:
         then `fetch` and `put`, and copy through the mapped arena."""
         return run_now(self._paged.share(pages))
 

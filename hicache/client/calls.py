@@ -1,7 +1,7 @@
 """What a client says to the daemon and does with the answers; sockets and waiting are a Port's.
 
-Written once, as coroutines: `hicache.client.blocking` runs them over a port that blocks, `hicache.client.aio` over
-one that awaits. The promises are kept here:
+Written once, as coroutines: `blocking` runs them over a port that blocks, `aio` over one that
+awaits. The promises are kept here:
 
 - every call has one deadline, and ends by it (a put may have a copy to end first: `storing`);
 - a daemon that is absent, dies, answers garbage or refuses is a miss: no exception leaves `match`,

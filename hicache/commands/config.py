@@ -170,7 +170,7 @@ def reload_daemon(
     endpoint: str, file: str | None, timeout_s: float, curve: CurveKeys | None = None
 ) -> dict[str, Any]:
     """The daemon's answer: `{"live": [keys], "restart": [keys]}`. Raises where none answers."""
-    from hicache.client.blocking import admin_call
+    from hicache.client import admin_call
 
     reply: dict[str, Any] = admin_call(endpoint, "reload", {"file": file or ""}, timeout_s, curve)
     return reply

@@ -28,7 +28,7 @@ from hicache.tiers.errors import TierUnavailable
 Progress = Callable[[int, int, int], None]
 """(slot bytes, blocks done, blocks in all)."""
 LOCK_WAIT_S = 3.0  # a worker whose daemon was killed is still leaving
-_ROOT = Path(__file__).absolute().parents[1]
+_ROOT = Path(__file__).absolute().parents[2]
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from hicache.client.blocking import DaemonAbsent, DaemonError, admin_call
+from hicache.client import DaemonAbsent, DaemonError, admin_call
 from hicache.commands.curve_option import curve_option
 from hicache.commands.time_options import timeout_option
 from hicache.protocol.curve import CurveKeys

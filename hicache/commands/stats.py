@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hicache.bench.report import ProgressLine
-from hicache.client.blocking import DaemonAbsent, DaemonError, admin_call
+from hicache.client import DaemonAbsent, DaemonError, admin_call
 from hicache.commands.curve_option import curve_option
 from hicache.commands.text_format import told_bytes as _bytes
 from hicache.commands.time_options import timeout_option

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from hicache.bench.report import ProgressLine
-from hicache.client.blocking import AdminLine, DaemonAbsent, DaemonError
+from hicache.client import AdminLine, DaemonAbsent, DaemonError
 from hicache.commands.curve_option import curve_option
 from hicache.commands.index_tree import Forest, Order, Reading, Space, Sum, Trunk, Unreadable, sort
 from hicache.commands.time_options import timeout_option

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from hicache.bench.report import ProgressLine
-from hicache.client.blocking import DaemonAbsent, DaemonError, admin_call
+from hicache.client import DaemonAbsent, DaemonError, admin_call
 from hicache.commands import disk_tools as disk_care
 from hicache.commands.curve_option import curve_option
 from hicache.config.units import parse_size

@@ -7,7 +7,7 @@ from typing import IO, Any, TypeVar
 
 import click
 
-from hicache.client.blocking import admin_call
+from hicache.client import admin_call
 from hicache.client.calls import waiting
 from hicache.commands.curve_option import curve_option
 from hicache.commands.time_options import seconds_option

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import yaml
 
-from hicache.client.blocking import DaemonAbsent, DaemonError, admin_call
+from hicache.client import DaemonAbsent, DaemonError, admin_call
 from hicache.config import Config, Surroundings, load_config
 
 START_TIMEOUT_S = 120.0

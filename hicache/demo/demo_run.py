@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from hicache.client.blocking import Client
-from hicache.connectors.transformers.cached_model import CachedModel, Generation
+from hicache.client import Client
+from hicache.connectors.transformers import CachedModel, Generation
 from hicache.demo.conversation import (
     SCRIPTS,
     TURNS_BEFORE_RESTART,

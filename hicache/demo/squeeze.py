@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.client.blocking import Client
+from hicache.client import Client
 from hicache.protocol.keys import NamespaceSpec
 
 PROMPT_BLOCKS = 32

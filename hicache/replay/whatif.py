@@ -1,6 +1,6 @@
 """What each tier would have hit at other sizes: a daemon's sample of requests, replayed here.
 
-The sample (`hicache.daemon.upkeep.request_sample`) holds a share of the blocks of every request; tiers of the same
+The sample (daemon/upkeep/request_sample.py) holds a share of the blocks of every request; tiers of the same
 share of their blocks hit what the whole ones would. Each size is one replay through the product's
 own cache engine, as in `hicache replay`: policies, demotion and promotion count as they do there.
 Blocks that every request begins with are in the sample or not: where it has fewer of them than its

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Developers' benchmarks: `python -m tests.bench NAME`, or `make bench-NAME`."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from hicache.bench.daemon_process import Running, lodging
 from hicache.bench.report import BenchError, RefitRow, Step
-from hicache.client.blocking import Client, LayerGroup, NamespaceSpec, admin_call
+from hicache.client import Client, LayerGroup, NamespaceSpec, admin_call
 from hicache.engine.policies.hazard.history import REFIT_REQUESTS
 
 BLOCK_TOKENS: Final = 16

@@ -32,8 +32,8 @@ import numpy.typing as npt
 import yaml
 
 from hicache.bench.report import BenchError, ReloadRow, Step
-from hicache.client.blocking import Client
-from hicache.connectors.transformers.cached_model import CachedModel, Generation
+from hicache.client import Client
+from hicache.connectors.transformers import CachedModel, Generation
 from hicache.demo.demo_daemon import PrivateDaemon
 from hicache.demo.demo_model import DemoModel
 from hicache.protocol.keys import NamespaceSpec

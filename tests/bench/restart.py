@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from hicache.bench.daemon_process import START_S, Launched, launched, tiers_of
 from hicache.bench.report import BenchError, RestartRow, Step
-from hicache.client.blocking import Client
+from hicache.client import Client
 from hicache.engine.plan import BlockIdentity
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 from hicache.tiers.block import PAGE_BYTES

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hicache.client.blocking import Decision, Match, PutResult
+from hicache.client import Decision, Match, PutResult
 from hicache.client.results import FetchedRun
 from hicache.protocol.keys import TOKEN_BYTES, NamespaceSpec, encode_tokens
 from hicache.protocol.messages import DecisionName

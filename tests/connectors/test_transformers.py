@@ -15,7 +15,7 @@ pytestmark = pytest.mark.thorough
 torch = pytest.importorskip("torch", reason="needs the extra: pip install .[demo]")
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install .[demo]")
 
-from hicache.connectors.transformers.cached_model import CachedModel, Generation, Unsupported  # noqa: E402
+from hicache.connectors.transformers import CachedModel, Generation, Unsupported  # noqa: E402
 from hicache.connectors.transformers.model_namespace import Forward  # noqa: E402
 
 torch.set_num_threads(1)  # tiny models: threads only wait for each other
@@ -181,7 +181,7 @@ def test_faults_are_misses(fault: str) -> None:
 
 
 def test_absent_daemon_is_a_miss(tmp_path: Any) -> None:
-    from hicache.client.blocking import Client
+    from hicache.client import Client
 
     model, prompt = make_model(), prompt_of(23)
     endpoint = f"ipc://{tmp_path}/nobody.sock"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache.client.aio import AsyncClient
+from hicache.client import AsyncClient
 from hicache.protocol.keys import NamespaceSpec
 from tests.connectors.vllm_engine import Engine, Request, expected_output
 

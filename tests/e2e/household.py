@@ -31,7 +31,7 @@ import numpy.typing as npt
 import psutil
 import zmq
 
-from hicache.client.blocking import Client, DaemonAbsent, LayerGroup, NamespaceSpec, admin_call
+from hicache.client import Client, DaemonAbsent, LayerGroup, NamespaceSpec, admin_call
 from hicache.protocol.messages import PROTOCOL, pack, unpack
 
 ROOT: Final = Path(__file__).resolve().parents[2]

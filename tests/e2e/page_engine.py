@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.bench.gpu_check.stand_in import BUS_ID, StandIn
-from hicache.client.blocking import Client, NamespaceSpec, SharedPages
+from hicache.client import Client, NamespaceSpec, SharedPages
 from hicache.connectors.common.paged_blocks import PagedCache
 from hicache.transfer.gpu_pages.page_kernels import PageLayout, Plane
 from tests.e2e.household import SPEC, Blocks, Tokens, blocks_of, prompt

@@ -9,7 +9,7 @@ import itertools
 import json
 import sys
 
-from hicache.client.blocking import Client, NamespaceSpec
+from hicache.client import Client, NamespaceSpec
 from tests.e2e.household import blocks_of, prompt
 
 NUM_BLOCKS = 6

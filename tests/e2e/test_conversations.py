@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicache.client.blocking import Client
+from hicache.client import Client
 from tests.e2e.household import SPEC, Household, Tokens, blocks_of, prompt, store
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

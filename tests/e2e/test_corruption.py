@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.client.blocking import Client
+from hicache.client import Client
 from tests.e2e.household import SPEC, Household, blocks_of, prompt, read, store, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
-from hicache.client.aio import AsyncClient
-from hicache.client.blocking import Client, CurveKeys, DaemonAbsent, admin_call
+from hicache.client import AsyncClient, Client, CurveKeys, DaemonAbsent, admin_call
 from hicache.client.prefix_mirror import HeldPrefixes
 from tests.e2e.household import (
     SPEC,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hicache.client.blocking import Client
+from hicache.client import Client
 from hicache.commands.explain import explain
 from hicache.protocol.messages import pack
 from tests.e2e.household import Household, Tokens, blocks_of, prompt, read, store, wait_for

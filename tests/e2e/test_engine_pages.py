@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hicache.client.blocking import Client, PageShare
+from hicache.client import Client, PageShare
 from hicache.connectors.common.paged_blocks import PagedCache
 from hicache.transfer.gpu_pages.page_kernels import Launch
 from tests.e2e.household import SPEC, Household, Tokens, blocks_of, prompt, read, store, wait_for

@@ -19,7 +19,7 @@ from typing import get_args
 
 import pytest
 
-from hicache.client.blocking import Client
+from hicache.client import Client
 from tests.e2e.faulty_worker import CONTROL, mark_beside
 from tests.e2e.household import Household, blocks_of, prompt, read, store, wait_for
 from tests.tiers.faults import Kind

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hicache.client.aio import AsyncClient
+from hicache.client import AsyncClient
 from tests.e2e.household import SPEC, Household, prompt, read, store, wait_for
 
 pytestmark = pytest.mark.e2e

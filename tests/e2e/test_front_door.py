@@ -20,7 +20,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from hicache.client.blocking import DaemonError, admin_call
+from hicache.client import DaemonError, admin_call
 from hicache.protocol.endpoint import ipc_path
 from hicache.protocol.messages import PROTOCOL, pack
 from tests.e2e.household import (

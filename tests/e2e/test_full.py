@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.client.blocking import Client
+from hicache.client import Client
 from tests.e2e.household import (
     MIB,
     SPEC,

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hicache.client.blocking import Client, DaemonAbsent
+from hicache.client import Client, DaemonAbsent
 from hicache.tiers.disk.disk_tier import DiskTier
 from tests.e2e.household import (
     MIB,

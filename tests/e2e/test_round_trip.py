@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.client.aio import AsyncClient
-from hicache.client.blocking import Client, PutResult
+from hicache.client import AsyncClient, Client, PutResult
 from hicache.client.session import Transport
 from tests.e2e.household import (
     SPEC,

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from hicache.client.aio import AsyncClient
-from hicache.client.blocking import Score
+from hicache.client import AsyncClient, Score
 from tests.e2e.household import SPEC, Household, prompt, store, wait_for
 
 pytestmark = pytest.mark.e2e

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.client.blocking import AdminLine
+from hicache.client import AdminLine
 from hicache.commands.index_tree import Reading
 from hicache.protocol.messages import MAX_TREE_NODES
 from tests.e2e.household import (

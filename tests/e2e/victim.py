@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import numpy.typing as npt
 
-from hicache.client.blocking import Client, NamespaceSpec
+from hicache.client import Client, NamespaceSpec
 from tests.e2e.household import Tokens, blocks_of
 
 

@@ -24,7 +24,7 @@ from typing import IO, Any, Final, Self
 import psutil
 import zmq
 
-from hicache.client.blocking import DaemonAbsent
+from hicache.client import DaemonAbsent
 from hicache.client.prefix_mirror import HeldPrefixes
 from tests.e2e.faulty_worker import CONTROL, mark_beside
 from tests.e2e.household import ROOT, Household, Peer

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, cast
 
 import numpy as np
 
-from hicache.client.blocking import Client, Match
+from hicache.client import Client, Match
 from tests.e2e.household import Tokens
 from tests.soak import load
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from hicache.client.blocking import LayerGroup, NamespaceSpec
+from hicache.client import LayerGroup, NamespaceSpec
 from tests.e2e.household import SPEC, Blocks, Tokens
 
 KIB: Final = 1 << 10

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hicache.client.blocking import Client
+from hicache.client import Client
 from tests.e2e.household import SPEC, Household, Victim, blocks_of, prompt, read, store
 
 LIMIT_S: Final = 0.010

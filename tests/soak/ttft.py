@@ -29,8 +29,8 @@ import numpy as np
 import psutil
 import torch
 
-from hicache.client.blocking import Client, DaemonAbsent
-from hicache.connectors.transformers.cached_model import CachedModel
+from hicache.client import Client, DaemonAbsent
+from hicache.connectors.transformers import CachedModel
 from hicache.demo.conversation import SCRIPTS, shared_tokens
 from hicache.demo.demo_model import DemoModel, load_smollm2
 from tests.e2e.household import Household

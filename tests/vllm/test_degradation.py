@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.client.scripted_daemon import ScriptedDaemon
 from tests.e2e.household import Household, wait_for
-from tests.hicache.scripted_daemon import ScriptedDaemon
 from tests.vllm.driver import Driver, Said
 from tests.vllm.small_models import write_model
 from tests.vllm.test_reload import prompts, whole_blocks

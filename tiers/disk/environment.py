@@ -1,6 +1,6 @@
 """One slot-size class of the disk tier as LMDB holds it: opening, committing, errors, room.
 
-Used by `tiers/disk/disk_tier.py` and the tools beside it (shrink, verify, repair), never by two processes at
+Used by `disk_tier.py` and the tools beside it (shrink, verify, repair), never by two processes at
 once: the device's lock sees to that.
 """
 

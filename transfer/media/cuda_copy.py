@@ -3,7 +3,7 @@
     EachCopy    cudaMemcpyAsync, piece by piece: everywhere, and for memory that is not pinned
     BatchCopy   cuMemcpyBatchAsync (CUDA 12.8), one call of the driver for the whole batch
 
-Both only enqueue: when the bytes have arrived is for an event to say (transfer/media/cuda.py). Neither
+Both only enqueue: when the bytes have arrived is for an event to say (media/cuda.py). Neither
 runs a kernel, so they take nothing from an inference engine's kernels in another process. Which one
 serves pieces of which size is measured when a worker starts.
 """

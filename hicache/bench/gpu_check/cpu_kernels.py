@@ -1,4 +1,4 @@
-"""transfer/kernels.cu on this machine's CPU, for tests and dry runs. Needs a C++ compiler."""
+"""gpu_pages/kernels.cu on this machine's CPU, for tests and dry runs. Needs a C++ compiler."""
 
 from __future__ import annotations
 

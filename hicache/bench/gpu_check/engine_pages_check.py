@@ -17,7 +17,7 @@ from hicache.bench.gpu_check.check import Check, Skipped, Step
 from hicache.bench.gpu_check.cpu_kernels import NoCompiler
 from hicache.bench.gpu_check.stand_in_host import stand_in_host
 from hicache.bench.gpu_check.through_daemon import BLOCK_TOKENS, GpuUse, daemon, wait_for
-from hicache.client.blocking import Client, LayerGroup, Match, NamespaceSpec, PageShare, SharedPages
+from hicache.client import Client, LayerGroup, Match, NamespaceSpec, PageShare, SharedPages
 from hicache.connectors.common.paged_blocks import PagedCache, shared_pages
 from hicache.demo.demo_daemon import PrivateDaemon
 from hicache.transfer.gpu_pages.page_kernels import CupyRunner, PageLayout, whole_pages

@@ -11,7 +11,7 @@ import numpy as np
 
 from hicache.bench.gpu_check.check import Check, Step
 from hicache.bench.gpu_check.through_daemon import daemon
-from hicache.client.blocking import Client
+from hicache.client import Client
 from hicache.demo.demo_daemon import PrivateDaemon
 from hicache.demo.demo_model import check_engine
 
@@ -57,7 +57,7 @@ def _model(check: Check, dtype: Any) -> Any:
 def _compare(check: Check, house: PrivateDaemon, model: Any, step: Step, is_judged: bool) -> None:
     """Conversations of growing prompts: turn by turn, then all of them again, which by then lie on
     every tier. A wrong token is counted, and the first place of it told."""
-    from hicache.connectors.transformers.cached_model import CachedModel
+    from hicache.connectors.transformers import CachedModel
 
     conversations, turns, length = (2, 2, 130) if check.is_dry else (6, 3, 500)
     rng = np.random.default_rng(3)

@@ -5,8 +5,8 @@ if `choose` is given, whenever it says so. Each stream keeps its order, streams 
 themselves. Errors come as CUDA's do: a call refused changes nothing else, a copy that fails takes
 the context with it, and every later call fails.
 
-Kernels are transfer/kernels.cu compiled for the CPU (cpu_kernels.py), enqueued and done as a copy
-is; where there is no C++ compiler they do not compile.
+Kernels are transfer/gpu_pages/kernels.cu compiled for the CPU (cpu_kernels.py), enqueued and done
+as a copy is; where there is no C++ compiler they do not compile.
 
 Memory can be mapped by another process, as by CUDA IPC: a handle names a memory file by the way to
 it through its owner, so it can be opened while the owner lives, and what was mapped stays.

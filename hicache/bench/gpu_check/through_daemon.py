@@ -17,7 +17,7 @@ import numpy.typing as npt
 import yaml
 
 from hicache.bench.gpu_check.check import Check
-from hicache.client.blocking import Client, LayerGroup, NamespaceSpec
+from hicache.client import Client, LayerGroup, NamespaceSpec
 from hicache.demo.demo_daemon import PrivateDaemon
 
 BLOCKS = 8

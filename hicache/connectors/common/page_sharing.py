@@ -21,7 +21,7 @@ RETRY_S: Final = 10.0
 
 
 class Sharer(Protocol):
-    """What is asked of `hicache.client.aio.AsyncClient`."""
+    """What is asked of `hicache.client.AsyncClient`."""
 
     @property
     def greeting(self) -> Greeting | None: ...

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hicache.client.blocking import Client, LoadedPages, LoadedPart, PageShare, SharedPages
+from hicache.client import Client, LoadedPages, LoadedPart, PageShare, SharedPages
 from hicache.client.gpu_pages import PageTable
 from hicache.client.results import Greeting, Match, PutResult
 from hicache.client.transport import run_now

@@ -1,7 +1,7 @@
 """Blocks between an inference engine's pages and memory that CUDA does not know, by itself.
 
 The processor copies between that memory (the mapped arena, message parts) and pinned memory, and
-kernels of ours (transfer/gpu_pages/page_kernels.py) between pinned memory and pages. Each has one half of it:
+our kernels (gpu_pages/page_kernels.py) between pinned memory and pages. Each has one half of it:
 
     processor   [ layer 0 → A ][ layer 1 → B ][ layer 2 → A ]
     kernels                    [ A → pages   ][ B → pages   ][ A → pages   ]

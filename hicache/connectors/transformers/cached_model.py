@@ -11,7 +11,7 @@ Each request starts from an empty cache object and what the daemon holds of the 
 The daemon is never needed: whatever fails there is a miss, and the tokens are the same without it.
 One request at a time per object, from any thread.
 
-Imported with transformers and torch present; `hicache.client.blocking` alone needs neither.
+Imported with transformers and torch present; `hicache.client` alone needs neither.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
-from hicache.client.blocking import Client, Decision, FetchedRun, Match, PutResult
+from hicache.client import Client, Decision, FetchedRun, Match, PutResult
 from hicache.connectors.transformers.model_namespace import (
     Forward,
     Unsupported,
@@ -51,7 +51,7 @@ _TORCH_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CacheClient(Protocol):
-    """What the connector asks of `hicache.client.blocking.Client`."""
+    """What the connector asks of `hicache.client.Client`."""
 
     def match(
         self, tokens: Sequence[int], *, explain: bool = False, conversation: str = ""

@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from hicache.client.aio import AsyncClient
+from hicache.client import AsyncClient
 from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.vllm.background import Background, Trouble
 from hicache.connectors.vllm.lookup import Asking

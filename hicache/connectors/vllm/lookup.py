@@ -30,7 +30,7 @@ MAX_IDENTITIES: Final = 32
 
 
 class MatchClient(Protocol):
-    """What is asked of `hicache.client.aio.AsyncClient`."""
+    """What is asked of `hicache.client.AsyncClient`."""
 
     @property
     def greeting(self) -> Greeting | None: ...

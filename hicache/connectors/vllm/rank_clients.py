@@ -25,7 +25,7 @@ from hicache.protocol.keys import NamespaceSpec
 
 
 class BlockClient(Protocol):
-    """What is asked of `hicache.client.aio.AsyncClient`."""
+    """What is asked of `hicache.client.AsyncClient`."""
 
     @property
     def greeting(self) -> Greeting | None: ...

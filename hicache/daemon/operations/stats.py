@@ -139,7 +139,7 @@ def namespace_rows(service: Service) -> list[dict[str, Any]]:
 def tree_rows(
     service: Service, body: Mapping[str, Any], now_s: float, *, with_tokens: bool
 ) -> dict[str, Any]:
-    """A page of the index's nodes (`hicache.engine.index.snapshot`), and the namespaces that are in it."""
+    """A page of the index's nodes (engine/index/snapshot.py), and the namespaces that are in it."""
     house = service.engine.residency
     after, most, digest = body["after"], body["most"], body["namespace"]
     found = page(house, after, most, now_s, digest, with_tokens=with_tokens)

@@ -32,7 +32,7 @@ STUCK_S = 30.0
 LONGEST_S = 300.0
 """A fit takes a second or two of processor time, at a low priority."""
 NICENESS: Final = 10
-_ROOT: Final = Path(__file__).absolute().parents[1]
+_ROOT: Final = Path(__file__).absolute().parents[3]
 
 
 class FitFailed(Exception):
