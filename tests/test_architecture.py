@@ -27,25 +27,14 @@ class Rule:
 
 
 VOCABULARY = ("hicache.tiers.block", "hicache.tiers.arena")
-# What an inference engine's process loads. The client is several files: its conversation
-# (dialogue), its link (channel, connection) and its bulk paths (answers, storing, paged).
+# What an inference engine's process loads.
 LIGHT = (
-    "hicache.client.aio",
-    "hicache.client.results",
-    "hicache.client.transport",
     "hicache.client",
-    "hicache.client.session",
+    "hicache.client.*",
     "hicache.connectors",
     "hicache.connectors.*",
-    "hicache.protocol.curve",
-    "hicache.client.calls",
-    "hicache.protocol.endpoint",
-    "hicache.protocol.keys",
-    "hicache.client.gpu_pages",
-    "hicache.client.prefix_mirror",
-    "hicache.client.put",
-    "hicache.protocol.kv_events",
-    "hicache.protocol.messages",
+    "hicache.protocol",
+    "hicache.protocol.*",
 )
 HEAVY = ("cupy", "lmdb", "psutil", "pydantic", "rich", "click", "yaml")
 ENGINES = ("torch", "transformers", "vllm")
@@ -64,7 +53,11 @@ IMPURE = (
 # The first rule whose `who` fits a module holds for it.
 RULES = (
     Rule(VOCABULARY, VOCABULARY, (*HEAVY, *ENGINES, "zmq")),
-    Rule(("hicache.tiers.disk.disk_tier*",), ("hicache.tiers.*",), ("cupy", "zmq", *ENGINES)),
+    Rule(
+        ("hicache.tiers.disk", "hicache.tiers.disk.*"),
+        ("hicache.tiers.*",),
+        ("cupy", "zmq", *ENGINES),
+    ),
     Rule(("hicache.tiers.hbm*",), ("hicache.tiers.*",), ("lmdb", "zmq", *ENGINES)),
     Rule(
         ("hicache.tiers", "hicache.tiers.*"),
@@ -244,7 +237,7 @@ def test_a_client_is_light(name: str) -> None:
     code = (
         f"import sys, {name}\n"
         "heavy = ('lmdb', 'cupy', 'torch', 'pydantic', 'click', 'rich', 'yaml', 'psutil',\n"
-        "         'hicache.daemon.loop', 'hicache.config', 'hicache.engine', 'hicache.transfer')\n"
+        "         'hicache.daemon', 'hicache.config', 'hicache.engine', 'hicache.transfer')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     ran = subprocess.run(

@@ -1,4 +1,4 @@
-"""One way of a device (ways.py), in its worker: the threads that copy batches and report outcomes.
+"""One queue of a device (queues.py) in its worker: threads that copy batches and report outcomes.
 
     daemon ──▶ queue ──▶ [beginning thread] ──▶ begun, in order ──▶ [ending thread] ──▶ daemon
 

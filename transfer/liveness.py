@@ -15,7 +15,7 @@ EVERY_S: Final = 1.0
 
 
 class Pulse:
-    """One way's. `name` is its name (ways.py)."""
+    """One way's. `name` is its name (queues.py)."""
 
     def __init__(self, name: str) -> None:
         self.name = name

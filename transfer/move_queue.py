@@ -1,4 +1,4 @@
-"""What waits for, and travels in, one way of one device (ways.py). Owned by the mover; pure.
+"""What waits for, and travels in, one way of one device (queues.py). Owned by the mover; pure.
 
 queued by priority:  demand … | prefetch … | demotion …
              take ↓  one batch of one priority, all copies or all deletions

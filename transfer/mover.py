@@ -320,7 +320,7 @@ class Mover:
 
     def pace(self, tier: str, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
         """Copy no faster from and to this tier's devices, from now on: infinity for as fast as they
-        can, 0 for not at all (pace.py)."""
+        can, 0 for not at all (throttle.py)."""
         for device in self._devices.values():
             if device.config.far == tier:
                 device.config = replace(

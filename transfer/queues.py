@@ -20,7 +20,7 @@ from hicache.engine.plan import Priority
 Heading = Literal["read", "write"]
 """From the device, or to it."""
 PAGE_WAYS: Final = ("pages", "load", "save")
-"""A GPU's other ways, for inference engines' own pages (page_work.py)."""
+"""A GPU's other ways, for inference engines' own pages (page_worker.py)."""
 HEADINGS: Final[tuple[Heading, ...]] = ("read", "write")
 
 

@@ -2,8 +2,8 @@
 
     python -m hicache.transfer.worker <fd>        started by transfer/mover.py, never by hand
 
-The main thread reads the daemon's messages. Each way (ways.py) has threads of its own
-(direction.py): from the device and to it, on a GPU for each priority, each in the order of its
+The main thread reads the daemon's messages. Each way (queues.py) has threads of its own
+(copy_thread.py): from the device and to it, on a GPU for each priority, each in the order of its
 batches, so a demand read waits behind no write, nor, on a GPU, behind demotions. One more tells
 what a durable device held, at start, while the others work. All of them send; a lock keeps their
 messages whole, and nothing but a send happens under it.

@@ -46,7 +46,7 @@ class WorkerConfig:
     (auto, always or never: page_choice.py). Paths are absolute.
     `title` (at most 15 bytes) names the process; `probe_bytes` are copied each way at start.
     `set_aside` is the mover's to set: the last two workers died by a signal. From and to the device
-    no more than `read_bytes_per_s` and `write_bytes_per_s`, 0 for nothing (pace.py).
+    no more than `read_bytes_per_s` and `write_bytes_per_s`, 0 for nothing (throttle.py).
     """
 
     device: str
@@ -96,7 +96,7 @@ class WorkerConfig:
 
 @dataclass(slots=True)
 class Batch:
-    """Moves of one way of one device (ways.py), all copies or all deletions."""
+    """Moves of one way of one device (queues.py), all copies or all deletions."""
 
     number: int
     moves: list[Move]

@@ -2,7 +2,7 @@
 or because a client of an earlier daemon may still write there.
 
     free slabs                              ──▶ out of use at once
-    else the slab that costs least to empty ──▶ its blocks leave as in evacuation.py; it is out of
+    else the slab that costs least to empty ──▶ its blocks leave as in slab_evacuation; it is out of
                                                 use next time, and one more is begun with
 
 In haste a slab's blocks do not wait for a slower tier: what is only there is forgotten, so that

@@ -3,7 +3,7 @@
     NAME.key          public key: may be copied, goes into the daemon's folder of allowed clients
     NAME.key_secret   both keys: stays on its machine, mode 0600 (`hicache config keys` makes them)
 
-Light: a client imports it. Who is let in is decided in `daemon/curve_auth.py`. Whatever is wrong with
+Light: a client imports it. Who is let in is decided in `daemon/curve_auth.py`. What is wrong with
 a file or a key is a ValueError whose text is a sentence for the operator; secrets are in none.
 """
 

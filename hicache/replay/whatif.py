@@ -1,8 +1,8 @@
 """What each tier would have hit at other sizes: a daemon's sample of requests, replayed here.
 
-The sample (daemon/upkeep/request_sample.py) holds a share of the blocks of every request; tiers of the same
-share of their blocks hit what the whole ones would. Each size is one replay through the product's
-own cache engine, as in `hicache replay`: policies, demotion and promotion count as they do there.
+The sample (daemon/upkeep/request_sample.py) holds a share of the blocks of every request; tiers
+of the same share of their blocks hit what the whole ones would. Each size is one replay through the
+product's own cache engine, as in `hicache replay`: policies, demotion and promotion count too.
 Blocks that every request begins with are in the sample or not: where it has fewer of them than its
 share, they count as hits of the fastest tier all the same, where more, as none (SHARDS-adj, ibid.).
 What was held before the sample begins is not known: until it is full, it begins with the daemon.

@@ -6,7 +6,7 @@
 - `release`: the request is over.
 - `interpreter`: a thousand rounds of an empty loop between them: how fast this machine was.
 
-Prompts of 8,192 to 131,072 tokens in a full tree (`grove.py`), built in chunks of 8,192 tokens, in
+Prompts of 8,192 to 131,072 tokens in a full synthetic tree, built in chunks of 8,192 tokens, in
 turns of 512, and in turns with a second try after each.
 """
 

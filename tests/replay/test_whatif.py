@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hicache.daemon.loop.upkeep import trace as recording
 from hicache.daemon.sessions import Group, Session
+from hicache.daemon.upkeep import trace as recording
 from hicache.daemon.upkeep.request_sample import FULL, Sample
 from hicache.daemon.upkeep.trace import Recorder
 from hicache.protocol.keys import LayerGroup, NamespaceSpec

@@ -158,7 +158,7 @@ def header_at(data: bytes, start: int) -> Header | None:
 
 
 def derive_key(namespace: bytes, parent: bytes, tokens: bytes) -> bytes:
-    """The block's key, as protocol/keys.py defines it: a row whose key is another one is dropped."""
+    """The block's key, as protocol/keys.py has it: a row whose key is another one is dropped."""
     return hashlib.blake2b(namespace + parent + tokens, digest_size=32).digest()
 
 

@@ -1,7 +1,7 @@
 """Copies of stored blocks: file → the destination's memory, checked there, several at once.
 
 Called by `DiskTier.read` and by scrubs, within a read transaction that outlives the copies. Values
-of some size are found by `disk_pages.py` and copied by `pread`, in the order in which they lie in
+of some size are found by `lmdb_pages.py` and copied by `pread`, in the order in which they lie in
 the file: each is waited for by one of several threads, and the next few are asked for meanwhile.
 Where the file has ended or the device fails, that is an error of one block; in the mapping it would
 be a SIGBUS, the end of the worker.

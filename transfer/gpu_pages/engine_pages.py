@@ -12,7 +12,7 @@ mapped, and every plane must lie within (`_layout`). Every table of pages is che
 is enqueued.
 
 By the copy engines or by a kernel (page_paths.py), this is the same. Loads and saves have a stream
-and a thread each (page_work.py), mapping and unmapping a third thread; no lock is held by any of
+and a thread each (page_worker.py), mapping and unmapping a third thread; no lock is held by any of
 them.
 """
 

@@ -23,7 +23,7 @@ __device__ void copy_pages(const u64 *plane_base, const u64 *plane_stride, const
     const unsigned tile_units = LANES * DEPTH;
     const unsigned tiles_per_page = (page_units + tile_units - 1) / tile_units;
     const unsigned pages_in_block = num_planes * pages_per_block;
-    const unsigned num_tiles = num_blocks * pages_in_block * tiles_per_page;  // < 2^31: pages.py
+    const unsigned num_tiles = num_blocks * pages_in_block * tiles_per_page;  // < 2^31: page_kernels.py
     const unsigned warps = blockDim.x / LANES;
     const unsigned lane = threadIdx.x % LANES;
 

@@ -1,6 +1,6 @@
 """Between the arena and GPU memory: the `hbm` tier's links where there is a GPU.
 
-Two threads per direction and priority (ways.py, direction.py): one starts batches on a non-blocking
+Two threads per direction and priority (copy_thread.py): one starts batches on a non-blocking
 stream of the link's own, the other waits for them in order. Streams keep no order among themselves.
 When a slot may be reused:
 

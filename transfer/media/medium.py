@@ -2,7 +2,7 @@
 
 Called from one thread of the worker process, a batch at a time; one whose copies go on by
 themselves (`StartingLink`) may be given the next batch while another thread waits for the last
-(direction.py). A link owns nothing but the slots
+(copy_thread.py). A link owns nothing but the slots
 that the moves of its batch name. It reports an outcome for every move and raises only when the
 medium cannot be used any more (`TierBroken`): then the worker ends and the daemon recovers.
 """
@@ -98,9 +98,9 @@ class Medium(Protocol):
     `readers` are called from the reading direction's threads; `writers`, `forget`, `note` and
     `describe` from the writing direction's; `stored` and `scrub` each from a thread of its own
     meanwhile, where the medium `remembers` what it held; the rest before those start or after they
-    have ended. Where the medium has a way for each priority (ways.py), `readers` and `writers` are
+    have ended. Where the medium has a queue for each priority, `readers` and `writers` are
     one link for each of them, in order, with threads of its own. `pages`: inference engines' own,
-    where this medium can map them (page_work.py).
+    where this medium can map them (page_worker.py).
     """
 
     remembers: bool

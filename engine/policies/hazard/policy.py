@@ -1,4 +1,4 @@
-"""What is least likely to return soon goes first: the hazard model's Gittins index (`hazard.py`).
+"""What is least likely to return soon goes first: the hazard model's Gittins index (`model.py`).
 
 rank(class, age) = max over T of P(reuse ≤ T) / E[min(reuse, T)], looked up in a table that is
 fitted now and then; classes and counts are the history's. Candidates wait in one line per class,
@@ -7,7 +7,7 @@ there are classes once per request, and O(log) after that. A new block is let in
 of blocks that rank lower.
 
 While there is no model, or while a tier of this size would have hit no more in its order than in
-LRU's of late (`verdict.py`), the order is LRU's and everything is let in.
+LRU's of late (`evaluation.py`), the order is LRU's and everything is let in.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def _at_once(both: Sides, down: CudaLink, up: CudaLink, half: int) -> float:
 
 def _on_the_card(check: Check) -> None:
     """From slot to slot within GPU memory by the copy engines, for comparison: a call for each
-    block leaves most of the card's bandwidth, so there the kernels of pages.py copy."""
+    block leaves most of the card's bandwidth, so there the kernels of page_kernels.py copy."""
     with check.step("2 MiB blocks within GPU memory") as step:
         total = (64 << 20) if check.is_dry else (2 << 30)
         cupy = check.cupy

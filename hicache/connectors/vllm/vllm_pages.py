@@ -7,7 +7,7 @@ A block as hicache keeps it is its pages in the order of the layers, each as it 
 Nothing is said of heads or tokens within a page: that is the namespace's `layout`, and a cache of
 another layout is another namespace. Called from the threads that load and store.
 
-On a GPU the pages may be shared with the daemon's GPU worker (connectors/common/page_sharing.py), which
+On a GPU the pages may be shared with the daemon's GPU worker (common/page_sharing.py), which
 then copies; where they are not, they are copied here.
 """
 

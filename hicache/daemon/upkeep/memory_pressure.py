@@ -1,6 +1,6 @@
 """Memory that the dram tier gives back when the machine runs short of it, before the kernel ends a
 process: slab by slab, and taken again slab by slab when there is plenty. What is looked at comes
-from `pressure.py`; how much goes, and whether in haste, `engine/placement/shedding.py` says.
+from `available_memory.py`; how much goes, and in haste or not, `engine/placement/shedding.py` says.
 
 The pages really go: a hole is cut in the arena's file, although clients map it. A worker that
 starts touches the whole arena once, so holes are cut again while memory is short. Where a GPU's

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hicache.config import parse_config
-from hicache.daemon.loop.upkeep import estimates_file as remembering
+from hicache.daemon.upkeep import estimates_file as remembering
 
 KNOWN = {"version": 1, "links": {}, "namespaces": {}}
 

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from hicache.client.prefix_mirror import HeldPrefixes, seen_from
-from hicache.daemon.loop.upkeep import kv_publisher as events
+from hicache.daemon.upkeep import kv_publisher as events
 from hicache.daemon.upkeep.kv_publisher import (
     MAX_MESSAGE_BYTES,
     MAX_WAITING,

@@ -17,9 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from hicache.engine.index import radix as index_module
 from hicache.engine.index.node import Node
 from hicache.engine.index.radix import Index, Path
-from hicache.engine.index.radix import radix as index_module
 from hicache.engine.residency.block_ids import Span, ids_of
 from hicache.engine.residency.blocks import LEAVING_SHIFT, BlockTable, State
 from hicache.tiers.block import Ids, TierSpec

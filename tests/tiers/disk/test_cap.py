@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.disk import disk_tier as disk
 from hicache.tiers.disk.disk_tier import DiskTier
-from hicache.tiers.disk.disk_tier import disk_tier as disk
 from hicache.tiers.disk.format import record_pages, usable_bytes
 from hicache.tiers.errors import NoRoomForSize, TierFull
 from hicache.tiers.pool import SlotPool

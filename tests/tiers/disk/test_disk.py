@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.disk import device as disk_device
+from hicache.tiers.disk import disk_tier as disk
+from hicache.tiers.disk import format as disk_format
 from hicache.tiers.disk.disk_tier import DiskTier
-from hicache.tiers.disk.disk_tier import device as disk_device
-from hicache.tiers.disk.disk_tier import disk_tier as disk
-from hicache.tiers.disk.disk_tier import format as disk_format
 from hicache.tiers.disk.format import (
     derive_key,
     pack_header,

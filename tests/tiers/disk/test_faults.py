@@ -17,8 +17,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from hicache.tiers.disk import disk_tier as disk
 from hicache.tiers.disk.disk_tier import DiskTier
-from hicache.tiers.disk.disk_tier import disk_tier as disk
 from hicache.tiers.disk.lmdb_pages import Extent
 from hicache.tiers.disk.reader import fill
 from hicache.tiers.errors import (

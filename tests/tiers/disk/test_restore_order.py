@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.tiers.block import StoredRows
-from hicache.tiers.disk.disk_tier import restore_order as disk_forest
+from hicache.tiers.disk import restore_order as disk_forest
 from hicache.tiers.disk.format import derive_key
 from hicache.tiers.disk.restore_order import Forest
 from tests.tiers.blocks import Row, scanned

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.disk import compact as disk_shrink
 from hicache.tiers.disk.disk_tier import DiskTier
-from hicache.tiers.disk.disk_tier import compact as disk_shrink
 from hicache.tiers.disk.format import map_bytes
 from hicache.tiers.errors import TierUnavailable
 from tests.tiers.blocks import Name, content, listed, name
