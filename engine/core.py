@@ -42,11 +42,11 @@ from hicache.engine.requests.put import Storing
 from hicache.engine.requests.restore import Restoration
 from hicache.engine.requests.uses import Uses
 from hicache.engine.requests.warm import Warming
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import NO_TIER, Namespace, Residency
 from hicache.engine.residency.leases import NOBODY, Lease
 from hicache.engine.settings import EngineSettings
-from hicache.tiers.block import Ids, SlotPool, TierSpec, slot_bytes_for
+from hicache.tiers.block import Ids, SlotAllocator, TierSpec, slot_bytes_for
 
 
 class CacheEngine:
@@ -60,7 +60,7 @@ class CacheEngine:
     def __init__(
         self,
         tiers: Sequence[TierSpec],
-        pools: Sequence[SlotPool],
+        pools: Sequence[SlotAllocator],
         links: Sequence[tuple[int, int]],
         settings: EngineSettings,
         rng: Callable[[], float],
@@ -109,7 +109,7 @@ class CacheEngine:
         self._cancel: list[int] = []
         self._handlers: dict[type, Callable[[Any], Any]] = {
             p.OpenNamespace: self._open_namespace,
-            p.Match: self.matching.match,
+            p.MatchPrompt: self.matching.match,
             p.Hint: self._hint,
             p.Fetch: self._fetch,
             p.Loading: self._loading,
@@ -123,7 +123,7 @@ class CacheEngine:
             p.Observe: self._observe,
             p.ObserveReload: self._observe_reload,
             p.Warm: self._warm,
-            p.Pin: self._pin,
+            p.PinPrompt: self._pin,
             p.Unpin: self._unpin,
             p.Clear: self._clear,
             p.MovesDone: self._moves_done,
@@ -213,7 +213,7 @@ class CacheEngine:
             number, event.digest, event.block_tokens, event.block_bytes, slot_bytes, root, step
         )
 
-    def _fetch(self, event: p.Fetch) -> p.Fetched:
+    def _fetch(self, event: p.Fetch) -> p.FetchStarted:
         lease = self._lease(event.lease)
         lease.started_s = event.now_s
         lease.deadline_s = event.deadline_s
@@ -223,7 +223,7 @@ class CacheEngine:
         unplaced = len(lease.ids) - lease.unplaced if lease.id in self.fetching.unplaced else 0
         self.fetching.take_ended()  # the answer says so itself
         waiting = len(lease.awaited)
-        return p.Fetched(tuple(ready), waiting, unplaced, expected_s, lease.deadline_s)
+        return p.FetchStarted(tuple(ready), waiting, unplaced, expected_s, lease.deadline_s)
 
     def _release(self, event: p.Release) -> bool:
         house = self.residency
@@ -238,8 +238,8 @@ class CacheEngine:
         for move in self.fetching.forget(lease):
             block = house.moves[move].block
             dst = house.number_of(cast(str, house.moves[move].dst))
-            if house.blocks.state[dst][block] == State.FILLING:
-                house.blocks.change(dst, np.array([block], np.int32), State.CANCELLED)
+            if house.blocks.state[dst][block] == CopyState.FILLING:
+                house.blocks.change(dst, np.array([block], np.int32), CopyState.CANCELLED)
                 self._cancel.append(move)
         lost = lease.ids[house.blocks.tags[lease.ids] == 0]
         if len(lost):  # before promotions: what makes room for them forgets blocks of this prompt
@@ -310,12 +310,12 @@ class CacheEngine:
         if is_measurable(event.total_seconds):
             lease.took_s = event.total_seconds
 
-    def _warm(self, event: p.Warm) -> p.Warmed:
+    def _warm(self, event: p.Warm) -> p.WarmStarted:
         lease = self.warming.begin(event)
         self._make_progress()
         return self.warming.answer(lease)
 
-    def _pin(self, event: p.Pin) -> p.Pinned:
+    def _pin(self, event: p.PinPrompt) -> p.PinPlaced:
         pinned = self.pinning.pin(event)
         self._make_progress()
         return pinned
@@ -451,7 +451,7 @@ class CacheEngine:
         if path.num_blocks * namespace.step == len(event.tokens):
             ids = path.ids()[-1:]
             block = int(ids[0])
-            is_stored = house.blocks.state[tier][block] == State.READY
+            is_stored = house.blocks.state[tier][block] == CopyState.READY
             if is_stored and not house.is_read(block, tier):
                 house.vacate(ids, tier)
                 house.corrupt[tier] += 1
@@ -616,7 +616,7 @@ class CacheEngine:
         runs = self.fetching.ready_runs(ids[:end], tiers[:end])
         return [p.ReadyRun(run.first + first, run.tier, run.slots) for run in runs]
 
-    def score(self, event: p.Match) -> p.Scored:
+    def score(self, event: p.MatchPrompt) -> p.Scored:
         """What this match would find, and what that is expected to take. A question, not an event:
         nothing changes by it."""
         return self.matching.score(event)

@@ -119,7 +119,7 @@ class TierRun(msgspec.Struct):
     num_blocks: int
 
 
-class Decision(msgspec.Struct, frozen=True):
+class ReloadDecision(msgspec.Struct, frozen=True):
     """How much of a hit to reload, and why. Seconds are expectations at the time of deciding.
 
     `told()` is the same in words, made only when somebody wants to read it.
@@ -145,7 +145,7 @@ class Matched(msgspec.Struct, frozen=True):
     lease: int
     runs: tuple[TierRun, ...]
     hit_blocks: int
-    decision: Decision
+    decision: ReloadDecision
 
 
 class Forecast(msgspec.Struct, frozen=True):
@@ -166,7 +166,7 @@ class Scored(msgspec.Struct, frozen=True):
     forecast: Forecast
 
 
-class Match(Event[Matched], frozen=True):
+class MatchPrompt(Event[Matched], frozen=True):
     """What of this prompt is held, and how much of it should be reloaded? Leases what it plans.
 
     `is_partial`: the last block is not full, so the next turn's prompt will not contain it.
@@ -191,7 +191,7 @@ class ReadyRun(msgspec.Struct, frozen=True):
     slots: Ids
 
 
-class Fetched(msgspec.Struct, frozen=True):
+class FetchStarted(msgspec.Struct, frozen=True):
     """`ready` may be read now; `waiting` more blocks are on their way, to be told by `Arrived`.
 
     `unplaced` blocks at the end could not be given room and will not come. What has not come by
@@ -205,7 +205,7 @@ class Fetched(msgspec.Struct, frozen=True):
     deadline_s: float
 
 
-class Fetch(Event[Fetched], frozen=True):
+class Fetch(Event[FetchStarted], frozen=True):
     """Make the leased blocks readable by a client, or by the GPU's worker, from the front."""
 
     lease: int
@@ -349,7 +349,7 @@ class ObserveReload(Event[None], frozen=True):
     total_seconds: float
 
 
-class Warmed(msgspec.Struct, frozen=True):
+class WarmStarted(msgspec.Struct, frozen=True):
     """Of the `held` blocks at the front of a prompt, `warm` can be read where they are now, and
     `refused` will not come: no room for them, or no way. `warming` is the number by which
     `Arrivals` tells the end, 0 when nothing more is to come."""
@@ -360,9 +360,9 @@ class Warmed(msgspec.Struct, frozen=True):
     refused: int
 
 
-class Warm(Event[Warmed], frozen=True):
+class Warm(Event[WarmStarted], frozen=True):
     """This prompt will be asked for: copy what is held of it to where it can be read, behind
-    everything that anybody waits for, within `ttl_s`. `by_worker`: as in Match."""
+    everything that anybody waits for, within `ttl_s`. `by_worker`: as in MatchPrompt."""
 
     namespace: int
     tokens: bytes
@@ -371,7 +371,7 @@ class Warm(Event[Warmed], frozen=True):
     by_worker: bool = False
 
 
-class Pinned(msgspec.Struct, frozen=True):
+class PinPlaced(msgspec.Struct, frozen=True):
     """The first `blocks` of a prompt are held, and kept under the number `pin`. 0: there are none,
     or pins would have more than their share of this `tier`."""
 
@@ -380,7 +380,7 @@ class Pinned(msgspec.Struct, frozen=True):
     tier: str = ""
 
 
-class Pin(Event[Pinned], frozen=True):
+class PinPrompt(Event[PinPlaced], frozen=True):
     """Keep what is held of this prompt for `ttl_s`, whoever comes and goes. `name`: for people."""
 
     namespace: int
@@ -431,7 +431,7 @@ class Arrivals(msgspec.Struct, frozen=True):
     finished: list[int]
     durable: list[int]
     freed: bool
-    warmed: dict[int, Warmed] = msgspec.field(default_factory=dict)
+    warmed: dict[int, WarmStarted] = msgspec.field(default_factory=dict)
 
 
 class MovesDone(Event[Arrivals], frozen=True):

@@ -96,7 +96,7 @@ class StoredRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Clearing:
+class SlabClearing:
     """A run of pages of one tier, first_page … end_page-1, that is emptied of the slots it holds so
     that slots of another class, `slot_bytes` large, find room there."""
 
@@ -105,13 +105,13 @@ class Clearing:
     end_page: int
 
 
-class SlotPool(Protocol):
+class SlotAllocator(Protocol):
     """The free list of one tier, as the cache engine sees it (tiers/pool.py implements it)."""
 
     capacity_bytes: int
     used_bytes: int
     quarantined_bytes: int
-    clearing: Clearing | None
+    clearing: SlabClearing | None
     slab_bytes: int
     withheld: set[int]
 
@@ -136,10 +136,10 @@ class SlotPool(Protocol):
     def num_used(self, slot_bytes: int) -> int:
         """How many slots of the class are in use."""
 
-    def clearings(self, slot_bytes: int, count: int) -> Sequence[Clearing]:
+    def clearings(self, slot_bytes: int, count: int) -> Sequence[SlabClearing]:
         """What could be emptied to make room for a slot of the class, the least used first."""
 
-    def close(self, clearing: Clearing) -> None:
+    def close(self, clearing: SlabClearing) -> None:
         """Hand out nothing there until it is empty, and then only to its class."""
 
     def reopen(self) -> None:

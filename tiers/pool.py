@@ -8,7 +8,7 @@ into free slabs again, so room moves between classes one slab at a time and neve
             | region: class 8 KiB | region: class 6 MiB, two slabs  |  free slab  | …
 
 A region that never empties by itself can be emptied for another class: `close` hands out nothing of
-it any more, and what becomes free there is kept for that class alone (`Clearing`).
+it any more, and what becomes free there is kept for that class alone (`SlabClearing`).
 
 Free slabs can be withheld, when the machine wants their memory back: they are no room and not part
 of `capacity_bytes` until they are restored.
@@ -27,7 +27,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from hicache.tiers.block import MAX_TIER_BYTES, PAGE_BYTES, Clearing, Ids
+from hicache.tiers.block import MAX_TIER_BYTES, PAGE_BYTES, Ids, SlabClearing
 
 DEFAULT_SLAB_BYTES = 64 << 20
 MIN_SLABS = 8
@@ -151,7 +151,7 @@ class SlotPool:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.quarantined_bytes = 0
-        self.clearing: Clearing | None = None
+        self.clearing: SlabClearing | None = None
         self.withheld: set[int] = set()  # by their first pages
         self.slab_pages = slab_bytes // PAGE_BYTES
         self.slab_bytes = self.slab_pages * PAGE_BYTES
@@ -247,7 +247,7 @@ class SlotPool:
         self.quarantined_bytes -= len(slots) * slot_bytes
         self._give_back(cls, slots)
 
-    def clearings(self, slot_bytes: int, count: int) -> list[Clearing]:
+    def clearings(self, slot_bytes: int, count: int) -> list[SlabClearing]:
         """Up to `count` runs of slabs that would hold a slot of the class once they are empty, the
         least used first, those used alike spread over the tier. Slabs of the class itself, those
         with quarantined slots and withheld ones are not among them. None while one is under way
@@ -268,7 +268,7 @@ class SlotPool:
         found = [self._clearing_at(slot_bytes, first, cls.spans[-1]) for first in order.tolist()]
         return list(dict.fromkeys(found))
 
-    def close(self, clearing: Clearing) -> None:
+    def close(self, clearing: SlabClearing) -> None:
         """Hand out nothing of these slabs until they are empty, and then only to the class that
         they are emptied for, which ends the pool's `clearing` by coming. So does `reopen`."""
         assert self.clearing is None, "two clearings at a time"
@@ -381,7 +381,7 @@ class SlotPool:
         regions = {id(r): r for r in self._region_of if r is not None and r.cls is cls}
         return list(regions.values())
 
-    def _slabs_of(self, clearing: Clearing) -> range:
+    def _slabs_of(self, clearing: SlabClearing) -> range:
         return range(clearing.first_page // self.slab_pages, clearing.end_page // self.slab_pages)
 
     def _clearing_cost(self, region: _Region | None, cls: _Class) -> float:
@@ -396,7 +396,7 @@ class SlotPool:
                 return math.inf
         return float(region.used_bytes)
 
-    def _clearing_at(self, slot_bytes: int, first: int, span: int) -> Clearing:
+    def _clearing_at(self, slot_bytes: int, first: int, span: int) -> SlabClearing:
         """`span` slabs from `first` on, and the whole regions that reach into them."""
         at_first, at_last = self._region_of[first], self._region_of[first + span - 1]
         end = first + span
@@ -404,7 +404,7 @@ class SlotPool:
             first = at_first.first_slab
         if at_last is not None:
             end = at_last.first_slab + at_last.num_slabs
-        return Clearing(slot_bytes, first * self.slab_pages, end * self.slab_pages)
+        return SlabClearing(slot_bytes, first * self.slab_pages, end * self.slab_pages)
 
     def _cleared_for(self, cls: _Class) -> range:
         """The slabs of the clearing, if it is empty and for this class; no slabs otherwise."""

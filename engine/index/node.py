@@ -19,7 +19,7 @@ from hicache.engine.residency.blocks import MAX_TIERS
 from hicache.tiers.block import Ids
 
 if TYPE_CHECKING:
-    from hicache.engine.policies.hazard.ghost import Run
+    from hicache.engine.policies.hazard.ghost import GhostRun
 
 depth_of: Final = attrgetter("depth")
 
@@ -106,7 +106,7 @@ class Node:
         self.touched_s = 0.0
         self.kind = -1
         self.uses = 0
-        self.run: Run | None = None
+        self.run: GhostRun | None = None
         self.stem: Stem
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ MAX_FIRST_TOKENS: Final = 8
 TOKEN_BYTES: Final = 4
 
 
-class Run(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class TreeRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One node. It travels as an array of its fields in this order, which may grow at its end.
 
     `parent`: the number of the node above it, None where it is the first of its namespace's.
@@ -47,11 +47,11 @@ class Run(msgspec.Struct, array_like=True, frozen=True, gc=False):
     tokens: bytes
 
 
-class Page(msgspec.Struct, frozen=True):
-    """`namespaces`: numbers of those whose root or nodes are in it, as `Run.namespace` counts them.
+class TreePage(msgspec.Struct, frozen=True):
+    """`namespaces`: numbers of those whose root or nodes are in it, as in `TreeRun.namespace`.
     `next`: where the next page begins, None where there is none; `end`: how far numbers go."""
 
-    runs: list[Run]
+    runs: list[TreeRun]
     namespaces: list[int]
     next: int | None
     end: int
@@ -65,13 +65,13 @@ def page(
     namespace: bytes = b"",
     *,
     with_tokens: bool = True,
-) -> Page:
+) -> TreePage:
     """The nodes with the numbers `after … after + most - 1`, of namespaces whose digest begins with
     `namespace`. Any `after` from 0 on is right, also one that no page named."""
     blocks, spaces = house.blocks, house.namespaces
     nodes = house.index.nodes
     first_bytes = MAX_FIRST_TOKENS * TOKEN_BYTES if with_tokens else 0
-    runs: list[Run] = []
+    runs: list[TreeRun] = []
     places: dict[int, int] = {}
     numbers: list[int] = []
     for node in nodes[after : after + most]:
@@ -92,7 +92,7 @@ def page(
         begin = (node.depth - stem.nodes[0].depth) * step
         span, touched_s = node.span, node.touched_s
         runs.append(
-            Run(
+            TreeRun(
                 node.number,
                 None if parent.parent is None else parent.number,
                 place,
@@ -106,4 +106,4 @@ def page(
             )
         )
     end = len(nodes)
-    return Page(runs, numbers, after + most if after + most < end else None, end)
+    return TreePage(runs, numbers, after + most if after + most < end else None, end)

@@ -34,7 +34,14 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.engine.index.node import Node
-from hicache.engine.kv_changes.published import Bits, Gone, Page, Shadow, block_before, split_keys
+from hicache.engine.kv_changes.published import (
+    Bits,
+    Gone,
+    PublishedPage,
+    Shadow,
+    block_before,
+    split_keys,
+)
 from hicache.engine.residency.copies import Residency
 from hicache.tiers.block import Ids
 
@@ -128,7 +135,7 @@ class Changes:
         differing = int(np.count_nonzero(now != self._shadow.told))
         return differing + sum(len(gone.keys) for gone in self._gone)
 
-    def page(self, digest: bytes, after: int, most: int) -> Page:
+    def page(self, digest: bytes, after: int, most: int) -> PublishedPage:
         """What was told as held of a namespace, from id `after` on; at most so many blocks. May be
         empty and not the last."""
         return self._shadow.page(digest, after, most)

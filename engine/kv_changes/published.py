@@ -28,7 +28,7 @@ MAX_SCANNED: Final = 1 << 18
 _AT_A_TIME: Final = 256
 
 
-class Page(msgspec.Struct, frozen=True):
+class PublishedPage(msgspec.Struct, frozen=True):
     """Some of the blocks that were told as held: `keys`, 32 bytes each, and `tiers`, a byte with a
     bit for each tier. `next`: where the next page begins, None behind the last."""
 
@@ -86,19 +86,19 @@ class Shadow:
         self.told[ids] = 0
         self._has_key[ids] = False
 
-    def page(self, digest: bytes, after: int, most: int) -> Page:
+    def page(self, digest: bytes, after: int, most: int) -> PublishedPage:
         """What was told as held of a namespace, from id `after` on; at most so many blocks. May be
         empty and not the last."""
         number = self._numbers.get(digest)
         if number is None or after >= len(self.told):
-            return Page(b"", b"", None)
+            return PublishedPage(b"", b"", None)
         end = min(after + MAX_SCANNED, len(self.told))
         is_held = (self.told[after:end] != 0) & (self._of[after:end] == number)
         found = np.flatnonzero(is_held)[:most] + after
         if len(found) == most:
             end = int(found[-1]) + 1
         keys, tiers = self._keys[found].tobytes(), self.told[found].tobytes()
-        return Page(keys, tiers, end if end < len(self.told) else None)
+        return PublishedPage(keys, tiers, end if end < len(self.told) else None)
 
     def forget_idle(self, busy: set[bytes]) -> list[bytes]:
         """Forget the namespaces of which nothing is told as held, but for these. Returns them."""

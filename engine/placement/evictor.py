@@ -35,7 +35,7 @@ from hicache.engine.placement.write_gate import WriteGate
 from hicache.engine.plan import Priority
 from hicache.engine.policies.base import ALWAYS
 from hicache.engine.residency.block_ids import Span
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import Residency
 from hicache.tiers.block import Ids
 
@@ -340,7 +340,7 @@ class Evictor:
         queued = house.bytes_moving((tier, below), Priority.DEMOTION)
         may_move = max(0, self.max_moving_bytes - queued) // namespace.block_bytes
         ids = node.block_ids()
-        absent = house.where(ids, below, State.ABSENT)
+        absent = house.where(ids, below, CopyState.ABSENT)
         count = min(len(absent), may_move)
         with house.pinned([node.span]):
             room = self.make_room(below, namespace.slot_bytes, count, worth) if count else 0
@@ -405,7 +405,7 @@ class Evictor:
         for tier, spec in enumerate(house.tiers):
             copies = ids[house.blocks.tags[ids] >> tier & 1 == 1]
             if spec.durable and house.is_up(tier) and len(copies):
-                house.start_giving_up(namespace, house.where(copies, tier, State.READY), tier)
+                house.start_giving_up(namespace, house.where(copies, tier, CopyState.READY), tier)
             else:
                 house.vacate(copies, tier)
                 house.evicted[tier] += len(copies)

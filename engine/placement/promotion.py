@@ -16,7 +16,7 @@ import numpy as np
 from hicache.engine.placement.evictor import Evictor
 from hicache.engine.plan import Priority
 from hicache.engine.policies.base import ALWAYS
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import Namespace, Residency
 from hicache.engine.residency.pinned import within_share
 from hicache.tiers.block import Ids
@@ -41,7 +41,7 @@ def promote(
         if not house.tiers[src].mapped:  # demand brings those up
             continue
         readable = house.blocks.tags[ids] >> src & 1
-        absent = house.blocks.state[dst][ids] == State.ABSENT
+        absent = house.blocks.state[dst][ids] == CopyState.ABSENT
         wanted = within_share(house, ids[(readable == 1) & absent], dst)
         if len(wanted) == 0:
             continue

@@ -38,9 +38,9 @@ import numpy as np
 
 from hicache.engine.index.node import Node
 from hicache.engine.plan import Priority
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import Namespace, Residency
-from hicache.tiers.block import Clearing, Ids
+from hicache.tiers.block import Ids, SlabClearing
 
 MAX_LOOKED_AT: Final = 16
 KEEP_S: Final = 30.0
@@ -68,7 +68,7 @@ class _Departures:
     altogether. `inside`: all blocks with a slot there, those that are leaving already among them.
     """
 
-    clearing: Clearing
+    clearing: SlabClearing
     inside: Ids
     spare: Ids
     down: Ids
@@ -82,7 +82,7 @@ class _Departures:
 
 @dataclass(slots=True)
 class _Evacuation:
-    clearing: Clearing
+    clearing: SlabClearing
     inside: Ids
     ends_s: float | None = None
 
@@ -133,7 +133,7 @@ class Evacuations:
         for tier, evacuation in list(self.under_way.items()):
             if house.pools[tier].clearing is not evacuation.clearing:  # its class has moved in
                 del self.under_way[tier]
-            elif len(house.where(self._left_inside(tier, evacuation), tier, State.READY)):
+            elif len(house.where(self._left_inside(tier, evacuation), tier, CopyState.READY)):
                 self._end(tier)
 
     def tick(self, now_s: float) -> None:
@@ -161,25 +161,25 @@ class Evacuations:
         return best
 
     def _departures(
-        self, tier: int, clearing: Clearing, below: int | None, limit: int | None = None
+        self, tier: int, clearing: SlabClearing, below: int | None, limit: int | None = None
     ) -> _Departures | None:
         """Who would have to go; None if somebody cannot, or if more than `limit` would be lost."""
         house = self.residency
         tags, state = house.blocks.tags, house.blocks.state
         inside = self._inside(tier, clearing)
-        going = house.where(inside, tier, State.READY)
-        if len(house.where(inside, tier, State.DRAINING)) + len(going) < len(inside):
+        going = house.where(inside, tier, CopyState.READY)
+        if len(house.where(inside, tier, CopyState.DRAINING)) + len(going) < len(inside):
             return None
         if house.tiers[tier].durable:
             under = self._with_all_below(going)
             if _is_being_written(state[tier][under]):
                 return None
-            going = house.where(under, tier, State.READY)
+            going = house.where(under, tier, CopyState.READY)
         others = house.up & ~(1 << tier) & 0xFF
         has_other = (tags[going] & ~(tags[going] >> 8) & others) != 0
         spare, down, lost = going[has_other], going[~has_other], _NO_IDS
         if below is not None:
-            if (state[below][down] != State.ABSENT).any():
+            if (state[below][down] != CopyState.ABSENT).any():
                 return None  # on its way there or leaving there as well: not now
         elif len(down):
             lost, down = self._with_all_below(down, limit), _NO_IDS
@@ -195,11 +195,11 @@ class Evacuations:
         age_s = sum(node.touched_s for node in nodes) / max(1, len(nodes))
         return _Departures(clearing, inside, spare, down, lost, age_s)
 
-    def _inside(self, tier: int, clearing: Clearing) -> Ids:
+    def _inside(self, tier: int, clearing: SlabClearing) -> Ids:
         """The blocks that have a slot in these pages."""
         slots, state = self.residency.blocks.slot[tier], self.residency.blocks.state[tier]
         is_inside = (slots >= clearing.first_page) & (slots < clearing.end_page)
-        return np.flatnonzero(is_inside & (state != State.ABSENT)).astype(np.int32)
+        return np.flatnonzero(is_inside & (state != CopyState.ABSENT)).astype(np.int32)
 
     def _left_inside(self, tier: int, evacuation: _Evacuation) -> Ids:
         slots = self.residency.blocks.slot[tier][evacuation.inside]
@@ -279,7 +279,7 @@ class Evacuations:
         house = self.residency
         ids = ids[np.argsort(-house.blocks.depth[ids], kind="stable")]
         for tier in tiers:
-            copies = ids[house.blocks.state[tier][ids] != State.ABSENT]
+            copies = ids[house.blocks.state[tier][ids] != CopyState.ABSENT]
             if house.tiers[tier].durable and house.is_up(tier):
                 house.start_giving_up(namespace, copies, tier)
             else:
@@ -307,4 +307,4 @@ class Evacuations:
 
 
 def _is_being_written(states: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> bool:
-    return bool(((states == State.FILLING) | (states == State.CANCELLED)).any())
+    return bool(((states == CopyState.FILLING) | (states == CopyState.CANCELLED)).any())

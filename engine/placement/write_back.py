@@ -26,13 +26,13 @@ from hicache.engine.index.node import Node
 from hicache.engine.placement.evictor import MIN_VICTIMS, Evictor
 from hicache.engine.plan import Priority
 from hicache.engine.residency.block_ids import Span, ids_along
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import Namespace, Residency
 from hicache.engine.residency.leases import NOBODY
 from hicache.tiers.block import Ids
 
 
-class _Progress(Enum):
+class _WriteProgress(Enum):
     DONE = "nothing left to hand over"
     WAITING = "for room or for a copy on its way"
     HOPELESS = "a hole above, or no room to be had"
@@ -70,7 +70,7 @@ class WriteDown:
         path = house.index.path_to(node)
         slot_bytes = house.namespace_of(node).slot_bytes
         count = 1 + sum(
-            len(house.where(piece.block_ids(), tier, State.ABSENT)) for piece in path[:-1]
+            len(house.where(piece.block_ids(), tier, CopyState.ABSENT)) for piece in path[:-1]
         )
         if house.pools[tier].available(slot_bytes) >= count:
             return False
@@ -84,7 +84,7 @@ class WriteDown:
             return []
         state = self.residency.blocks.state[self.tier]
         paths = [self._ids_to(node) for node in self.pending]
-        return [path for path in paths if (state[path] == State.ABSENT).any()]
+        return [path for path in paths if (state[path] == CopyState.ABSENT).any()]
 
     def flush(self) -> int:
         """Write everything that the durable tier lacks (a clean stop). Returns how many paths are
@@ -141,9 +141,9 @@ class WriteDown:
             if node not in self.pending:
                 continue
             progress = self._advance(node)
-            if progress is _Progress.DONE:
+            if progress is _WriteProgress.DONE:
                 self.pending.pop(node, None)
-            elif progress is _Progress.HOPELESS:
+            elif progress is _WriteProgress.HOPELESS:
                 self._give_up_on(node)
             elif self._is_saturated():
                 return
@@ -193,27 +193,31 @@ class WriteDown:
         if not leaf.parent and leaf is node:
             self.pending.pop(node, None)
 
-    def _advance(self, node: Node, out_of_turn: bool = False) -> _Progress:
+    def _advance(self, node: Node, out_of_turn: bool = False) -> _WriteProgress:
         tier = self.tier
         assert tier is not None
         if node.parent is None:  # merged away or gone: see _follow_merges
-            return _Progress.WAITING
+            return _WriteProgress.WAITING
         house = self.residency
         namespace = house.namespace_of(node)
         path = self._ids_to(node)
-        if (house.blocks.state[tier][path] == State.DRAINING).any():
-            return _Progress.WAITING  # a record above is being deleted: it is written anew first
+        if (house.blocks.state[tier][path] == CopyState.DRAINING).any():
+            return (
+                _WriteProgress.WAITING
+            )  # a record above is being deleted: it is written anew first
         seen = 0
-        while len(ahead := np.flatnonzero(house.blocks.state[tier][path[seen:]] == State.ABSENT)):
+        while len(
+            ahead := np.flatnonzero(house.blocks.state[tier][path[seen:]] == CopyState.ABSENT)
+        ):
             piece = house.index.node_of(int(path[seen + int(ahead[0])]))
             seen = piece.depth + len(piece)
-            absent = house.where(piece.block_ids(), tier, State.ABSENT)
+            absent = house.where(piece.block_ids(), tier, CopyState.ABSENT)
             src = self._source(piece, tier)
             if src is None:
                 if out_of_turn:
                     continue
                 progress = self._bring_closer(path, piece, tier)
-                if progress is not _Progress.DONE:
+                if progress is not _WriteProgress.DONE:
                     return progress
                 continue
             # Out of turn, paths would only take the room from each other, for ever.
@@ -221,14 +225,14 @@ class WriteDown:
             room = self._room(namespace, kept, src, tier, len(absent))
             if not room:
                 coming = self._is_saturated() or self.evictor.room_is_coming(tier)
-                return _Progress.WAITING if coming else _Progress.HOPELESS
+                return _WriteProgress.WAITING if coming else _WriteProgress.HOPELESS
             ids = absent[:room]
             slots = house.pools[tier].allocate(namespace.slot_bytes, len(ids))
             house.start(namespace, ids, src, tier, slots, Priority.DEMOTION)
             self.evictor.gate.written(len(ids) * namespace.block_bytes)
             if room < len(absent):
-                return _Progress.WAITING
-        return _Progress.DONE
+                return _WriteProgress.WAITING
+        return _WriteProgress.DONE
 
     def _ids_to(self, node: Node) -> Ids:
         """The blocks of a pending path; none where its end has gone."""
@@ -242,17 +246,17 @@ class WriteDown:
                 return src
         return None
 
-    def _bring_closer(self, path: Ids, piece: Node, tier: int) -> _Progress:
+    def _bring_closer(self, path: Ids, piece: Node, tier: int) -> _WriteProgress:
         """Copy a piece to a tier from which it can be written; it waits for that copy."""
         house = self.residency
         namespace = house.namespace_of(piece)
         src = house.fastest(piece.tiers)
         # Copies of what is written already may go to make room for what is not.
-        unwritten = path[house.blocks.state[tier][path] != State.READY]
+        unwritten = path[house.blocks.state[tier][path] != CopyState.READY]
         for middle in range(len(house.tiers)):
             if not ((src, middle) in house.links and (middle, tier) in house.links):
                 continue
-            absent = house.where(piece.block_ids(), middle, State.ABSENT)
+            absent = house.where(piece.block_ids(), middle, CopyState.ABSENT)
             room = (
                 self._room(namespace, [unwritten], src, middle, len(absent)) if len(absent) else 0
             )
@@ -261,8 +265,8 @@ class WriteDown:
                 house.start(namespace, absent[:room], src, middle, slots, Priority.DEMOTION)
             on_its_way = room or len(absent) < len(piece)
             if on_its_way or self.evictor.room_is_coming(middle) or house.moves:
-                return _Progress.WAITING
-        return _Progress.HOPELESS
+                return _WriteProgress.WAITING
+        return _WriteProgress.HOPELESS
 
     def _room(
         self, namespace: Namespace, kept: Sequence[Span], src: int, dst: int, count: int

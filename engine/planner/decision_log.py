@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import hypot, log
 from typing import Any, Final
 
-from hicache.engine.plan import Decision, Observe
+from hicache.engine.plan import Observe, ReloadDecision
 from hicache.engine.planner.cost import PrefillCost
 from hicache.engine.planner.fit import RELATIVE_NOISE
 from hicache.engine.planner.planner import Hit
@@ -34,7 +34,7 @@ class Record:
     number: int
     now_s: float
     hit: Hit
-    decision: Decision
+    decision: ReloadDecision
     blocks_came: int | None = None
     reload_s: float | None = None
     prefill_s: float | None = None
@@ -104,7 +104,7 @@ class Regrets:
 
 
 @dataclass(slots=True)
-class Recorder:
+class DecisionLog:
     """`reload_again(hit, blocks)`: what reloading so much of a hit would take by what is known now,
     behind the queue of then."""
 
@@ -118,7 +118,7 @@ class Recorder:
     _awaited: dict[tuple[int, int], Record] = field(default_factory=dict)
     _serial: int = 0
 
-    def decided(self, hit: Hit, decision: Decision, lease: int, now_s: float) -> None:
+    def decided(self, hit: Hit, decision: ReloadDecision, lease: int, now_s: float) -> None:
         """A hit was decided on."""
         self._serial += 1
         record = Record(self._serial, now_s, hit, decision)

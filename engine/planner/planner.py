@@ -26,7 +26,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from hicache.engine.plan import Decision, Forecast, TierRun
+from hicache.engine.plan import Forecast, ReloadDecision, TierRun
 
 _WHY_RELOAD = {
     "faster": "against {recompute} to recompute everything",
@@ -119,12 +119,12 @@ class Planner:
         self._credit = MOST_CREDIT
         self._reloaded: set[tuple[int, str, int]] = set()
 
-    def decide(self, hit: Hit) -> Decision:
+    def decide(self, hit: Hit) -> ReloadDecision:
         """How much of the hit to reload, and why. No runs: recompute."""
         context = hit.skipped_tokens
         recompute_s = hit.prefill_s(hit.prompt_tokens - context, context)
         if not hit.runs:
-            return Decision(
+            return ReloadDecision(
                 "recompute",
                 0,
                 "no_hit",
@@ -188,7 +188,9 @@ class Planner:
         self._reloaded.add(kind)
         return ""
 
-    def _try(self, hit: Hit, best: _Cut, recompute_s: float, is_reload: bool) -> Decision | None:
+    def _try(
+        self, hit: Hit, best: _Cut, recompute_s: float, is_reload: bool
+    ) -> ReloadDecision | None:
         """The other way, if it may be faster for all that is known: as much of it as the credit
         allows. None where nothing is to be learned."""
         usual_s = best.total_s if is_reload else recompute_s
@@ -267,9 +269,9 @@ def _cut_at(hit: Hit, blocks: int) -> _Cut:
     return _Cut(number, end, reload_s + prefill_s, reload_s, prefill_s)
 
 
-def _reload(hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> Decision:
+def _reload(hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> ReloadDecision:
     is_last = cut.run == len(hit.runs) - 1
-    return Decision(
+    return ReloadDecision(
         "reload" if is_last and cut.reload_s == hit.reload_s[-1] else "partial",
         (cut.end_tokens - hit.skipped_tokens) // hit.block_tokens,
         reason,
@@ -280,9 +282,9 @@ def _reload(hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> Decision:
     )
 
 
-def _recompute(hit: Hit, best: _Cut, recompute_s: float, reason: str) -> Decision:
+def _recompute(hit: Hit, best: _Cut, recompute_s: float, reason: str) -> ReloadDecision:
     told = partial(_tell_recompute, hit, best, recompute_s, reason)
-    return Decision("recompute", 0, reason, 0.0, recompute_s, recompute_s, told)
+    return ReloadDecision("recompute", 0, reason, 0.0, recompute_s, recompute_s, told)
 
 
 def _tell_no_hit(hit: Hit, recompute_s: float) -> str:

@@ -36,7 +36,7 @@ import numpy as np
 
 from hicache.engine import plan as p
 from hicache.engine.index.node import Node
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import Namespace, Residency
 
 MAX_LOOKED_AT: Final = 4096
@@ -115,7 +115,7 @@ class Clearing:
         ended = self._deleting.keys() - house.moves.keys()
         for move in ended:
             block, tier = self._deleting.pop(move)
-            if house.blocks.state[tier][block] != State.ABSENT:
+            if house.blocks.state[tier][block] != CopyState.ABSENT:
                 self._is_incomplete = True
                 self._gone.discard(house.index.node_of(block))
         return bool(self._deleting)

@@ -25,7 +25,7 @@ from hicache.engine.placement.evictor import Evictor
 from hicache.engine.plan import Move, Priority, ReadyRun
 from hicache.engine.planner.cost import LinkCost
 from hicache.engine.planner.planner import PlannerSettings, load_limit_s
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import NO_TIER, Namespace, Residency
 from hicache.engine.residency.leases import Lease
 from hicache.tiers.block import Ids
@@ -87,7 +87,7 @@ class Fetching:
             cost = self.links.get(link)
             if cost is None:
                 continue
-            is_absent = house.blocks.state[link[1]][ids[src == number]] == State.ABSENT
+            is_absent = house.blocks.state[link[1]][ids[src == number]] == CopyState.ABSENT
             num_bytes, ahead = int(is_absent.sum()) * block_bytes, house.bytes_ahead(link)
             seconds = cost.seconds(max(num_bytes, 1), ahead)
             if seconds > expected_s:
@@ -221,7 +221,7 @@ class Fetching:
             src, dst = src[: lost[0]], dst[: lost[0]]
         is_absent = np.zeros(len(ids), bool)
         for tier in np.unique(dst).tolist():
-            is_absent |= (dst == tier) & (house.blocks.state[tier][ids] == State.ABSENT)
+            is_absent |= (dst == tier) & (house.blocks.state[tier][ids] == CopyState.ABSENT)
         for block in ids[~is_absent].tolist():
             self.wait(lease, block)
             for move in house.moves_of.get(block, ()):

@@ -18,12 +18,12 @@ from hicache.engine.index.radix import Path
 from hicache.engine.placement.write_back import WriteDown
 from hicache.engine.planner.cost import LinkCost, LoadCost, PrefillCost
 from hicache.engine.planner.counters import Ledger
-from hicache.engine.planner.decision_log import Recorder
+from hicache.engine.planner.decision_log import DecisionLog
 from hicache.engine.planner.planner import Hit, Planner
 from hicache.engine.planner.reload_time import LastCopy, OwnCopy, Route, Way, reload_over
 from hicache.engine.policies.hazard.history import History, symbols_of
 from hicache.engine.residency.block_ids import Span, ids_along, in_few
-from hicache.engine.residency.blocks import LEAVING_SHIFT, State
+from hicache.engine.residency.blocks import LEAVING_SHIFT, CopyState
 from hicache.engine.residency.copies import NO_TIER, TRAVELLING_BYTES, Namespace, Residency
 from hicache.engine.residency.leases import Lease
 from hicache.engine.settings import EngineSettings
@@ -62,11 +62,11 @@ class Estimates:
 class _Unsettled(msgspec.Struct, frozen=True):
     """An answered match whose bookkeeping is still to be done."""
 
-    event: p.Match
+    event: p.MatchPrompt
     path: Path
     lease_id: int
     hit: Hit
-    decision: p.Decision
+    decision: p.ReloadDecision
 
 
 class Matching:
@@ -90,11 +90,11 @@ class Matching:
         self.ledger = ledger
         self.settings = settings
         self.history = history
-        self.record = Recorder(estimates.prefill, self._reload_again)
+        self.record = DecisionLog(estimates.prefill, self._reload_again)
         self._in_place = frozenset(tier.name for tier in residency.tiers if tier.mapped)
         self._unsettled: _Unsettled | None = None
 
-    def match(self, event: p.Match) -> p.Matched:
+    def match(self, event: p.MatchPrompt) -> p.Matched:
         house = self.residency
         namespace = house.namespaces[event.namespace]
         path = house.index.match(namespace.root, event.tokens, namespace.step)
@@ -128,7 +128,7 @@ class Matching:
         _, held = self.runs(path)
         return in_few(path.spans(0, held))
 
-    def score(self, event: p.Match) -> p.Scored:
+    def score(self, event: p.MatchPrompt) -> p.Scored:
         """What this match would find, and what that is expected to take. Changes nothing: no lease,
         no use is noted, nothing is rescued, decided or tried."""
         house = self.residency
@@ -161,7 +161,7 @@ class Matching:
 
     def _hit(
         self,
-        event: p.Match,
+        event: p.MatchPrompt,
         namespace: Namespace,
         path: Path,
         runs: list[p.TierRun],
@@ -280,7 +280,9 @@ class Matching:
             total += count
         return runs, total
 
-    def _estimate_reload(self, hit: Hit, namespace: Namespace, path: Path, event: p.Match) -> None:
+    def _estimate_reload(
+        self, hit: Hit, namespace: Namespace, path: Path, event: p.MatchPrompt
+    ) -> None:
         """Fill in what reloading the hit's runs takes."""
         hop = event.hop_bytes_per_s
         own_s_per_byte = 1.0 / hop if hop else self.estimates.hop_s_per_byte[hit.namespace]
@@ -352,7 +354,12 @@ class Matching:
         return src, landing
 
     def _way_over(
-        self, link: tuple[int, int], hit: Hit, namespace: Namespace, path: Path, event: p.Match
+        self,
+        link: tuple[int, int],
+        hit: Hit,
+        namespace: Namespace,
+        path: Path,
+        event: p.MatchPrompt,
     ) -> Way | None:
         """None where nothing has to come. Some of the hit's own blocks may be on their way there:
         they are in that queue, and need not be copied once more."""
@@ -370,7 +377,7 @@ class Matching:
                 last = position + run.num_blocks
                 if house.number_of(run.tier) == src:
                     for span in path.spans(position, last):
-                        coming += int((state[span] == State.FILLING).sum())
+                        coming += int((state[span] == CopyState.FILLING).sum())
                 position = last
             ahead -= min(ahead, coming * namespace.block_bytes)
         return Way(cost, ahead, late_s)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from hicache.engine import plan as p
 from hicache.engine.requests.match import Matching
 from hicache.engine.residency.block_ids import ids_along
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import NO_TIER, Residency
 from hicache.engine.residency.leases import Pin, once_each
 from hicache.engine.residency.pinned import bytes_in
@@ -37,21 +37,21 @@ class Pinning:
         landed = {residency.landing[n] for n, tier in enumerate(tiers) if not tier.mapped}
         self._comes_unasked = (landed - {NO_TIER}) | {n for n, t in enumerate(tiers) if t.durable}
 
-    def pin(self, event: p.Pin) -> p.Pinned:
+    def pin(self, event: p.PinPrompt) -> p.PinPlaced:
         """What is leaving of the prompt stays. Nothing is held where the share is too small."""
         house = self.residency
         namespace = house.namespaces[event.namespace]
         spans = self.matching.take_up(namespace, event.tokens, event.now_s)
         ids = ids_along(spans)
         if not len(ids):
-            return p.Pinned(0, 0)
+            return p.PinPlaced(0, 0)
         full = self._full(ids)
         if full is not None:
-            return p.Pinned(0, len(ids), house.tiers[full].name)
+            return p.PinPlaced(0, len(ids), house.tiers[full].name)
         expires_s = event.now_s + event.ttl_s
         pin = Pin(house.leases.next_id(), event.namespace, event.name, spans, expires_s)
         house.leases.keep(pin)
-        return p.Pinned(pin.id, len(ids))
+        return p.PinPlaced(pin.id, len(ids))
 
     def unpin(self, *pin_ids: int) -> bool:
         """Their blocks are as all others. False when there are no such pins."""
@@ -76,7 +76,7 @@ class Pinning:
         for tier, pool in enumerate(house.pools):
             inside = kept
             if tier not in self._comes_unasked:
-                inside = kept[house.blocks.state[tier][kept] != State.ABSENT]
+                inside = kept[house.blocks.state[tier][kept] != CopyState.ABSENT]
             if bytes_in(house, inside, tier) > house.leases.max_share * pool.capacity_bytes:
                 return tier
         return None

@@ -25,7 +25,7 @@ from hicache.engine.policies.hazard.ghost import Mark
 from hicache.engine.policies.hazard.history import History, symbols_of
 from hicache.engine.requests.fetch import Positions
 from hicache.engine.residency.block_ids import Span
-from hicache.engine.residency.blocks import LEAVING_SHIFT, State
+from hicache.engine.residency.blocks import LEAVING_SHIFT, CopyState
 from hicache.engine.residency.copies import Namespace, Residency
 from hicache.engine.residency.leases import Lease, Quarantined, Ticket
 from hicache.engine.settings import EngineSettings
@@ -130,7 +130,7 @@ class Storing:
             held[position] = not house.is_going(int(ids[position]))
         filling = np.zeros(len(ids), bool)
         for state in house.blocks.state:
-            filling |= (state[ids] == State.FILLING) | (state[ids] == State.CANCELLED)
+            filling |= (state[ids] == CopyState.FILLING) | (state[ids] == CopyState.CANCELLED)
         lacking = np.flatnonzero(~held & ~filling)
         return int(held.sum()), int((filling & ~held).sum()), lacking
 
@@ -190,12 +190,12 @@ class Storing:
         del house.leases.tickets[ticket.id]
         done = ticket.ids
         if np.array_equal(ticket.indices, event.indices):
-            house.blocks.change(ticket.tier, ticket.span, State.READY)
+            house.blocks.change(ticket.tier, ticket.span, CopyState.READY)
         else:
             written = np.isin(ticket.indices, event.indices)
             done, undone = ticket.ids[written], ticket.ids[~written]
             slot_bytes = house.namespaces[ticket.namespace].slot_bytes
-            house.blocks.change(ticket.tier, done, State.READY)
+            house.blocks.change(ticket.tier, done, CopyState.READY)
             house.blocks.vacate(ticket.tier, undone, slot_bytes)
         house.settle(ticket.ids)
         if len(done):
@@ -210,7 +210,7 @@ class Storing:
     def _wait_until_durable(self, ticket: Ticket, ids: Ids, now_s: float) -> None:
         """Lease the blocks meanwhile: an id given to another block would answer for this one."""
         book = self.residency.leases
-        decision = p.Decision("reload", len(ids), "durable", 0.0, 0.0, 0.0)
+        decision = p.ReloadDecision("reload", len(ids), "durable", 0.0, 0.0, 0.0)
         lease = Lease(
             book.next_id(),
             ticket.owner,
@@ -234,7 +234,7 @@ class Storing:
             house.blocks.vacate(ticket.tier, ticket.ids, namespace.slot_bytes)
         else:
             slots = house.blocks.slot[ticket.tier][ticket.ids]
-            house.blocks.change(ticket.tier, ticket.ids, State.ABSENT)
+            house.blocks.change(ticket.tier, ticket.ids, CopyState.ABSENT)
             house.pools[ticket.tier].quarantine(namespace.slot_bytes, slots)
             house.leases.quarantine[ticket.id] = Quarantined(
                 ticket.owner, ticket.tier, namespace.slot_bytes, slots

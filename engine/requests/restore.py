@@ -22,7 +22,7 @@ from hicache.engine.index.node import Node
 from hicache.engine.index.radix import Path
 from hicache.engine.requests.block_keys import keys_along
 from hicache.engine.residency.block_ids import ids_along
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import Namespace, Residency
 from hicache.tiers.block import Counts, Ids, StoredRows
 
@@ -134,7 +134,7 @@ class Restoration:
             return self._extend(namespace, parent, tokens, hits, used_s)
         path = Path(index.path_to(parent) + found.nodes, found.partial, depth + num_known)
         known = ids_along(path.spans(depth, depth + num_known))
-        is_absent = blocks.state[tier][known] == State.ABSENT
+        is_absent = blocks.state[tier][known] == CopyState.ABSENT
         wanted = int(np.count_nonzero(is_absent)) + count - num_known
         slots = house.pools[tier].allocate(namespace.slot_bytes, wanted)
         lacking = np.concatenate((is_absent, np.ones(count - num_known, bool)))
@@ -150,7 +150,7 @@ class Restoration:
         blocks.noted_hits[gaining] = hits[:fitting][lacking]
         blocks.hits[gaining] = np.maximum(blocks.hits[gaining], blocks.noted_hits[gaining])
         blocks.fill(tier, gaining, slots)
-        blocks.change(tier, gaining, State.READY)
+        blocks.change(tier, gaining, CopyState.READY)
         return ids, gaining
 
     def _extend(
@@ -167,7 +167,7 @@ class Restoration:
         span, blocks = node.span, house.blocks
         blocks.hits[span] = blocks.noted_hits[span] = hits[:count]
         blocks.fill(tier, span, slots)
-        blocks.change(tier, span, State.READY)
+        blocks.change(tier, span, CopyState.READY)
         ids = node.block_ids()
         self._date(node, used_s[:count], step)
         return ids, ids

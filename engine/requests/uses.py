@@ -10,7 +10,7 @@ import numpy as np
 
 from hicache.engine import plan as p
 from hicache.engine.requests.block_keys import Identities
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import Residency
 from hicache.tiers.block import Ids
 
@@ -31,10 +31,10 @@ class Uses:
             return []
         blocks = house.blocks
         if event.again:
-            is_due = (blocks.hits != blocks.noted_hits) & (blocks.state[tier] == State.READY)
+            is_due = (blocks.hits != blocks.noted_hits) & (blocks.state[tier] == CopyState.READY)
             self._due = np.flatnonzero(is_due).astype(np.int32)
         some, self._due = self._due[: event.limit], self._due[event.limit :]
-        some = some[(blocks.state[tier][some] == State.READY) & (blocks.node[some] >= 0)]
+        some = some[(blocks.state[tier][some] == CopyState.READY) & (blocks.node[some] >= 0)]
         uses = []
         for block in some.tolist():
             node = house.index.node_of(block)

@@ -29,14 +29,14 @@ from hicache.engine.plan import Priority
 from hicache.engine.requests.fetch import Fetching, Positions
 from hicache.engine.requests.match import Matching
 from hicache.engine.residency.block_ids import ids_along
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import NO_TIER, Residency
 from hicache.engine.residency.leases import NOBODY, Lease
 from hicache.tiers.block import Ids
 
 PIECE_BYTES: Final = 64 << 20
 """Begun at a time: two batches of a disk's worker in flight, and two that wait."""
-_FORESEEN: Final = p.Decision("reload", 0, "foreseen", 0.0, 0.0, 0.0)
+_FORESEEN: Final = p.ReloadDecision("reload", 0, "foreseen", 0.0, 0.0, 0.0)
 
 
 class Warming:
@@ -51,7 +51,7 @@ class Warming:
         self.fetching = fetching
         self._under_way: dict[int, Lease] = {}
         self._lacking: dict[int, int] = {}  # the tier in which each waits for room
-        self._ended: dict[int, p.Warmed] = {}
+        self._ended: dict[int, p.WarmStarted] = {}
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -79,7 +79,7 @@ class Warming:
             self._under_way[lease.id] = lease
         return lease
 
-    def answer(self, lease: Lease) -> p.Warmed:
+    def answer(self, lease: Lease) -> p.WarmStarted:
         """What has come of it by now."""
         ended = self._ended.pop(lease.id, None)
         return ended or self._told(lease, lease.id if lease.id in self._under_way else 0)
@@ -121,15 +121,15 @@ class Warming:
         for lease in list(self._under_way.values()):
             self.end(lease)
 
-    def take_ended(self) -> dict[int, p.Warmed]:
+    def take_ended(self) -> dict[int, p.WarmStarted]:
         """Those that have ended, told once."""
         ended, self._ended = self._ended, {}
         return ended
 
-    def _told(self, lease: Lease, number: int) -> p.Warmed:
+    def _told(self, lease: Lease, number: int) -> p.WarmStarted:
         held = len(lease.ids)
         warm = held - len(self._cold(lease))
-        return p.Warmed(number, held, warm, 0 if number else held - warm)
+        return p.WarmStarted(number, held, warm, 0 if number else held - warm)
 
     def _cold(self, lease: Lease) -> Positions:
         """The positions that nobody could read now."""
@@ -185,7 +185,7 @@ class Warming:
         """The same for blocks of one tier. Returns how many, from the front."""
         house = self.residency
         namespace = house.namespaces[lease.namespace]
-        absent = np.flatnonzero(house.blocks.state[dst][run] == State.ABSENT)
+        absent = np.flatnonzero(house.blocks.state[dst][run] == CopyState.ABSENT)
         room = min(self._room(dst, namespace.slot_bytes), len(absent))
         if room:
             slots = house.pools[dst].allocate(namespace.slot_bytes, room)

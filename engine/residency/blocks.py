@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.engine.residency.block_ids import IdSpace, Span, ids_of, size_of, together
-from hicache.tiers.block import Ids, SlotPool, TierSpec
+from hicache.tiers.block import Ids, SlotAllocator, TierSpec
 
 Item = TypeVar("Item", bound=np.generic)
 
@@ -34,7 +34,7 @@ MAX_TIERS: Final = 8
 LEAVING_SHIFT: Final = 8
 
 
-class State(IntEnum):
+class CopyState(IntEnum):
     """What one copy is doing."""
 
     ABSENT = 0
@@ -45,13 +45,13 @@ class State(IntEnum):
 
 
 _ALLOWED: Final = {
-    State.ABSENT: {State.FILLING},
-    State.FILLING: {State.READY, State.CANCELLED, State.ABSENT},
-    State.CANCELLED: {State.FILLING, State.READY, State.ABSENT},
-    State.READY: {State.DRAINING},
-    State.DRAINING: {State.READY, State.ABSENT},
+    CopyState.ABSENT: {CopyState.FILLING},
+    CopyState.FILLING: {CopyState.READY, CopyState.CANCELLED, CopyState.ABSENT},
+    CopyState.CANCELLED: {CopyState.FILLING, CopyState.READY, CopyState.ABSENT},
+    CopyState.READY: {CopyState.DRAINING},
+    CopyState.DRAINING: {CopyState.READY, CopyState.ABSENT},
 }
-_MAY_BECOME: Final = np.array([[new in _ALLOWED[old] for old in State] for new in State])
+_MAY_BECOME: Final = np.array([[new in _ALLOWED[old] for old in CopyState] for new in CopyState])
 
 
 class IllegalTransition(AssertionError):
@@ -64,11 +64,11 @@ class BlockTable:
     `change` is the only way a state is set; it keeps `tags` and `counts` in step.
     """
 
-    def __init__(self, tiers: Sequence[TierSpec], pools: Sequence[SlotPool]) -> None:
+    def __init__(self, tiers: Sequence[TierSpec], pools: Sequence[SlotAllocator]) -> None:
         assert len(tiers) <= MAX_TIERS
         self.tiers = tuple(tiers)
         self.pools = tuple(pools)
-        self.counts = np.zeros((len(tiers), len(State)), np.int64)
+        self.counts = np.zeros((len(tiers), len(CopyState)), np.int64)
         self.ids = IdSpace()
         self.num_pins = 0
         self._pinned_ends: list[int] = []  # the deepest block of each span that is pinned, sorted
@@ -176,11 +176,11 @@ class BlockTable:
             hits[span] = 0
             self.ids.give(span)
             num_blocks += size_of(span)
-        self.counts[tier, State.READY] -= num_blocks
-        self.counts[tier, State.ABSENT] += num_blocks
+        self.counts[tier, CopyState.READY] -= num_blocks
+        self.counts[tier, CopyState.ABSENT] += num_blocks
         return num_blocks
 
-    def change(self, tier: int, ids: Span, new: State) -> None:
+    def change(self, tier: int, ids: Span, new: CopyState) -> None:
         """Move copies to a new state. Raises IllegalTransition, changing nothing."""
         states = self.state[tier]
         old = states[ids]
@@ -196,43 +196,43 @@ class BlockTable:
         else:
             if not allowed[old].all():
                 raise self._illegal(tier, ids, int(np.argmin(allowed[old])), new)
-            counts -= np.bincount(old, minlength=len(State))
+            counts -= np.bincount(old, minlength=len(CopyState))
         states[ids] = new
         counts[new] += len(old)
         readable = 1 << tier
         leaving = readable << LEAVING_SHIFT
         kept = self.tags[ids] & np.uint16(0xFFFF & ~(readable | leaving))
-        if new == State.READY:
+        if new == CopyState.READY:
             kept |= np.uint16(readable)
-        elif new == State.DRAINING:
+        elif new == CopyState.DRAINING:
             kept |= np.uint16(readable | leaving)
         self.tags[ids] = kept
 
-    def _illegal(self, tier: int, ids: Span, position: int, new: State) -> IllegalTransition:
+    def _illegal(self, tier: int, ids: Span, position: int, new: CopyState) -> IllegalTransition:
         block = int(ids_of(ids)[position])
-        old = State(self.state[tier][block]).name
+        old = CopyState(self.state[tier][block]).name
         story = self.story(block)
         return IllegalTransition(f"{old} → {new.name} in {self.tiers[tier].name}: {story}")
 
     def fill(self, tier: int, ids: Span, slots: Ids) -> None:
         """absent → filling, into these slots."""
-        self.change(tier, ids, State.FILLING)
+        self.change(tier, ids, CopyState.FILLING)
         self.slot[tier][ids] = slots
 
     def vacate(self, tier: int, ids: Ids, slot_bytes: int) -> None:
         """→ absent, giving the slots back. A ready copy drains first."""
         if len(ids) == 0:
             return
-        ready = ids[self.state[tier][ids] == State.READY]
+        ready = ids[self.state[tier][ids] == CopyState.READY]
         if len(ready):
-            self.change(tier, ready, State.DRAINING)
-        self.change(tier, ids, State.ABSENT)
+            self.change(tier, ready, CopyState.DRAINING)
+        self.change(tier, ids, CopyState.ABSENT)
         self.pools[tier].free(slot_bytes, self.slot[tier][ids])
 
     def story(self, block: int) -> str:
         """One block in words, for errors."""
         copies = ", ".join(
-            f"{tier.name}={State(self.state[number][block]).name.lower()}@{self.slot[number][block]}"
+            f"{tier.name}={CopyState(self.state[number][block]).name.lower()}@{self.slot[number][block]}"
             for number, tier in enumerate(self.tiers)
         )
         return (
@@ -259,20 +259,20 @@ class BlockTable:
         self.state = [_extended(array, new) for array in self.state]
         self.slot = [_extended(array, new) for array in self.slot]
         self.ids.grow(new)
-        self.counts[:, State.ABSENT] += new - old
+        self.counts[:, CopyState.ABSENT] += new - old
 
     def validate(self) -> None:
         """Recount tags and counts from the states."""
         tags = np.zeros(self.ids.size, np.uint16)
         for number in range(len(self.tiers)):
             state = self.state[number]
-            readable = (state == State.READY) | (state == State.DRAINING)
+            readable = (state == CopyState.READY) | (state == CopyState.DRAINING)
             tags |= readable.astype(np.uint16) << np.uint16(number)
-            leaving = (state == State.DRAINING).astype(np.uint16)
+            leaving = (state == CopyState.DRAINING).astype(np.uint16)
             tags |= leaving << np.uint16(number + LEAVING_SHIFT)
-            counted = np.bincount(state, minlength=len(State))
+            counted = np.bincount(state, minlength=len(CopyState))
             assert (counted == self.counts[number]).all(), (counted, self.counts[number])
-            assert not (state[self.node < 0] != State.ABSENT).any(), "a copy of no block"
+            assert not (state[self.node < 0] != CopyState.ABSENT).any(), "a copy of no block"
         assert (tags == self.tags).all()
         assert (self.leases >= 0).all()
         assert self.num_pins == int(self.leases.sum())

@@ -29,9 +29,9 @@ from hicache.engine.placement.backoff import Backoff
 from hicache.engine.plan import Move, Outcome, Priority
 from hicache.engine.policies.base import ALWAYS, EvictionPolicy
 from hicache.engine.residency.block_ids import Span
-from hicache.engine.residency.blocks import BlockTable, State
+from hicache.engine.residency.blocks import BlockTable, CopyState
 from hicache.engine.residency.leases import LeaseBook
-from hicache.tiers.block import Ids, SlotPool, TierSpec
+from hicache.tiers.block import Ids, SlotAllocator, TierSpec
 
 TRAVELLING_BYTES = 32 << 20
 """At most, over one link (`transfer/move_queue.py`)."""
@@ -60,7 +60,7 @@ class Residency:
     def __init__(
         self,
         tiers: Sequence[TierSpec],
-        pools: Sequence[SlotPool],
+        pools: Sequence[SlotAllocator],
         links: Sequence[tuple[int, int]],
         new_policy: Callable[[int], EvictionPolicy],
     ) -> None:
@@ -142,7 +142,7 @@ class Residency:
     def num_held(self, tier: int) -> int:
         """Blocks that are ready in this tier and in those above it; those in several count there
         several times."""
-        return int(self.blocks.counts[: tier + 1, State.READY].sum())
+        return int(self.blocks.counts[: tier + 1, CopyState.READY].sum())
 
     def bytes_moving(self, link: tuple[int, int], at_most: Priority) -> int:
         """Bytes in the link's queue of this priority or a more urgent one."""
@@ -157,7 +157,7 @@ class Residency:
         """For how long nothing has come over a link that a demand waits for."""
         return now_s - self.progress_s.get(link, now_s)
 
-    def where(self, ids: Ids, tier: int, state: State) -> Ids:
+    def where(self, ids: Ids, tier: int, state: CopyState) -> Ids:
         """Those of `ids` whose copy in `tier` is in `state`."""
         found: Ids = ids[self.blocks.state[tier][ids] == state]
         return found
@@ -207,7 +207,7 @@ class Residency:
 
     def start_giving_up(self, namespace: Namespace, ids: Ids, tier: int) -> None:
         """Drain durable copies: their records must be deleted before their room is free."""
-        self.drain(self.where(ids, tier, State.READY), tier)
+        self.drain(self.where(ids, tier, CopyState.READY), tier)
         name = self.tiers[tier].name
         for block, slot in zip(ids.tolist(), self.blocks.slot[tier][ids].tolist(), strict=True):
             self._issue(
@@ -249,7 +249,7 @@ class Residency:
             if outcome.ok:
                 self.vacate(ids, src)
                 self.evicted[src] += 1
-            elif self.blocks.state[src][move.block] == State.DRAINING:
+            elif self.blocks.state[src][move.block] == CopyState.DRAINING:
                 self.rescue(ids, src)
             return move
         dst = self._numbers[move.dst]
@@ -261,7 +261,7 @@ class Residency:
             self.progress_s.pop((src, dst), None)
         if outcome.ok:
             if arrived is None:
-                self.blocks.change(dst, ids, State.READY)
+                self.blocks.change(dst, ids, CopyState.READY)
             else:
                 arrived.setdefault(dst, []).append(move.block)
             (self.demoted if dst > src else self.promoted)[dst] += 1
@@ -270,14 +270,14 @@ class Residency:
             if outcome.corrupt:
                 self.vacate(ids, src)
                 self.corrupt[src] += 1
-            elif self.blocks.state[src][move.block] == State.DRAINING:
+            elif self.blocks.state[src][move.block] == CopyState.DRAINING:
                 self.rescue(ids, src)  # it has nowhere to go for now
         return move
 
     def arrive(self, arrived: Mapping[int, Sequence[int]]) -> None:
         """filling → ready for blocks that have come, by tier."""
         for dst, blocks in arrived.items():
-            self.blocks.change(dst, np.array(blocks, np.int32), State.READY)
+            self.blocks.change(dst, np.array(blocks, np.int32), CopyState.READY)
 
     def is_read(self, block: int, tier: int) -> bool:
         """Whether a move in flight reads (or deletes) the block's copy in the tier."""
@@ -299,20 +299,20 @@ class Residency:
     def drain(self, ids: Ids, tier: int) -> None:
         """ready → draining: free as soon as another copy stays and nobody reads it."""
         if len(ids):
-            self.blocks.change(tier, ids, State.DRAINING)
+            self.blocks.change(tier, ids, CopyState.DRAINING)
             self._count_draining(tier, ids, 1)
 
     def rescue(self, ids: Ids, tier: int) -> None:
         """draining → ready: somebody asked for it in time."""
         if len(ids):
             self._count_draining(tier, ids, -1)
-            self.blocks.change(tier, ids, State.READY)
+            self.blocks.change(tier, ids, CopyState.READY)
 
     def vacate(self, ids: Ids, tier: int) -> None:
         """Give copies up now. The caller has made sure that nobody reads or leases them."""
         if len(ids) == 0:
             return
-        draining = self.where(ids, tier, State.DRAINING)
+        draining = self.where(ids, tier, CopyState.DRAINING)
         self._count_draining(tier, draining, -1)
         self.blocks.vacate(tier, ids, self._namespace_of_block(int(ids[0])).slot_bytes)
 
@@ -324,7 +324,7 @@ class Residency:
         freed = False
         for tier in range(len(self.tiers)):
             drained: dict[int, list[int]] = {}
-            for block in self.where(ids, tier, State.DRAINING).tolist():
+            for block in self.where(ids, tier, CopyState.DRAINING).tolist():
                 tag = int(self.blocks.tags[block])
                 staying = tag & 0xFF & ~(tag >> 8)
                 if staying & self.up and not self.is_read(block, tier):
@@ -466,7 +466,7 @@ class Residency:
             self.queue(node)
 
     def _is_filling(self, ids: Ids) -> bool:
-        return any((state[ids] != State.ABSENT).any() for state in self.blocks.state)
+        return any((state[ids] != CopyState.ABSENT).any() for state in self.blocks.state)
 
     def _rescue_node(self, node: Node) -> None:
         ids = node.block_ids()
@@ -509,8 +509,8 @@ class Residency:
                 for node in self.index.subtree(namespace.root):
                     if node.parent is not None:
                         states = self.blocks.state[tier][node.block_ids()]
-                        used += int((states != State.ABSENT).sum()) * namespace.slot_bytes
-                        draining += int((states == State.DRAINING).sum()) * namespace.slot_bytes
+                        used += int((states != CopyState.ABSENT).sum()) * namespace.slot_bytes
+                        draining += int((states == CopyState.DRAINING).sum()) * namespace.slot_bytes
             assert used == pool.used_bytes, (self.tiers[tier].name, used, pool.used_bytes)
             assert draining == self.draining_bytes[tier]
             by_size = self.num_draining[tier]

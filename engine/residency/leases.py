@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from hicache.engine.plan import Decision, TierRun
+from hicache.engine.plan import ReloadDecision, TierRun
 from hicache.engine.residency.block_ids import Span, ids_of, size_of
 from hicache.engine.residency.blocks import BlockTable
 from hicache.tiers.block import Ids
@@ -46,7 +46,7 @@ class Lease:
     spans: list[Span]
     expires_s: float
     runs: tuple[TierRun, ...]
-    decision: Decision
+    decision: ReloadDecision
     awaited: set[int] = field(default_factory=set)
     unplaced: int = 0
     failed_at: int = 0

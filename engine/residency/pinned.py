@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import Residency
 from hicache.tiers.block import Ids
 
@@ -62,7 +62,7 @@ def leased_share(house: Residency) -> float:
 
 def _held_bytes(house: Residency, ids: Ids, tier: int) -> int:
     """Of these blocks, what lies in the tier, in slots."""
-    return bytes_in(house, ids[house.blocks.state[tier][ids] != State.ABSENT], tier)
+    return bytes_in(house, ids[house.blocks.state[tier][ids] != CopyState.ABSENT], tier)
 
 
 def bytes_in(house: Residency, ids: Ids, tier: int) -> int:

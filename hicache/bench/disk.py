@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from hicache.bench.report import BenchError, DiskRow, Step
+from hicache.bench.report import BenchError, DiskRow, ProgressStep
 from hicache.engine.plan import BlockIdentity
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.disk.disk_tier import DiskTier, Durability
@@ -40,7 +40,7 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DiskBenchPlan:
     """How much is measured."""
 
     total_bytes: int = 128 * MIB
@@ -51,7 +51,7 @@ class Plan:
 
 
 def run(
-    folder: Path | None, plan: Plan, step: Step
+    folder: Path | None, plan: DiskBenchPlan, step: ProgressStep
 ) -> tuple[list[DiskRow], list[dict[str, float]]]:
     """(rows, churn). Files are made in a folder of our own below `folder` and removed."""
     rows: list[DiskRow] = []
@@ -68,7 +68,7 @@ def run(
 class _Values:
     """One size of values, in a tier and in a plain file."""
 
-    def __init__(self, folder: Path, plan: Plan, size: int) -> None:
+    def __init__(self, folder: Path, plan: DiskBenchPlan, size: int) -> None:
         folder.mkdir()
         self.plan, self.size = plan, size
         self.count = plan.total_bytes // size
@@ -178,7 +178,7 @@ class _Values:
         return DiskRow(op, temperature, self.size, workers, *figures)
 
 
-def _churn(folder: Path, plan: Plan) -> list[dict[str, float]]:
+def _churn(folder: Path, plan: DiskBenchPlan) -> list[dict[str, float]]:
     size = 2 * MIB
     per_batch = BATCH_BYTES // size
     capacity = plan.total_bytes + 4 * BATCH_BYTES

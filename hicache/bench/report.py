@@ -179,7 +179,7 @@ class RefitRow:
 Row = RpcRow | StoreRow | IndexRow | DiskRow | ReloadRow | RestartRow | RefitRow
 
 
-class Step(Protocol):
+class ProgressStep(Protocol):
     """Called as work goes on."""
 
     def __call__(self, what: str, done: int, total: int) -> None: ...

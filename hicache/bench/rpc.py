@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hicache.bench.daemon_process import Running, lodging
 from hicache.bench.echo_floor import Echo
-from hicache.bench.report import BenchError, RpcRow, Step
+from hicache.bench.report import BenchError, ProgressStep, RpcRow
 from hicache.client import Client, LayerGroup, Match, NamespaceSpec
 from hicache.protocol.messages import pack
 
@@ -27,7 +27,9 @@ WARM_UP = 100
 Prompt = npt.NDArray[np.uint32]
 
 
-def run(running: Running | None, block_tokens: int, num_calls: int, step: Step) -> list[RpcRow]:
+def run(
+    running: Running | None, block_tokens: int, num_calls: int, step: ProgressStep
+) -> list[RpcRow]:
     """The rows, at least `num_calls` calls each. Raises BenchError."""
     config = {"block_tokens": block_tokens, "tiers": {"dram": {"size": "128MiB"}}}
     with lodging(running, config) as (daemon, folder):
@@ -50,7 +52,7 @@ def _spec(block_tokens: int) -> NamespaceSpec:
 
 class _Rpc:
     def __init__(
-        self, client: Client, echo: Echo, block_tokens: int, num_calls: int, step: Step
+        self, client: Client, echo: Echo, block_tokens: int, num_calls: int, step: ProgressStep
     ) -> None:
         self._client = client
         self._echo = echo

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.bench.daemon_process import Running, lodging
-from hicache.bench.report import BenchError, Step, StoreRow
+from hicache.bench.report import BenchError, ProgressStep, StoreRow
 from hicache.client import Client, LayerGroup, NamespaceSpec
 
 BLOCKS = 32
@@ -26,7 +26,9 @@ Prompt = npt.NDArray[np.uint32]
 Blocks = npt.NDArray[np.uint8]
 
 
-def run(running: Running | None, block_tokens: int, num_calls: int, step: Step) -> list[StoreRow]:
+def run(
+    running: Running | None, block_tokens: int, num_calls: int, step: ProgressStep
+) -> list[StoreRow]:
     """The rows, at least `num_calls` calls each. Raises BenchError."""
     room_bytes = (ROUND + 1) * BLOCKS * max(VALUE_BYTES)
     config = {
@@ -57,7 +59,9 @@ def _spec(block_tokens: int, value_bytes: int) -> NamespaceSpec:
 
 
 class _Store:
-    def __init__(self, client: Client, spec: NamespaceSpec, num_calls: int, step: Step) -> None:
+    def __init__(
+        self, client: Client, spec: NamespaceSpec, num_calls: int, step: ProgressStep
+    ) -> None:
         self._client = client
         self._spec = spec
         self._num_rounds = -(-num_calls // ROUND)

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from hicache.client.put import Fill, Source, Storing
+from hicache.client.put import Fill, PutCall, Source
 from hicache.client.results import (
     Bytes2D,
     Decision,
@@ -76,7 +76,7 @@ class Dialogue:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._storing = Storing(connection)
+        self._storing = PutCall(connection)
 
     @cached_property
     def _namespace(self) -> bytes:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hicache.client.put import Storing
+from hicache.client.put import PutCall
 from hicache.client.results import (
     Greeting,
     Match,
@@ -142,7 +142,7 @@ class Paged:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._storing = Storing(connection)
+        self._storing = PutCall(connection)
 
     async def share(self, pages: SharedPages) -> PageShare | None:
         """None where it cannot be: the connection's `last_error` says why in one sentence."""

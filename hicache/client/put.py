@@ -1,4 +1,4 @@
-"""Storing blocks: put (where do they go?), write them there, commit (they are visible).
+"""PutCall blocks: put (where do they go?), write them there, commit (they are visible).
 
     offer first … last-1 ──▶ placement: slots of the blocks the cache lacks
                              write ──▶ commit ──▶ some refused? offer again while room turns up
@@ -50,7 +50,7 @@ _PATIENCE_S: Final = 0.1
 
 
 @dataclass(slots=True)
-class Tally:
+class PutTally:
     """Blocks of one call by what became of them so far."""
 
     stored: int = 0
@@ -128,7 +128,7 @@ class Offer:
         return last_s if self.durable else min(now_s + call_s, last_s)
 
 
-class Storing:
+class PutCall:
     """The put of one connection."""
 
     def __init__(self, connection: Connection) -> None:
@@ -138,7 +138,7 @@ class Storing:
         self, packed: bytes, first: int, last: int, source: Supply, durable: bool
     ) -> PutResult:
         """Never raises TROUBLE: what was not stored is `refused`."""
-        tally = Tally()
+        tally = PutTally()
         started_s = time.monotonic()
         try:
             self._connection.begin(started_s)
@@ -162,7 +162,7 @@ class Storing:
         source: Supply,
         durable: bool,
         started_s: float,
-        tally: Tally,
+        tally: PutTally,
     ) -> None:
         timeouts = self._connection.timeouts
         greeting = await self._connection.greeted(started_s + min(timeouts.call_s, timeouts.put_s))
@@ -184,7 +184,7 @@ class Storing:
             if not await self._put_chunk(offer, tally):
                 return
 
-    async def _put_chunk(self, offer: Offer, tally: Tally) -> bool:
+    async def _put_chunk(self, offer: Offer, tally: PutTally) -> bool:
         """Offer blocks until all are held, or no more room turns up. False: some were refused."""
         stored, before, present, busy = 0, tally.stored, tally.present, tally.busy
         pause_s, impatient_s, first_held, most_held = _PAUSE_S, 0.0, -1, 0
@@ -229,7 +229,7 @@ class Storing:
         return greeting, placement
 
     async def _write(
-        self, placement: Placement, offer: Offer, greeting: Greeting, tally: Tally
+        self, placement: Placement, offer: Offer, greeting: Greeting, tally: PutTally
     ) -> int:
         """Write the blocks and commit them; the number that became visible."""
         connection, source = self._connection, offer.source

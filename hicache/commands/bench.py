@@ -89,7 +89,7 @@ def disk(
     """The disk tier by itself: reads and writes beside raw pread and pwrite, and its ageing."""
     sizes_bytes = [int(kib) << 10 for kib in sizes.split(",")]
     threads = [int(number) for number in readers.split(",")]
-    plan = disk_bench.Plan(total << 20, rounds, sizes_bytes, threads, durability)
+    plan = disk_bench.DiskBenchPlan(total << 20, rounds, sizes_bytes, threads, durability)
     with ProgressLine() as step:
         rows, churn = disk_bench.run(path, plan, step)
     tell(rows, "values beside raw reads and writes", json_target, {"churn": churn})

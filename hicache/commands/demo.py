@@ -51,11 +51,11 @@ def demo(config_file: Path | None, json_file: Path | None, random_weights: bool)
     signal.signal(signal.SIGTERM, _exit_in_order)
     try:
         check_engine()
-        from hicache.demo.demo_report import Report, as_data
+        from hicache.demo.demo_report import DemoReport, as_data
         from hicache.demo.demo_run import run_demo
 
         load = load_random if random_weights else load_smollm2
-        with Report() as report:
+        with DemoReport() as report:
             result = run_demo(load, config_file or _example_config(), report)
             report.summary(result)
     except (ModelMissing, DaemonFailed) as error:

@@ -21,7 +21,7 @@ from typing import Any
 
 from hicache.tiers.disk.device import classes_at, lock_device, set_asides_at
 from hicache.tiers.disk.environment import open_environment, remove_record
-from hicache.tiers.disk.format import FORMAT, State, boot_id, read_state, write_state
+from hicache.tiers.disk.format import FORMAT, DeviceState, boot_id, read_state, write_state
 from hicache.tiers.disk.repair import rebuild
 from hicache.tiers.errors import TierUnavailable
 
@@ -71,7 +71,7 @@ def repair(path: Path, progress: Progress) -> list[ClassReport]:
             reports.append(report)
         state = read_state(path / "state.json")
         durability = state.durability if state is not None else "batched"
-        write_state(path / "state.json", State(FORMAT, durability, True, boot_id()))
+        write_state(path / "state.json", DeviceState(FORMAT, durability, True, boot_id()))
         return reports
 
 

@@ -1,7 +1,7 @@
 """What a daemon's index holds, put together from the pages of `tree`: branches, with their sums.
 
 A branch is a chain of nodes in which nothing forks. The index may have changed between two pages:
-a node whose parent is no more what it was hangs directly in its namespace (`Forest.num_loose`), and
+a node whose parent is no more what it was hangs directly in its namespace (`TreeForest.num_loose`);
 what changed meanwhile may count twice or not at all. Nothing here recurses: a conversation that was
 stored turn by turn, with a second try at each, is as deep as it has turns.
 """
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from hicache.engine.index.snapshot import Run
+from hicache.engine.index.snapshot import TreeRun
 
 Order = Literal["bytes", "recent", "branches"]
 
@@ -30,13 +30,13 @@ class Space(msgspec.Struct, frozen=True):
     slot_bytes: int
 
 
-class Answer(msgspec.Struct, frozen=True):
+class TreeAnswer(msgspec.Struct, frozen=True):
     """One page. Fields and items that a newer daemon adds are ignored."""
 
     epoch: str
     tiers: list[str]
     namespaces: list[Space]
-    nodes: list[Run]
+    nodes: list[TreeRun]
     next: int | None
     end: int
 
@@ -57,7 +57,7 @@ class Sum:
         self.blocks += other.blocks
         self.per_tier = [a + b for a, b in zip(self.per_tier, other.per_tier, strict=True)]
 
-    def add_run(self, run: Run) -> None:
+    def add_run(self, run: TreeRun) -> None:
         if run.tiers:
             self.blocks += run.blocks
         for tier in range(len(self.per_tier)):
@@ -100,7 +100,7 @@ class Trunk:
 
 
 @dataclass(slots=True)
-class Forest:
+class TreeForest:
     """All that was read. `num_loose`: branches whose parent had changed meanwhile."""
 
     tiers: list[str]
@@ -117,12 +117,12 @@ class Reading:
         self._epoch = ""
         self._tiers: list[str] = []
         self._spaces: dict[str, Space] = {}
-        self._runs: dict[int, tuple[str, Run]] = {}
+        self._runs: dict[int, tuple[str, TreeRun]] = {}
 
     def take(self, reply: Mapping[str, Any]) -> None:
         """The reply's fields; `after` says then where to go on. Raises Unreadable."""
         try:
-            page = msgspec.convert(reply, Answer)
+            page = msgspec.convert(reply, TreeAnswer)
             found = [(page.namespaces[run.namespace].digest, run) for run in page.nodes]
         except (msgspec.ValidationError, IndexError) as error:
             raise Unreadable(f"what the daemon answered is no page of its tree: {error}") from None
@@ -135,7 +135,7 @@ class Reading:
         self._spaces.update((space.digest, space) for space in page.namespaces)
         self._runs.update((run.number, (digest, run)) for digest, run in found if run.blocks > 0)
 
-    def forest(self, wants: Callable[[Space], bool] = lambda space: True) -> Forest:
+    def forest(self, wants: Callable[[Space], bool] = lambda space: True) -> TreeForest:
         """The branches of the namespaces that are wanted, each with its sums."""
         chosen = (space for space in self._spaces.values() if wants(space))
         trunks = {space.digest: Trunk(space, self._sum()) for space in chosen}
@@ -157,13 +157,13 @@ class Reading:
             branches[run.number] = above
         for trunk in trunks.values():
             _sum_up(trunk)
-        return Forest(self._tiers, list(trunks.values()), num_loose)
+        return TreeForest(self._tiers, list(trunks.values()), num_loose)
 
     def spaces(self) -> list[Space]:
         """The namespaces that were met."""
         return list(self._spaces.values())
 
-    def _parent_of(self, digest: str, run: Run) -> int | None:
+    def _parent_of(self, digest: str, run: TreeRun) -> int | None:
         """The node above a run, if it still ends where the run begins. (Parents are thus less deep
         than their children, and nothing goes round in circles.)"""
         if run.parent is None:
@@ -172,7 +172,7 @@ class Reading:
         is_above = digest_above == digest and above.depth + above.blocks == run.depth
         return run.parent if is_above else None
 
-    def _begin(self, trunk: Trunk, above: Branch | None, run: Run) -> Branch:
+    def _begin(self, trunk: Trunk, above: Branch | None, run: TreeRun) -> Branch:
         tokens = np.frombuffer(run.tokens, "<u4").tolist() if len(run.tokens) % 4 == 0 else []
         branch = Branch(run.number, above, run.depth, tokens, self._sum(), self._sum())
         (trunk if above is None else above).children.append(branch)
@@ -183,7 +183,7 @@ class Reading:
         return Sum([0] * len(self._tiers))
 
 
-def _lengthen(branch: Branch, run: Run) -> None:
+def _lengthen(branch: Branch, run: TreeRun) -> None:
     branch.number = run.number
     branch.blocks += run.blocks
     branch.nodes += 1
@@ -210,7 +210,7 @@ def _younger(one: float | None, other: float | None) -> float | None:
     return min(one, other)
 
 
-def sort(forest: Forest, by: Order) -> None:
+def sort(forest: TreeForest, by: Order) -> None:
     """Put trunks, and branches below each other, in order: those that hold most first, those that
     were used last, or those that part most often. Equal ones as the daemon numbered them."""
     key = _KEYS[by]

@@ -17,7 +17,7 @@ from hicache.config.units import Share, UnitError, parse_size_or_share
 from hicache.engine.policies.catalog import POLICIES
 from hicache.replay.model_profiles import DEFAULT_MODEL, MODELS, ModelProfile
 from hicache.replay.plot import DISK_WRITES, Point, write_plot
-from hicache.replay.simulate import LRU_STACK, MINIMUM, TIERS, Tally
+from hicache.replay.simulate import LRU_STACK, MINIMUM, TIERS, ReplayTally
 from hicache.replay.simulate import replay as replay_once
 from hicache.replay.traces import Trace, read_trace
 
@@ -47,13 +47,13 @@ class TiersType(click.ParamType[dict[str, int | Share]]):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReplayRun:
     """One trace, policy and choice of sizes, and what came of it."""
 
     trace: Trace
     policy: str
     blocks: dict[str, int]
-    tally: Tally
+    tally: ReplayTally
     min_return: float = 0.0
 
     @property
@@ -188,7 +188,7 @@ def replay(
                         saved_s=profile.saved_s,
                         step=step,
                     )
-                    runs.append(Run(trace, policy, blocks, tally, min_return))
+                    runs.append(ReplayRun(trace, policy, blocks, tally, min_return))
     if plot is not None and is_gate_plotted:
         title = "What the tiers would hit, by what may be written to disk"
         write_plot(plot, title, _gate_curves(runs, profile), DISK_WRITES)
@@ -223,7 +223,7 @@ def _all_sizes(
             }
 
 
-def _gate_curves(runs: Sequence[Run], model: ModelProfile) -> dict[str, list[Point]]:
+def _gate_curves(runs: Sequence[ReplayRun], model: ModelProfile) -> dict[str, list[Point]]:
     """By policy (and trace), against GB written to disk."""
     curves: dict[str, list[Point]] = {}
     for run in runs:
@@ -232,12 +232,12 @@ def _gate_curves(runs: Sequence[Run], model: ModelProfile) -> dict[str, list[Poi
     return curves
 
 
-def _name(run: Run, runs: Sequence[Run]) -> str:
+def _name(run: ReplayRun, runs: Sequence[ReplayRun]) -> str:
     several = len({run.trace.name for run in runs}) > 1
     return f"{run.policy}, {run.trace.name}" if several else run.policy
 
 
-def _curves(runs: Sequence[Run]) -> dict[str, list[Point]]:
+def _curves(runs: Sequence[ReplayRun]) -> dict[str, list[Point]]:
     """By policy (and trace, where there are several), against the size of all tiers together."""
     curves: dict[str, list[Point]] = {}
     for run in runs:
@@ -247,7 +247,7 @@ def _curves(runs: Sequence[Run]) -> dict[str, list[Point]]:
     return curves
 
 
-def _table(runs: Sequence[Run], model: ModelProfile) -> Table:
+def _table(runs: Sequence[ReplayRun], model: ModelProfile) -> Table:
     table = Table(title=f"hit tokens in % of input tokens; bytes of {model.name} (modelled)")
     table.add_column("trace")
     table.add_column("policy")

@@ -90,7 +90,7 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
 
     from hicache.daemon.loop import Daemon
     from hicache.daemon.socket_lock import AlreadyServed, Instance
-    from hicache.daemon.upkeep.trace import Recorder
+    from hicache.daemon.upkeep.trace import TraceRecorder
     from hicache.tiers.arena import ArenaError
 
     parts = None
@@ -100,7 +100,7 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
             instances.append(Instance(config.events.endpoint, "events.endpoint"))
         device = None if config.tiers.hbm is None else probe.device(config.tiers.hbm)
         parts = assemble(config, device, _Progress())
-        recorder = Recorder(record, record_size) if record is not None else None
+        recorder = TraceRecorder(record, record_size) if record is not None else None
         daemon = Daemon(config, parts, instances, load, recorder)
     except (AlreadyServed, ArenaError, ConfigError, ValueError, OSError) as error:
         if parts is not None:

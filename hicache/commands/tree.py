@@ -14,7 +14,16 @@ from rich.console import Console
 from hicache.bench.report import ProgressLine
 from hicache.client import AdminLine, DaemonAbsent, DaemonError
 from hicache.commands.curve_option import curve_option
-from hicache.commands.index_tree import Forest, Order, Reading, Space, Sum, Trunk, Unreadable, sort
+from hicache.commands.index_tree import (
+    Order,
+    Reading,
+    Space,
+    Sum,
+    TreeForest,
+    Trunk,
+    Unreadable,
+    sort,
+)
 from hicache.commands.time_options import timeout_option
 from hicache.commands.tree_drawing import draw, title_of
 from hicache.protocol.curve import CurveKeys
@@ -102,7 +111,7 @@ def tree(
         )
 
 
-def _found(line: AdminLine, prefix: str, timeout_s: float) -> Forest:
+def _found(line: AdminLine, prefix: str, timeout_s: float) -> TreeForest:
     """The namespaces that begin so. The daemon is asked by digest, in whole bytes; if it knows of
     none, the prefix may still be a name's."""
     digest = _digest_of(prefix)
@@ -158,7 +167,7 @@ def _read(line: AdminLine, digest: bytes, timeout_s: float) -> Reading:
     return reading
 
 
-def _json_of(forest: Forest) -> Iterator[str]:
+def _json_of(forest: TreeForest) -> Iterator[str]:
     """One branch a line, parents first: an index of any depth can be read back."""
     tiers = forest.tiers
     head = {

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from hicache.commands.index_tree import Branch, Forest, Space, Sum, Trunk
+from hicache.commands.index_tree import Branch, Space, Sum, TreeForest, Trunk
 from hicache.commands.text_format import told_bytes
 
 Item = Branch | Trunk
 
 
-def draw(forest: Forest, depth: int, top: int, width: int | None) -> Iterator[str]:
+def draw(forest: TreeForest, depth: int, top: int, width: int | None) -> Iterator[str]:
     """Lines for `depth` forks, `top` branches each, in the forest's order. `width`: in columns,
     None for as long as they get."""
     if not any(trunk.children for trunk in forest.trunks):

@@ -331,7 +331,7 @@ class Service:
                 return
         self._check_leases()
         matched = self.do(
-            p.Match(
+            p.MatchPrompt(
                 session.namespace,
                 tokens,
                 session.group.number,

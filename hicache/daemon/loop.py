@@ -45,7 +45,7 @@ from hicache.daemon.upkeep.request_sample import Sample
 from hicache.daemon.upkeep.supervised import Faults
 from hicache.daemon.upkeep.tier_restore import Restoring
 from hicache.daemon.upkeep.tier_scrub import Scrubbing
-from hicache.daemon.upkeep.trace import Recorder
+from hicache.daemon.upkeep.trace import TraceRecorder
 from hicache.engine import plan as p
 from hicache.protocol.endpoint import ipc_path
 from hicache.protocol.keys import NamespaceSpec
@@ -91,7 +91,7 @@ class Daemon:
         parts: Parts,
         instances: Sequence[Instance],
         load: Callable[[str], LoadedConfig],
-        recorder: Recorder | None = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self.config = config
         self.parts = parts

@@ -24,7 +24,7 @@ _COUNTERS = {
 }
 
 
-class Report:
+class DemoReport:
     """Shows a demo on a console. Use it in a `with`, which ends the spinner."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -33,7 +33,7 @@ class Report:
             self._console.width = max(MIN_WIDTH, self._console.width)
         self._status: Status | None = None
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> DemoReport:
         return self
 
     def __exit__(self, *_: object) -> None:

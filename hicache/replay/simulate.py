@@ -22,7 +22,7 @@ from hicache.engine.policies.hazard.model import fit
 from hicache.engine.settings import EngineSettings
 from hicache.replay import bound
 from hicache.replay import lru_stack as stack
-from hicache.replay.traces import SYMBOL_BYTES, Request, Trace
+from hicache.replay.traces import SYMBOL_BYTES, Trace, TraceRequest
 from hicache.tiers.block import PAGE_BYTES, TierSpec
 from hicache.tiers.pool import SlotPool
 
@@ -43,7 +43,7 @@ Step = Callable[[int], None]
 
 
 @dataclass(slots=True)
-class Tally:
+class ReplayTally:
     """What the reported requests came to. Moves count blocks by "src-dst"; `evictions` counts
     copies given up by tier."""
 
@@ -56,7 +56,7 @@ class Tally:
 
     def count(
         self,
-        request: Request,
+        request: TraceRequest,
         hits: Sequence[tuple[str, int]],
         block_tokens: int,
         saved_s: Callable[[int, int], float],
@@ -82,7 +82,7 @@ def replay(
     min_return: float = 0.0,
     saved_s: Callable[[int, int], float] = lambda tokens, hit: 0.0,
     step: Step = lambda done: None,
-) -> Tally:
+) -> ReplayTally:
     """Replay a trace with tiers of these sizes in blocks; a tier of size 0 is absent.
 
     `policy` is one for all tiers, or each tier's. Reports on the requests after the first `warm`
@@ -92,12 +92,12 @@ def replay(
     first = int(len(trace.requests) * warm)
     tiers = {name: blocks_of[name] for name in TIERS if blocks_of.get(name, 0) > 0}
     if not tiers:
-        return Tally(tokens=sum(request.input_tokens for request in trace.requests[first:]))
+        return ReplayTally(tokens=sum(request.input_tokens for request in trace.requests[first:]))
     if policy == MINIMUM:
         return _bound(trace, tiers, first, saved_s, step)
     if policy == LRU_STACK:
         return _stack(trace, tiers, first, saved_s, step)
-    tally = Tally()
+    tally = ReplayTally()
     policies = [policy if isinstance(policy, str) else policy[name] for name in tiers]
     household = Household(tiers, policies, trace.block_tokens, min_return)
     for number, request in enumerate(trace.requests):
@@ -141,20 +141,20 @@ class Household:
         new_policy, history = policies_of(policies, wants_model=min_return > 0)
         self.engine = CacheEngine(specs, pools, links, settings, lambda: 1.0, new_policy, history)
         self.block_tokens = block_tokens
-        self.tally = Tally()
+        self.tally = ReplayTally()
         self.now_s = 0.0
         tokens_per_symbol = SYMBOL_BYTES // 4
         self.namespace = self.do(p.OpenNamespace(b"replay", tokens_per_symbol, PAGE_BYTES))
         for spec in specs:
             self.do(p.TierUp(spec.name, 0.0))
 
-    def serve(self, request: Request, hints: bool) -> list[tuple[str, int]]:
+    def serve(self, request: TraceRequest, hints: bool) -> list[tuple[str, int]]:
         """One request from its arrival to its release. Returns the runs it found."""
         self.now_s = now_s = request.time_s
         tokens = request.symbols + _TAIL
         is_partial = request.num_blocks * self.block_tokens > request.input_tokens
         matched = self.do(
-            p.Match(self.namespace, tokens, _OWNER, now_s, _TTL_S, is_partial=is_partial)
+            p.MatchPrompt(self.namespace, tokens, _OWNER, now_s, _TTL_S, is_partial=is_partial)
         )
         if matched.lease:
             self.do(p.Fetch(matched.lease, now_s, now_s + _TTL_S))
@@ -218,7 +218,7 @@ def _bound(
     first: int,
     saved_s: Callable[[int, int], float],
     step: Step,
-) -> Tally:
+) -> ReplayTally:
     hits_up_to = [bound.hit_blocks(trace, size, step) for size in accumulate(tiers.values())]
     return _nested(trace, tiers, hits_up_to, first, saved_s)
 
@@ -229,7 +229,7 @@ def _stack(
     first: int,
     saved_s: Callable[[int, int], float],
     step: Step,
-) -> Tally:
+) -> ReplayTally:
     levels = [stack.hits_and_pushed(trace, size, step) for size in accumulate(tiers.values())]
     tally = _nested(trace, tiers, [hits for hits, _ in levels], first, saved_s)
     asked = sum(request.num_blocks for request in trace.requests[first:])
@@ -251,10 +251,10 @@ def _nested(
     hits_up_to: Sequence[Sequence[int]],
     first: int,
     saved_s: Callable[[int, int], float],
-) -> Tally:
+) -> ReplayTally:
     """What each tier adds to the hits of those above it. `hits_up_to`: of each tier with those
     above it, the blocks that each request finds."""
-    tally = Tally()
+    tally = ReplayTally()
     for request, *hits in list(zip(trace.requests, *hits_up_to, strict=True))[first:]:
         runs = [(tier, b - a) for tier, a, b in zip(tiers, [0, *hits], hits, strict=False)]
         tally.count(request, runs, trace.block_tokens, saved_s)

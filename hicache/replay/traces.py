@@ -1,4 +1,4 @@
-"""Request traces: Mooncake's JSONL, plain or gzip'd, and what `hicache serve --record` writes.
+"""TraceRequest traces: Mooncake's JSONL, plain or gzip'd, and what `hicache serve --record` writes.
 
 One line is one request:
 
@@ -37,7 +37,7 @@ class TraceError(click.ClickException):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """`symbols`: the prompt's hash ids, SYMBOL_BYTES each; the last block may be partial.
 
     `session` and `stop` are "" where the trace does not say."""
@@ -61,7 +61,7 @@ class Trace:
 
     name: str
     block_tokens: int
-    requests: tuple[Request, ...]
+    requests: tuple[TraceRequest, ...]
     footprint_blocks: int
     block_bytes: int = 0
 
@@ -69,7 +69,7 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """Read a whole trace. Raises TraceError."""
     sizes = {"block_tokens": MOONCAKE_BLOCK_TOKENS, "block_bytes": 0}
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     newest: dict[str, int] = {}
     try:
         raw = path.read_bytes()
@@ -109,15 +109,15 @@ def read_trace(path: Path) -> Trace:
     return Trace(name, sizes["block_tokens"], tuple(requests), footprint, sizes["block_bytes"])
 
 
-def num_distinct(requests: Sequence[Request]) -> int:
+def num_distinct(requests: Sequence[TraceRequest]) -> int:
     """The distinct blocks of all these."""
     every = np.frombuffer(b"".join(request.symbols for request in requests), np.uint64)
     return len(np.unique(every))
 
 
-def _request(row: dict[str, Any]) -> Request:
+def _request(row: dict[str, Any]) -> TraceRequest:
     ids = [int(number) & 0xFFFF_FFFF_FFFF_FFFF for number in row["hash_ids"]]
-    return Request(
+    return TraceRequest(
         float(row["timestamp"]) / 1000.0,
         int(row["input_length"]),
         int(row.get("output_length") or 0),

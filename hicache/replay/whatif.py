@@ -18,7 +18,7 @@ import numpy as np
 
 from hicache.daemon.upkeep.request_sample import Hashes
 from hicache.replay.simulate import TIERS, replay
-from hicache.replay.traces import Request, Trace, num_distinct
+from hicache.replay.traces import Trace, TraceRequest, num_distinct
 
 SCALES: Final = (0.5, 1.0, 2.0, 4.0)
 
@@ -58,7 +58,7 @@ class Sampled:
         num_blocks = np.frombuffer(reply["num_blocks"], "<u4").astype(np.int64)
         ends = np.cumsum(counts).tolist()
         requests = [
-            Request(at_s, (end - start) * each, 0, ids[start:end].tobytes())
+            TraceRequest(at_s, (end - start) * each, 0, ids[start:end].tobytes())
             for at_s, start, end, each in zip(
                 np.frombuffer(reply["at_s"], "<f8").tolist(),
                 [0, *ends[:-1]],

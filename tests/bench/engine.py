@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 from typing import Final
 
-from hicache.bench.report import IndexRow, Step
+from hicache.bench.report import IndexRow, ProgressStep
 from hicache.engine import plan as p
 from hicache.engine.planner.planner import PlannerSettings
 from tests.bench.synthetic_tree import (
@@ -33,7 +33,7 @@ from tests.bench.synthetic_tree import (
 PAGES: Final = (16, 64)
 
 
-def run(step: Step, repeat: int = 300) -> list[IndexRow]:
+def run(step: ProgressStep, repeat: int = 300) -> list[IndexRow]:
     """All rows."""
     rows: list[IndexRow] = []
     for page in PAGES:
@@ -68,7 +68,7 @@ def _decisions(grove: Grove, suffix: str, tokens: bytes, repeat: int) -> list[In
     for _ in range(repeat):
         grove.note_pace()
         grove.now_s += 1e-3
-        event = p.Match(grove.namespace, asked, OWNER, grove.now_s, TTL_S)
+        event = p.MatchPrompt(grove.namespace, asked, OWNER, grove.now_s, TTL_S)
         start = clock()
         lease = engine.handle(event).answer.lease
         half = clock()

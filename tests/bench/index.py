@@ -20,7 +20,7 @@ import gc
 from collections.abc import Callable
 from typing import Final
 
-from hicache.bench.report import IndexRow, Step
+from hicache.bench.report import IndexRow, ProgressStep
 from hicache.protocol.keys import ROOT_KEY, chain_keys
 from tests.bench.synthetic_tree import (
     CLOCK_S,
@@ -40,7 +40,7 @@ BATCH: Final = 5
 """A sample is the mean of a few calls: the clock itself costs about a microsecond."""
 
 
-def run(step: Step, repeat: int = 300) -> tuple[list[IndexRow], float, float]:
+def run(step: ProgressStep, repeat: int = 300) -> tuple[list[IndexRow], float, float]:
     """All rows; bytes per token of tokens and tree at page 16, and with all per-block state."""
     rows: list[IndexRow] = []
     weight = (0.0, 0.0)
@@ -52,7 +52,7 @@ def run(step: Step, repeat: int = 300) -> tuple[list[IndexRow], float, float]:
     return rows, *weight
 
 
-def scale(step: Step, repeat: int = 200) -> tuple[list[IndexRow], list[dict[str, float]]]:
+def scale(step: ProgressStep, repeat: int = 200) -> tuple[list[IndexRow], list[dict[str, float]]]:
     """The same operations while the index grows from 1 M to 100 M tokens; and its memory."""
     rows: list[IndexRow] = []
     memory: list[dict[str, float]] = []
@@ -84,7 +84,7 @@ def scale(step: Step, repeat: int = 200) -> tuple[list[IndexRow], list[dict[str,
     return rows, memory
 
 
-def _rows(page: int, step: Step, repeat: int) -> tuple[Grove, list[IndexRow]]:
+def _rows(page: int, step: ProgressStep, repeat: int) -> tuple[Grove, list[IndexRow]]:
     what = f"page {page}"
     grove = Grove(page, 2000 * PROMPT)
     prompts = grove.plant(2000, step, f"{what}: planting")
@@ -112,7 +112,7 @@ def _rows(page: int, step: Step, repeat: int) -> tuple[Grove, list[IndexRow]]:
     return grove, [*rows, _pace(grove)]
 
 
-def _namespaces(step: Step, repeat: int) -> list[IndexRow]:
+def _namespaces(step: ProgressStep, repeat: int) -> list[IndexRow]:
     """Hits where one and where thousands of namespaces have a prompt each."""
     rows = []
     grove = Grove(16, 2 * max(NAMESPACES) * SHARED)

@@ -19,7 +19,7 @@ from math import exp
 from statistics import fmean, median
 from typing import Any, Final
 
-from hicache.bench.report import Step
+from hicache.bench.report import ProgressStep
 from hicache.engine.plan import TierRun
 from hicache.engine.planner.cost import LinkCost, PrefillCost, PrefillPrior
 from hicache.engine.planner.planner import Hit, Planner, PlannerSettings
@@ -176,7 +176,7 @@ def cells() -> list[Cell]:
 
 
 def run(
-    step: Step, settings: PlannerSettings, sample: int | None = SAMPLE, seed: int = 1
+    step: ProgressStep, settings: PlannerSettings, sample: int | None = SAMPLE, seed: int = 1
 ) -> dict[str, Any]:
     """All figures, from so many cells (None: all). Regrets are shares; those of a fixed policy need
     no learning."""
@@ -235,7 +235,7 @@ def _best_threshold(chosen: Sequence[Cell]) -> tuple[float, int]:
 
 
 def _recoveries(
-    chosen: Sequence[Cell], settings: PlannerSettings, step: Step, seed: int
+    chosen: Sequence[Cell], settings: PlannerSettings, step: ProgressStep, seed: int
 ) -> list[int]:
     """Where the link becomes ten times slower and reloading wrong: decisions until it is known."""
     found = []

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.bench.daemon_process import Running, lodging
-from hicache.bench.report import BenchError, RefitRow, Step
+from hicache.bench.report import BenchError, ProgressStep, RefitRow
 from hicache.client import Client, LayerGroup, NamespaceSpec, admin_call
 from hicache.engine.policies.hazard.history import REFIT_REQUESTS
 
@@ -43,7 +43,7 @@ SPEC: Final = NamespaceSpec(
 )
 
 
-def run(num_runs: int, num_fits: int, step: Step) -> RefitRow:
+def run(num_runs: int, num_fits: int, step: ProgressStep) -> RefitRow:
     """The row, of `num_fits` refits with about `num_runs` runs in the ghost index. Raises
     BenchError."""
     with lodging(None, CONFIG) as (daemon, _), daemon.client(SPEC, "bench refit") as client:
@@ -51,7 +51,7 @@ def run(num_runs: int, num_fits: int, step: Step) -> RefitRow:
 
 
 class _Refit:
-    def __init__(self, daemon: Running, client: Client, step: Step) -> None:
+    def __init__(self, daemon: Running, client: Client, step: ProgressStep) -> None:
         self._daemon = daemon
         self._client = client
         self._step = step

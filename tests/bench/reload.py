@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from hicache.bench.report import BenchError, ReloadRow, Step
+from hicache.bench.report import BenchError, ProgressStep, ReloadRow
 from hicache.client import Client
 from hicache.connectors.transformers import CachedModel, Generation
 from hicache.demo.demo_daemon import PrivateDaemon
@@ -122,7 +122,7 @@ def run(
     speeds: Sequence[float],
     prefixes: Sequence[int],
     rounds: int,
-    step: Step,
+    step: ProgressStep,
     tell: Callable[[ReloadRow], None],
 ) -> tuple[list[ReloadRow], float]:
     """All cells, and the KV-generation bandwidth in bytes per second. `speeds` are multiples of
@@ -181,7 +181,11 @@ def _kv_of(demo: DemoModel, house: House, prompt: Sequence[int]) -> Blocks:
 
 
 def _warm_up(
-    alone: CachedModel, houses: Sequence[House], prefixes: Sequence[int], ask: Ask, step: Step
+    alone: CachedModel,
+    houses: Sequence[House],
+    prefixes: Sequence[int],
+    ask: Ask,
+    step: ProgressStep,
 ) -> float:
     """Prefills of every size, reported to every planner as an inference engine reports its steps.
     Returns the KV-generation bandwidth."""
@@ -206,7 +210,7 @@ def _cells(
     prefix: int,
     rounds: int,
     ask: Ask,
-    step: Step,
+    step: ProgressStep,
 ) -> list[ReloadRow]:
     """One prefix, at every speed."""
     recomputed: list[list[float]] = [[], []]

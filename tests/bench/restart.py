@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.bench.daemon_process import START_S, Launched, launched, tiers_of
-from hicache.bench.report import BenchError, RestartRow, Step
+from hicache.bench.report import BenchError, ProgressStep, RestartRow
 from hicache.client import Client
 from hicache.engine.plan import BlockIdentity
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
@@ -40,7 +40,7 @@ SPEC = NamespaceSpec(
 Tokens = npt.NDArray[np.uint32]
 
 
-def run(folder: Path | None, num_blocks: int, step: Step) -> RestartRow:
+def run(folder: Path | None, num_blocks: int, step: ProgressStep) -> RestartRow:
     """Everything is made in a folder of our own below `folder` and removed."""
     with TemporaryDirectory(prefix="hicache-bench-", dir=folder) as name:
         root = Path(name)
@@ -60,7 +60,7 @@ def run(folder: Path | None, num_blocks: int, step: Step) -> RestartRow:
             return _watch(daemon, start_s, num_blocks, hot)
 
 
-def _fill(path: Path, capacity: int, num_blocks: int, step: Step) -> Tokens:
+def _fill(path: Path, capacity: int, num_blocks: int, step: ProgressStep) -> Tokens:
     """Store so many blocks. The tokens of the last whole conversation, and one more."""
     content = np.arange(BLOCK_BYTES, dtype=np.uint8)
     rows: list[BlockIdentity] = []

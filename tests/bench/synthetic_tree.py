@@ -14,13 +14,13 @@ from typing import Final
 
 import numpy as np
 
-from hicache.bench.report import Step
+from hicache.bench.report import ProgressStep
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.index.radix import Path
 from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.residency.block_ids import Span
-from hicache.engine.residency.blocks import BlockTable, State
+from hicache.engine.residency.blocks import BlockTable, CopyState
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import TierSpec
 from hicache.tiers.pool import SlotPool
@@ -121,7 +121,7 @@ class Grove:
     def ask(self, tokens: bytes) -> None:
         """The whole decision on a prompt, its bookkeeping, and the end of its lease."""
         self.now_s += 1e-3
-        event = p.Match(self.namespace, tokens, OWNER, self.now_s, TTL_S)
+        event = p.MatchPrompt(self.namespace, tokens, OWNER, self.now_s, TTL_S)
         matched = self.engine.handle(event).answer
         self.engine.catch_up()
         self.engine.handle(p.Release(matched.lease, self.now_s))
@@ -171,10 +171,10 @@ class Grove:
         """Slots and states of the blocks inserted last."""
         blocks, span = self.house.blocks, self._last.span
         blocks.fill(0, span, self.pool.allocate(BLOCK_BYTES, count))
-        blocks.change(0, span, State.READY)
+        blocks.change(0, span, CopyState.READY)
         self.house.settle(self._last.block_ids())
 
-    def plant(self, num_prompts: int, step: Step, what: str) -> list[bytes]:
+    def plant(self, num_prompts: int, step: ProgressStep, what: str) -> list[bytes]:
         """The tree of the docstring. Returns some hundreds of the prompts."""
         heads = [self.random(SHARED) for _ in range(GROUPS)]
         prompts: list[bytes] = []

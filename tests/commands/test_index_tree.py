@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.commands.index_tree import Branch, Forest, Reading, Sum, Trunk, Unreadable, sort
+from hicache.commands.index_tree import Branch, Reading, Sum, TreeForest, Trunk, Unreadable, sort
 from hicache.commands.tree_drawing import draw
-from hicache.engine.index.snapshot import Run, page
+from hicache.engine.index.snapshot import TreeRun, page
 from hicache.engine.residency.copies import Residency
 from hicache.protocol.messages import pack, unpack
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, World, tokens_of
@@ -29,7 +29,7 @@ TIERS = ["dram", "disk"]
 Prefix = tuple[int, ...]
 
 
-def answer(runs: list[Run], **changes: Any) -> dict[str, Any]:
+def answer(runs: list[TreeRun], **changes: Any) -> dict[str, Any]:
     """A page as it comes over the wire."""
     fields = {
         "epoch": "e1",
@@ -42,7 +42,7 @@ def answer(runs: list[Run], **changes: Any) -> dict[str, Any]:
     return unpack(pack({**fields, **changes}), 65536)
 
 
-def run(number: int, parent: int | None, depth: int, blocks: int, **changes: Any) -> Run:
+def run(number: int, parent: int | None, depth: int, blocks: int, **changes: Any) -> TreeRun:
     fields: dict[str, Any] = {
         "namespace": 0,
         "tiers": 1,
@@ -51,10 +51,10 @@ def run(number: int, parent: int | None, depth: int, blocks: int, **changes: Any
         "is_leased": False,
         "tokens": b"",
     }
-    return Run(number, parent, depth=depth, blocks=blocks, **{**fields, **changes})
+    return TreeRun(number, parent, depth=depth, blocks=blocks, **{**fields, **changes})
 
 
-def read(*replies: dict[str, Any]) -> Forest:
+def read(*replies: dict[str, Any]) -> TreeForest:
     reading = Reading()
     for reply in replies:
         reading.take(reply)
@@ -62,7 +62,7 @@ def read(*replies: dict[str, Any]) -> Forest:
     return reading.forest()
 
 
-def one(*runs: Run) -> Trunk:
+def one(*runs: TreeRun) -> Trunk:
     (trunk,) = read(answer(list(runs))).trunks
     return trunk
 
@@ -207,7 +207,7 @@ def test_nobody_is_expected_to_ask_again_only_where_that_holds_for_all() -> None
         pytest.param([run(1, None, 0, 3, namespace=1)], id="of another namespace by now"),
     ],
 )
-def test_an_orphan_hangs_in_its_namespace(above: list[Run]) -> None:
+def test_an_orphan_hangs_in_its_namespace(above: list[TreeRun]) -> None:
     other = {**SPACE, "digest": "cd" * 32}
     forest = read(answer([*above, run(2, 1, 3, 5)], namespaces=[SPACE, other]))
     branch = next(b for b in forest.trunks[0].branches if b.number == 2)

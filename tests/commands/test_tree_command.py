@@ -19,7 +19,7 @@ from hicache.cli import cli
 from hicache.commands.index_tree import Reading
 from hicache.commands.tree import tree
 from hicache.commands.tree_drawing import draw
-from hicache.engine.index.snapshot import Run
+from hicache.engine.index.snapshot import TreeRun
 from tests.client.scripted_daemon import DIE, ScriptedDaemon, Seen, refuse
 
 LLAMA = {
@@ -40,10 +40,10 @@ EMPTY = {**TINY, "digest": "e" * 64, "name": "nothing\x1b[2Jhere"}
 SPACES = [LLAMA, TINY, EMPTY]
 
 
-def run(number: int, parent: int | None, depth: int, blocks: int, *rest: Any) -> Run:
+def run(number: int, parent: int | None, depth: int, blocks: int, *rest: Any) -> TreeRun:
     space, tiers, idle_s, leased, first = rest
     tokens = np.arange(first, first + (8 if space == 0 else 4), dtype="<u4").tobytes()
-    return Run(number, parent, space, depth, blocks, tiers, 0, idle_s, leased, tokens)
+    return TreeRun(number, parent, space, depth, blocks, tiers, 0, idle_s, leased, tokens)
 
 
 RUNS = [
@@ -78,7 +78,7 @@ nothing[2Jhere (eeeeeeeeeeeeeeee)  nothing
 
 
 def pages(
-    runs: list[Run] = RUNS,
+    runs: list[TreeRun] = RUNS,
     spaces: list[dict[str, Any]] = SPACES,
     most: int = 3,
     **changes: Any,

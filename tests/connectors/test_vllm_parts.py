@@ -30,10 +30,10 @@ from hicache.connectors.vllm.namespace import (
 )
 from hicache.connectors.vllm.options import Options, check_failure_policy
 from hicache.connectors.vllm.rank_clients import Clients
-from hicache.connectors.vllm.step_messages import Identity, Report
+from hicache.connectors.vllm.step_messages import NamespaceIdentity, WorkerReport
 from hicache.connectors.vllm.vllm_pages import (
     DevicePages,
-    Unsupported,
+    UnsupportedLayout,
     layout_of,
     page_rows,
     pages_of,
@@ -168,12 +168,12 @@ def test_what_changes_bytes_changes_the_namespace(change: dict[str, Any]) -> Non
 def test_weights_that_nobody_can_tell() -> None:
     changes: list[dict[str, Any]] = [{"load_format": "dummy"}, {"model": "/nowhere/at/all"}]
     for change in changes:
-        with pytest.raises(Unsupported, match="weights_digest"):
+        with pytest.raises(UnsupportedLayout, match="weights_digest"):
             namespace_spec(replace(FACTS, weights_digest="", **change), caches())
 
 
 def test_layers_that_differ_are_refused() -> None:
-    with pytest.raises(Unsupported, match="differ"):
+    with pytest.raises(UnsupportedLayout, match="differ"):
         namespace_spec(FACTS, [*caches(1), *caches(1, (5, 4, 32, 128))])
 
 
@@ -193,7 +193,7 @@ def kind(name: str, **fields: Any) -> Any:
     ],
 )
 def test_caches_that_are_refused(groups: list[Any], why: str) -> None:
-    with pytest.raises(Unsupported, match=why):
+    with pytest.raises(UnsupportedLayout, match=why):
         refuse_by_cache([SimpleNamespace(kv_cache_spec=spec) for spec in groups])
 
 
@@ -228,7 +228,7 @@ def config(**changes: Any) -> Any:
 def test_configurations_that_are_refused(changes: dict[str, Any], why: str) -> None:
     refuse_by_config(config())
     refuse_by_config(config(speculative=SimpleNamespace(method="ngram")))
-    with pytest.raises(Unsupported, match=why):
+    with pytest.raises(UnsupportedLayout, match=why):
         refuse_by_config(config(**changes))
 
 
@@ -255,9 +255,9 @@ def test_blocks_go_into_pages_and_out_again() -> None:
 
 
 def test_pages_that_are_no_piece_of_memory() -> None:
-    with pytest.raises(Unsupported, match="gaps"):
+    with pytest.raises(UnsupportedLayout, match="gaps"):
         page_rows(torch.zeros((5, 4, 8))[:, :, :6], 5)
-    with pytest.raises(Unsupported, match="begin with"):
+    with pytest.raises(UnsupportedLayout, match="begin with"):
         page_rows(torch.zeros((2, 5, 4, 8)), 5)  # K and V apart, as vLLM once had them
 
 
@@ -286,7 +286,7 @@ def test_heads_outside_the_blocks_are_refused(order: str) -> None:
     sizes = {"L": 3, "B": 7, "H": 2, "N": 4, "C": 10}
     whole = torch.zeros([sizes[name] for name in order])
     logical = whole.permute([order.index(name) for name in "LBHNC"])
-    with pytest.raises(Unsupported, match="gaps"):
+    with pytest.raises(UnsupportedLayout, match="gaps"):
         page_rows(logical[0], 7)
 
 
@@ -325,12 +325,14 @@ def test_the_failure_policy_is_checked_at_the_start() -> None:
 
 
 def test_reports_of_ranks_are_added_up() -> None:
-    one = Report({1: 1, 2: 1}, {2}, {1: 3})
-    assert one.aggregate(Report({1: 1}, {1}, {1: 2})) == Report({1: 2, 2: 1}, {1, 2}, {1: 3})
-    doubts = Report(doubted=[7, 8]).aggregate(Report(doubted=[7], rested=[3]))
+    one = WorkerReport({1: 1, 2: 1}, {2}, {1: 3})
+    assert one.aggregate(WorkerReport({1: 1}, {1}, {1: 2})) == WorkerReport(
+        {1: 2, 2: 1}, {1, 2}, {1: 3}
+    )
+    doubts = WorkerReport(doubted=[7, 8]).aggregate(WorkerReport(doubted=[7], rested=[3]))
     assert (doubts.doubted, doubts.rested) == ([7, 8, 7], [3])
     assert doubts
-    assert not Report()
+    assert not WorkerReport()
 
 
 class Leaving(AsyncMemoryClient):
@@ -359,7 +361,7 @@ def test_a_goodbye_that_hangs_or_fails_costs_no_other() -> None:
 
     async def close() -> None:
         for version in range(3):
-            clients.storer(Identity(weights_version=version))
+            clients.storer(NamespaceIdentity(weights_version=version))
         await clients.close()
 
     background.submit(partial(asyncio.sleep, 0))

@@ -27,7 +27,7 @@ from hicache.connectors.vllm.background import Background, Trouble
 from hicache.connectors.vllm.lookup import Asking, MatchClient
 from hicache.connectors.vllm.rank_clients import BlockClient
 from hicache.connectors.vllm.scheduler_side import SchedulerSide
-from hicache.connectors.vllm.step_messages import Report
+from hicache.connectors.vllm.step_messages import WorkerReport
 from hicache.connectors.vllm.vllm_pages import page_rows, pages_of
 from hicache.connectors.vllm.worker_side import WorkerSide
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
@@ -313,7 +313,7 @@ class Engine:
         self._schedule_waiting(scheduled)
         orders = self.side.orders(scheduled, lambda name: self.requests[name].pages)
         numbers: dict[str, int] = dict.fromkeys(scheduled, 0)
-        report: Report | None = None
+        report: WorkerReport | None = None
         bad: set[int] = set()
         for rank, worker in zip(self.ranks, self.workers, strict=True):
             worker.begin(orders)

@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="needs the extra: pip install .[demo]
 
 from rich.console import Console
 
-from hicache.demo.demo_report import Report, as_data
+from hicache.demo.demo_report import DemoReport, as_data
 from hicache.demo.demo_run import Result, Turn
 
 
@@ -66,7 +66,7 @@ def test_one_different_output_is_a_different_demo() -> None:
 def test_turns_and_summary_say_what_matters() -> None:
     out = io.StringIO()
     shown = result(turn(1), turn(2, hbm=1000, dram=600))
-    with Report(Console(file=out)) as report:
+    with DemoReport(Console(file=out)) as report:
         report.phase("loading")
         for each in shown.turns:
             report.turn(each)

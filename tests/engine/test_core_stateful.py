@@ -163,7 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
     def pin(self, data: st.DataObject, ttl_s: float) -> None:
         tokens, namespace = data.draw(st.sampled_from(self.offered))
         now_s = self.world.now_s
-        pinned = self.world.do(p.Pin(namespace, tokens, "", now_s, ttl_s))
+        pinned = self.world.do(p.PinPrompt(namespace, tokens, "", now_s, ttl_s))
         keys = self.keys(tokens, namespace)
         assert all(key in self.committed for key in keys[: pinned.blocks]), "a false hit"
         if pinned.pin:
@@ -191,7 +191,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.has_lost or pinned_bytes(house, tier) <= most
 
     def hit_blocks(self, tokens: bytes, namespace: int) -> int:
-        question = p.Match(namespace, tokens, 1, self.world.now_s, 1.0)
+        question = p.MatchPrompt(namespace, tokens, 1, self.world.now_s, 1.0)
         return self.world.engine.score(question).hit_blocks
 
     def forgive(self) -> None:

@@ -114,7 +114,7 @@ class Errand:
     def fetch(self) -> int:
         """Fetch the first prompt. Returns how many blocks that was."""
         self.now_s += 1.0
-        matched = self.do(p.Match(self.namespace, self.prompts[0], 1, self.now_s, 1e9))
+        matched = self.do(p.MatchPrompt(self.namespace, self.prompts[0], 1, self.now_s, 1e9))
         fetched = self.do(p.Fetch(matched.lease, self.now_s, self.now_s + 1e9))
         assert fetched.waiting
         while matched.lease not in self.finished:

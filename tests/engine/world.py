@@ -17,7 +17,7 @@ from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
 from hicache.protocol.keys import chain_keys
 from hicache.tiers.block import PAGE_BYTES, TierSpec
-from hicache.tiers.disk.restore_order import Forest
+from hicache.tiers.disk.restore_order import StoredForest
 from hicache.tiers.pool import SlotPool
 from tests.tiers.blocks import Row, scanned
 
@@ -109,9 +109,13 @@ class World:
         self, tokens: bytes, owner: int = 1, namespace: int = 0, *, by_worker: bool = False
     ) -> p.Matched:
         self.now_s += 1
-        return self.do(p.Match(namespace, tokens, owner, self.now_s, 100.0, by_worker=by_worker))
+        return self.do(
+            p.MatchPrompt(namespace, tokens, owner, self.now_s, 100.0, by_worker=by_worker)
+        )
 
-    def fetch(self, lease: int, *, by_worker: bool = False, patience_s: float = 10.0) -> p.Fetched:
+    def fetch(
+        self, lease: int, *, by_worker: bool = False, patience_s: float = 10.0
+    ) -> p.FetchStarted:
         return self.do(p.Fetch(lease, self.now_s, self.now_s + patience_s, by_worker))
 
     def release(self, lease: int) -> bool:
@@ -280,10 +284,10 @@ class World:
 
     def _tell(self, rows: list[Row]) -> Iterator[list[bytes]]:
         """As a worker does it: a few rows at a time. Yields those that are to be removed."""
-        forests: dict[tuple[bytes, int, int], Forest] = {}
+        forests: dict[tuple[bytes, int, int], StoredForest] = {}
         for row in rows:
             kind = row.namespace, row.block_bytes, len(row.tokens)
-            forests.setdefault(kind, Forest(*kind)).add(scanned([row]))
+            forests.setdefault(kind, StoredForest(*kind)).add(scanned([row]))
         numbers = {digest: number for number, digest in self.digests.items()}
         first = 0
         for forest in forests.values():

@@ -17,13 +17,13 @@ from hicache.commands.replay import replay as replay_command
 from hicache.engine.policies.catalog import POLICIES
 from hicache.replay.bound import hit_blocks
 from hicache.replay.simulate import Household, replay
-from hicache.replay.traces import Request, Trace, TraceError, read_trace
+from hicache.replay.traces import Trace, TraceError, TraceRequest, read_trace
 
 
 def trace_of(*prompts: Sequence[int], tail_tokens: int = 512) -> Trace:
     """One request a second; `tail_tokens` of each prompt's last block are there."""
     requests = [
-        Request(
+        TraceRequest(
             float(number),
             512 * (len(blocks) - 1) + tail_tokens,
             10,

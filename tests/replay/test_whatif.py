@@ -14,7 +14,7 @@ import pytest
 from hicache.daemon.sessions import Group, Session
 from hicache.daemon.upkeep import trace as recording
 from hicache.daemon.upkeep.request_sample import FULL, Sample
-from hicache.daemon.upkeep.trace import Recorder
+from hicache.daemon.upkeep.trace import TraceRecorder
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 from hicache.replay.simulate import replay
 from hicache.replay.traces import Trace, read_trace
@@ -73,7 +73,7 @@ def test_what_if_agrees_with_replaying_the_record(
     tmp_path: Path, sizes: Mapping[str, int], eviction: str, num_requests: int, max_blocks: int
 ) -> None:
     """Within two points at every size, from all blocks and from a part of them."""
-    recorder = Recorder(tmp_path / "trace.jsonl")
+    recorder = TraceRecorder(tmp_path / "trace.jsonl")
     sample = Sample(4096 * 4000, max_blocks)
     session = session_of()
     for now_s, tokens, name in load(num_requests):
@@ -130,7 +130,7 @@ def test_equal_blocks_after_different_ones_are_told_apart(block_tokens: int) -> 
 
 def test_a_record_tells_hashes_and_no_prompts(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    recorder = Recorder(path)
+    recorder = TraceRecorder(path)
     session = session_of()
     tokens = np.arange(50, dtype="<u4").tobytes()
     recorder.asked(session, tokens, "a secret name", 1.0)
@@ -150,7 +150,7 @@ def test_a_record_tells_hashes_and_no_prompts(tmp_path: Path) -> None:
     assert (trace.block_tokens, trace.block_bytes) == (16, 4096)
     said = [(request.stop, request.output_tokens) for request in trace.requests]
     assert said == [("tool_call", 7), ("", 0)]
-    again = Recorder(path)
+    again = TraceRecorder(path)
     again.asked(session, tokens, "", 1.0)
     again.close()
     assert (tmp_path / "trace.jsonl.1").exists()
@@ -159,7 +159,7 @@ def test_a_record_tells_hashes_and_no_prompts(tmp_path: Path) -> None:
 
 def test_a_record_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    recorder = Recorder(path, max_bytes=2000)
+    recorder = TraceRecorder(path, max_bytes=2000)
     for number in range(200):
         recorder.asked(session_of(), np.arange(160, dtype="<u4").tobytes(), "", number)
     recorder.close()
@@ -170,7 +170,7 @@ def test_a_record_is_bounded(tmp_path: Path) -> None:
 
 def test_a_row_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    recorder = Recorder(path)
+    recorder = TraceRecorder(path)
     recorder.asked(session_of(), np.arange(50, dtype="<u4").tobytes(), "", 1.0)
     recorder.asked(session_of(), np.arange(50, dtype="<u4").tobytes(), "", 2.0)
     recorder.close()
@@ -184,7 +184,7 @@ def test_trouble_with_the_file_ends_the_recording_only(
     """/dev/full takes nothing."""
     path = tmp_path / "full"
     path.symlink_to("/dev/full")
-    recorder = Recorder(path)
+    recorder = TraceRecorder(path)
     recorder.asked(session_of(), np.arange(50, dtype="<u4").tobytes(), "", 1.0)
     recorder.close()
     assert "nothing more is recorded" in caplog.text
@@ -198,7 +198,7 @@ def test_rows_that_the_file_system_keeps_waiting_are_counted(
     """Rows are kept up to a bound until the thread has written the last lot."""
     monkeypatch.setattr(recording, "MAX_PENDING_BYTES", 1000)
     path = tmp_path / "trace.jsonl"
-    recorder = Recorder(path)
+    recorder = TraceRecorder(path)
     for number in range(20):
         recorder.asked(session_of(), np.arange(160, dtype="<u4").tobytes(), "", number)
     assert recorder.num_lost > 0

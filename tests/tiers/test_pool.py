@@ -156,7 +156,7 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_a_protocol_user_may_hold_it() -> None:
-    pool: block.SlotPool = SlotPool(MIB)
+    pool: block.SlotAllocator = SlotPool(MIB)
     assert pool.available(PAGE_BYTES) == MIB // PAGE_BYTES
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-from hicache.tiers.disk.format import FORMAT, State, boot_id, read_state, write_state
+from hicache.tiers.disk.format import FORMAT, DeviceState, boot_id, read_state, write_state
 from hicache.tiers.errors import TierUnavailable
 
 _PREFIX, _ASIDE = "class-", "aside-"
@@ -60,7 +60,9 @@ class DiskDevice:
 
     def mark(self, is_clean: bool) -> None:
         """Note on the medium how the device is being left."""
-        write_state(self.path / "state.json", State(FORMAT, self._durability, is_clean, boot_id()))
+        write_state(
+            self.path / "state.json", DeviceState(FORMAT, self._durability, is_clean, boot_id())
+        )
 
     def set_aside(self, slot_bytes: int, reason: str) -> None:
         """Out of the way, but not lost: the newest such copy is kept for whoever wants to look."""

@@ -208,7 +208,7 @@ def record_pages(slot_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class DeviceState:
     """How the device was left. `is_clean`: closed in order; `boot_id`: the boot that opened it."""
 
     format: int
@@ -222,12 +222,12 @@ def boot_id() -> str:
     return BOOT_ID_FILE.read_text().strip()
 
 
-def read_state(file: Path) -> State | None:
+def read_state(file: Path) -> DeviceState | None:
     """None when there is none, or nothing that can be understood. Another format is refused, and a
     device that fails to read it is an OSError: that says nothing of what lies beside it."""
     try:
         found = json.loads(file.read_text())
-        state = State(
+        state = DeviceState(
             int(found["format"]),
             str(found["durability"]),
             found["clean"] is True,
@@ -244,7 +244,7 @@ def read_state(file: Path) -> State | None:
     return state
 
 
-def write_state(file: Path, state: State) -> None:
+def write_state(file: Path, state: DeviceState) -> None:
     """Replace the file as a whole, and make that last."""
     new = file.with_suffix(".new")
     content = {

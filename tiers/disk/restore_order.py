@@ -31,7 +31,7 @@ MAX_ROWS, MAX_CHAINS = 500, 16
 _Order = npt.NDArray[np.int64]
 
 
-class Forest:
+class StoredForest:
     """Rows of one namespace and block size, in any order. `orphans`, known once they have been
     told, are the keys of those from which no way leads to the root."""
 

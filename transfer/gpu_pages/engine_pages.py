@@ -31,7 +31,7 @@ from hicache.tiers.hbm import CudaPool
 from hicache.transfer.gpu_pages.cuda_ipc import Mappings, NotShareable, SharedRange, allocation
 from hicache.transfer.gpu_pages.page_kernels import Addresses, PageLayout, PageNumbers, Plane
 from hicache.transfer.gpu_pages.page_messages import Claim, PageCopy
-from hicache.transfer.gpu_pages.page_paths import Group, Memory, PagePath
+from hicache.transfer.gpu_pages.page_paths import Memory, PageGroup, PagePath
 from hicache.transfer.media.cuda_copy import CopyRefused
 from hicache.transfer.media.pinned_memory import PinnedArena
 
@@ -164,7 +164,7 @@ class EnginePages:
         except ValueError as error:
             raise NotShareable(str(error)) from error
 
-    def _groups(self, copy: PageCopy) -> Iterator[Group]:
+    def _groups(self, copy: PageCopy) -> Iterator[PageGroup]:
         """ValueError: a slot is not there."""
         first = 0
         for tier, slots in copy.runs:
@@ -176,7 +176,7 @@ class EnginePages:
             if tier == self._near:
                 is_pinned = self._pinned.holds(blocks, copy.block_bytes)
                 memory = "pinned" if is_pinned else "pageable"
-            yield Group(memory, blocks, copy.pages[first : first + len(blocks)])
+            yield PageGroup(memory, blocks, copy.pages[first : first + len(blocks)])
             first += len(blocks)
 
     def _settle(self, awaited: Any) -> None:

@@ -25,8 +25,8 @@ from hicache.transfer.gpu_pages.page_paths import (
     ByCopyEngines,
     ByKernel,
     Fastest,
-    Group,
     Memory,
+    PageGroup,
     PagePath,
 )
 from hicache.transfer.media.cuda_copy import CopyPath, CopyRefused, fastest_by_size
@@ -135,7 +135,7 @@ def _measured(
             order = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
             for memory, base in bases.items():
                 blocks = np.arange(base, base + num_pages * size, size, dtype=np.uint64)
-                group = Group(memory, blocks, order[:, None])
+                group = PageGroup(memory, blocks, order[:, None])
                 paths: tuple[PagePath, ...] = (engines, kernel)  # the first, where they tie
                 took = {path: _seconds(path, layout, group, stream) for path in paths}
                 times.setdefault(memory, {})[size] = took
@@ -144,7 +144,7 @@ def _measured(
     return times
 
 
-def _seconds(path: PagePath, layout: PageLayout, group: Group, stream: Any) -> float:
+def _seconds(path: PagePath, layout: PageLayout, group: PageGroup, stream: Any) -> float:
     """Per byte in the best round; the first one warms up."""
     spent = []
     for _ in range(_ROUNDS):

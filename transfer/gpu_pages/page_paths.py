@@ -37,7 +37,7 @@ REFUSALS: Final = (RuntimeError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PageGroup:
     """Blocks of a copy whose slots lie in one kind of memory: their addresses, and their pages
     [blocks, pages per block]."""
 
@@ -58,7 +58,7 @@ class PagePath(Protocol):
     def trouble(self) -> str: ...
 
     def enqueue(
-        self, layout: PageLayout, planes: range, group: Group, stream: Any, *, to_blocks: bool
+        self, layout: PageLayout, planes: range, group: PageGroup, stream: Any, *, to_blocks: bool
     ) -> None: ...
 
 
@@ -72,7 +72,7 @@ class ByCopyEngines:
         self._copies, self._pinned = copies, pinned
 
     def enqueue(
-        self, layout: PageLayout, planes: range, group: Group, stream: Any, *, to_blocks: bool
+        self, layout: PageLayout, planes: range, group: PageGroup, stream: Any, *, to_blocks: bool
     ) -> None:
         pieces = layout.pieces(group.blocks, group.pages, planes, to_blocks=to_blocks)
         to_device = None
@@ -106,7 +106,7 @@ class ByKernel:
         self._runners, self._grids = runners, grids
 
     def enqueue(
-        self, layout: PageLayout, planes: range, group: Group, stream: Any, *, to_blocks: bool
+        self, layout: PageLayout, planes: range, group: PageGroup, stream: Any, *, to_blocks: bool
     ) -> None:
         copier = PageCopier(layout.only(planes), self._runners[to_blocks])
         blocks = group.blocks + np.uint64(layout.span(planes).start)
@@ -125,7 +125,7 @@ class Fastest:
         self.trouble = ""
 
     def enqueue(
-        self, layout: PageLayout, planes: range, group: Group, stream: Any, *, to_blocks: bool
+        self, layout: PageLayout, planes: range, group: PageGroup, stream: Any, *, to_blocks: bool
     ) -> None:
         path: PagePath = self._engines
         if group.memory in self._steps and not self.trouble:

@@ -23,7 +23,7 @@ from hicache.tiers.block import StoredRows, slot_bytes_for
 from hicache.tiers.disk.disk_tier import DiskTier
 from hicache.tiers.disk.environment import give_memory_back
 from hicache.tiers.disk.format import derive_key
-from hicache.tiers.disk.restore_order import Forest
+from hicache.tiers.disk.restore_order import StoredForest
 from hicache.tiers.disk.scan import Scanned
 from hicache.tiers.errors import NoRoomForSize, TierBroken, TierDamaged, TierError, TierFull
 from hicache.transfer.media.medium import Link, Measured, Scrubbed, Spoilt, by_size, failed
@@ -177,11 +177,11 @@ class DiskMedium:
     def stored(self) -> Iterator[StoredRows]:
         """The hottest paths first. What nothing leads to any more is removed at the end: it was
         written while the block above it was given up, and the daemon died in between."""
-        forests: dict[tuple[bytes, int, int], Forest] = {}
+        forests: dict[tuple[bytes, int, int], StoredForest] = {}
         for rows in self._watched(self._tier.scan()):
             kind = rows.namespace, rows.block_bytes, rows.step
             if kind not in forests:
-                forests[kind] = Forest(*kind)
+                forests[kind] = StoredForest(*kind)
             forests[kind].add(rows)
         self._tier.drop_descriptions({namespace for namespace, _, _ in forests})
         total, first = sum(map(len, forests.values())), 0

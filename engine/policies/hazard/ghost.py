@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SYMBOL: Final = 8
 
 
-class Run:
+class GhostRun:
     """Blocks in a row with the same history.
 
     `context`: what the request was like that last ended here, None where none did. `weight`: how
@@ -39,10 +39,10 @@ class Run:
         "weight",
     )
 
-    def __init__(self, parent: Run | None, symbols: bytes, last_s: float) -> None:
+    def __init__(self, parent: GhostRun | None, symbols: bytes, last_s: float) -> None:
         self.parent = parent
         self.symbols = symbols
-        self.children: dict[bytes, Run] = {}
+        self.children: dict[bytes, GhostRun] = {}
         self.last_s = last_s
         self.kind = -1
         self.touches = 0
@@ -59,12 +59,12 @@ class Run:
         full = (child for child in self.children.values() if not child.is_partial)
         return next(full, None) is not None and next(full, None) is not None
 
-    def leads_elsewhere(self, below: Run | None) -> bool:
+    def leads_elsewhere(self, below: GhostRun | None) -> bool:
         """Whether requests have gone on from here otherwise than by `below`."""
         return any(child is not below and not child.is_partial for child in self.children.values())
 
 
-Mark = tuple[int, int, int, Run]
+Mark = tuple[int, int, int, GhostRun]
 """The block a run ends at, its kind, its uses, and itself."""
 
 
@@ -72,8 +72,8 @@ Mark = tuple[int, int, int, Run]
 class Walk:
     """A request's way through the ghost: the runs it found, then the ones it added."""
 
-    found: list[Run]
-    added: list[Run]
+    found: list[GhostRun]
+    added: list[GhostRun]
     found_blocks: int
 
 
@@ -81,12 +81,12 @@ class Ghost:
     """All namespaces' ghosts, `max_blocks` in all. `forgotten(run)` is told of each run that is
     given up."""
 
-    def __init__(self, max_blocks: int, forgotten: Callable[[Run], None]) -> None:
+    def __init__(self, max_blocks: int, forgotten: Callable[[GhostRun], None]) -> None:
         self.max_blocks = max_blocks
         self.num_blocks = 0
         self._forgotten = forgotten
-        self._roots: dict[int, Run] = {}
-        self._oldest: list[tuple[float, int, Run]] = []
+        self._roots: dict[int, GhostRun] = {}
+        self._oldest: list[tuple[float, int, GhostRun]] = []
         self._serial = 0
 
     def walk(self, namespace: int, symbols: bytes, num_full: int, now_s: float) -> Walk:
@@ -95,9 +95,9 @@ class Ghost:
         who sets what the runs remember."""
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Run(None, b"", now_s)
+            root = self._roots[namespace] = GhostRun(None, b"", now_s)
         node, position = root, 0
-        found: list[Run] = []
+        found: list[GhostRun] = []
         while True:
             child = node.children.get(symbols[position : position + SYMBOL])
             if child is None:
@@ -110,7 +110,7 @@ class Ghost:
         walk = Walk(found, [], position // SYMBOL)
         for end in (num_full * SYMBOL, len(symbols)):
             if end > position:
-                run = Run(node, symbols[position:end], now_s)
+                run = GhostRun(node, symbols[position:end], now_s)
                 node.children[run.symbols[:SYMBOL]] = run
                 walk.added.append(run)
                 self.num_blocks += len(run)
@@ -119,10 +119,10 @@ class Ghost:
             self._watch(node)
         return walk
 
-    def find(self, namespace: int, symbols: bytes) -> list[Run]:
+    def find(self, namespace: int, symbols: bytes) -> list[GhostRun]:
         """The runs along the symbols, as far as they are known as whole runs. Changes nothing."""
         node = self._roots.get(namespace)
-        found: list[Run] = []
+        found: list[GhostRun] = []
         position = 0
         while node is not None:
             node = node.children.get(symbols[position : position + SYMBOL])
@@ -149,11 +149,11 @@ class Ghost:
             if parent.parent is not None and not parent.children:
                 self._watch(parent)
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[GhostRun]:
         """All runs."""
         return list(self.each())
 
-    def each(self) -> Iterator[Run]:
+    def each(self) -> Iterator[GhostRun]:
         """All runs, one by one. Runs may come, go and be split meanwhile: those are told or not."""
         stack = list(self._roots.values())
         while stack:
@@ -162,11 +162,11 @@ class Ghost:
             if run.parent is not None:
                 yield run
 
-    def _split(self, run: Run, count: int) -> Run:
+    def _split(self, run: GhostRun, count: int) -> GhostRun:
         """Cut the first `count` blocks off into a run of their own, which is returned."""
         above = run.parent
         assert above is not None
-        upper = Run(above, run.symbols[: count * SYMBOL], run.last_s)
+        upper = GhostRun(above, run.symbols[: count * SYMBOL], run.last_s)
         upper.kind, upper.touches, upper.weight = run.kind, run.touches, run.weight
         above.children[upper.symbols[:SYMBOL]] = upper
         run.symbols = run.symbols[count * SYMBOL :]
@@ -174,7 +174,7 @@ class Ghost:
         upper.children[run.symbols[:SYMBOL]] = run
         return upper
 
-    def _watch(self, run: Run) -> None:
+    def _watch(self, run: GhostRun) -> None:
         self._serial += 1
         heapq.heappush(self._oldest, (run.last_s, self._serial, run))
 

@@ -33,7 +33,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache.engine.policies.hazard.ghost import SYMBOL, Ghost, Mark, Run
+from hicache.engine.policies.hazard.ghost import SYMBOL, Ghost, GhostRun, Mark
 from hicache.engine.policies.hazard.model import (
     NUM_BINS,
     Before,
@@ -158,7 +158,7 @@ class History:
 
     def used(
         self, namespace: int, symbols: bytes, now_s: float, is_partial: bool = False
-    ) -> list[Run]:
+    ) -> list[GhostRun]:
         """A request came. `symbols`: 8 bytes for each block of its prompt; `is_partial`: the last
         of them is not full. Returns its path in the ghost, top first."""
         self.now_s = now_s
@@ -188,7 +188,7 @@ class History:
         stop: int,
         due_s: float = 0.0,
         answer_tokens: int = 0,
-    ) -> list[Run]:
+    ) -> list[GhostRun]:
         """The answer to a request has ended, for this reason, after so many tokens (0: as said
         before, if it was), and is expected to go on in `due_s` seconds (0: not known). Returns its
         path."""
@@ -201,7 +201,7 @@ class History:
             self._classify(path, context)
         return path
 
-    def marks(self, path: Sequence[Run]) -> Iterator[Mark]:
+    def marks(self, path: Sequence[GhostRun]) -> Iterator[Mark]:
         """Per run of a path: the block it ends at, its kind, and its uses, counted coarsely so that
         neighbours used about as often can be one node."""
         end = 0
@@ -258,16 +258,18 @@ class History:
         if model is not None:
             self.model = model
 
-    def _forgotten(self, run: Run) -> None:
+    def _forgotten(self, run: GhostRun) -> None:
         cell = run.kind, bin_of(self.now_s - run.last_s)
         self._censored[cell] += run.weight
         self._blocks_forgotten[cell] += len(run)
 
-    def _context(self, path: Sequence[Run], num_blocks: int, num_new: int, now_s: float) -> Context:
+    def _context(
+        self, path: Sequence[GhostRun], num_blocks: int, num_new: int, now_s: float
+    ) -> Context:
         """The request as it came: it goes on from the longest earlier one that it extends. Not from
         one that others have extended already: that is no turn before, but what they all begin with
         (a system prompt that somebody once sent alone), or an answer that was asked for again."""
-        below: Run | None = None
+        below: GhostRun | None = None
         for run in reversed(path):
             before = run.context
             if before is not None and not run.leads_elsewhere(below):
@@ -279,11 +281,11 @@ class History:
             below = run
         return Context(1, num_blocks, 0.0, num_new)
 
-    def _classify(self, path: Sequence[Run], context: Context) -> None:
+    def _classify(self, path: Sequence[GhostRun], context: Context) -> None:
         """Give the runs of a path their class. Those of one role weigh as much as one run: a long
         conversation is one witness, however many turns it was stored in."""
-        inner: list[Run] = []
-        trunk: list[Run] = []
+        inner: list[GhostRun] = []
+        trunk: list[GhostRun] = []
         for run in path:
             role = _TAIL
             if run.is_partial:

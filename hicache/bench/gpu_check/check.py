@@ -38,7 +38,7 @@ class Skipped(Exception):
 
 
 @dataclass(slots=True)
-class Step:
+class CheckStep:
     """What a step may say on its way out."""
 
     value: str = ""
@@ -72,9 +72,9 @@ class Check:
         self._add(Row(self.name, what, "told", str(value), 0.0, figures))
 
     @contextmanager
-    def step(self, what: str) -> Iterator[Step]:
+    def step(self, what: str) -> Iterator[CheckStep]:
         """A row whatever happens in it; the rest of the check goes on."""
-        step, started_s = Step(), time.perf_counter()
+        step, started_s = CheckStep(), time.perf_counter()
         print(f"{self.name}: {what}", flush=True)
         try:
             yield step

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.gpu_check.check import Check, Skipped, Step
+from hicache.bench.gpu_check.check import Check, CheckStep, Skipped
 from hicache.bench.gpu_check.cpu_kernels import NoCompiler
 from hicache.bench.gpu_check.stand_in_host import stand_in_host
 from hicache.bench.gpu_check.through_daemon import BLOCK_TOKENS, GpuUse, daemon, wait_for
@@ -141,7 +141,7 @@ def _run(check: Check, driver: str, kernels: str) -> None:
         engine.client.close()
 
 
-def _handover(check: Check, driver: str, step: Step) -> None:
+def _handover(check: Check, driver: str, step: CheckStep) -> None:
     """A prompt of 8K tokens of an 8B model, all of it in the worker's GPU memory; the GPU does
     nothing else. What the worker measures is judged: from the request taken up to all bytes there.
     What the client waits is that, and the messages."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache.bench.gpu_check.check import Check, Step
+from hicache.bench.gpu_check.check import Check, CheckStep
 from hicache.bench.gpu_check.through_daemon import daemon
 from hicache.client import Client
 from hicache.demo.demo_daemon import PrivateDaemon
@@ -54,7 +54,9 @@ def _model(check: Check, dtype: Any) -> Any:
     return model.to(device="cpu" if check.is_dry else "cuda", dtype=dtype).eval()
 
 
-def _compare(check: Check, house: PrivateDaemon, model: Any, step: Step, is_judged: bool) -> None:
+def _compare(
+    check: Check, house: PrivateDaemon, model: Any, step: CheckStep, is_judged: bool
+) -> None:
     """Conversations of growing prompts: turn by turn, then all of them again, which by then lie on
     every tier. A wrong token is counted, and the first place of it told."""
     from hicache.connectors.transformers import CachedModel

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from hicache.bench.gpu_check.check import Check, Step
+from hicache.bench.gpu_check.check import Check, CheckStep
 from hicache.bench.gpu_check.copies import Sides, paths, sides
 from hicache.engine.plan import Move
 from hicache.tiers.block import PAGE_BYTES
@@ -70,7 +70,7 @@ class Neighbour:
         self._process.wait()
 
 
-class Traffic:
+class CopyTraffic:
     """Both links at work, a thread each, as in the worker, for as long as it is open."""
 
     def __init__(self, both: Sides) -> None:
@@ -119,7 +119,7 @@ def run(check: Check) -> None:
         step.value = "ran to its end"
 
 
-def _compare(check: Check, neighbour: Neighbour, copies: CopyPath, step: Step) -> None:
+def _compare(check: Check, neighbour: Neighbour, copies: CopyPath, step: CheckStep) -> None:
     seconds, size = (0.2, 32 << 20) if check.is_dry else (1.5, 512 << 20)
     quiet: list[tuple[float, float]] = []
     busy: list[tuple[float, float]] = []
@@ -127,7 +127,7 @@ def _compare(check: Check, neighbour: Neighbour, copies: CopyPath, step: Step) -
     with sides(check, size, copies, CHUNK_BYTES) as both:
         for _ in range(TURNS):
             quiet.append(neighbour.milliseconds(seconds))
-            with Traffic(both) as traffic:
+            with CopyTraffic(both) as traffic:
                 busy.append(neighbour.milliseconds(seconds))
             assert not traffic.errors, traffic.errors[0]
             rates.append(traffic.num_bytes / seconds / 1e9)

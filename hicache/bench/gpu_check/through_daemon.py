@@ -76,7 +76,7 @@ def run(check: Check) -> None:
         with daemon(check, hbm=size, dram=size // 2, disk=4 * size) as house:
             notes = [f"{t['name']}: {t.get('note') or t['medium']}" for t in house.stats()["tiers"]]
             check.tell("ready after", f"{time.monotonic() - started_s:.1f} s; {'; '.join(notes)}")
-            traffic = Traffic(house, block_bytes)
+            traffic = DaemonTraffic(house, block_bytes)
             with check.step("stored, promoted, read back") as part:
                 part.value = _promoted(house, traffic)
             with check.step("squeezed through all tiers and back") as part:
@@ -92,7 +92,7 @@ def run(check: Check) -> None:
         step.value = "ran to its end"
 
 
-class Traffic:
+class DaemonTraffic:
     """Prompts by number; what is stored under them follows from the number. `by_tier`: the blocks
     found by `read`, by where their fastest copy was."""
 
@@ -144,7 +144,7 @@ class Traffic:
         return rows
 
 
-def _promoted(house: PrivateDaemon, traffic: Traffic) -> str:
+def _promoted(house: PrivateDaemon, traffic: DaemonTraffic) -> str:
     for number in range(4):
         assert traffic.store() == BLOCKS
         assert traffic.read(number) == BLOCKS
@@ -153,7 +153,7 @@ def _promoted(house: PrivateDaemon, traffic: Traffic) -> str:
     return f"used MiB: {_mib(_used(house))}"
 
 
-def _squeezed(house: PrivateDaemon, traffic: Traffic, both_mib: int) -> str:
+def _squeezed(house: PrivateDaemon, traffic: DaemonTraffic, both_mib: int) -> str:
     """Store half again as much as both memory tiers hold, reading as it goes, then all of it."""
     want = both_mib * 3 // 2 * (1 << 20) // (BLOCKS * traffic.block_bytes)
     held = 0
@@ -172,7 +172,7 @@ def _squeezed(house: PrivateDaemon, traffic: Traffic, both_mib: int) -> str:
     )
 
 
-def _killed(house: PrivateDaemon, traffic: Traffic) -> str:
+def _killed(house: PrivateDaemon, traffic: DaemonTraffic) -> str:
     """Its blocks are misses, never wrong; the next worker serves."""
     pids = []
     for _ in range(2):

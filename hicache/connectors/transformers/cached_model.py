@@ -103,7 +103,7 @@ class Generation:
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedPrefix:
     """A whole prefix that arrived: `blocks` of it, with `words` [layer, kv, head, token, dim]."""
 
     match: Match | None = None
@@ -218,7 +218,7 @@ class CachedModel:
         ids = torch.tensor([tokens], device=self.model.device)
         return int(self._forward(ids, cache)[0, -1].argmax())
 
-    def _cache_of(self, loaded: Loaded) -> DynamicCache:
+    def _cache_of(self, loaded: LoadedPrefix) -> DynamicCache:
         """A cache object that begins with the loaded prefix.
 
         On a CPU its tensors are the staging buffer itself: the first step of the model
@@ -240,9 +240,9 @@ class CachedModel:
 
     # --- the daemon: whatever fails here is a miss ------------------------------------------------
 
-    def _load(self, prompt: list[int], conversation: str) -> Loaded:
+    def _load(self, prompt: list[int], conversation: str) -> LoadedPrefix:
         """The blocks that the daemon advises to reload, as far as they arrive whole."""
-        loaded = Loaded()
+        loaded = LoadedPrefix()
         if self.client is None:
             return loaded
         started_s = time.perf_counter()
@@ -280,7 +280,7 @@ class CachedModel:
             place[...] = view.view(self._word).reshape(shape)
         return taken
 
-    def _store(self, tokens: list[int], cache: DynamicCache, loaded: Loaded) -> PutResult:
+    def _store(self, tokens: list[int], cache: DynamicCache, loaded: LoadedPrefix) -> PutResult:
         """Hand over the whole blocks whose KV exists now and which were not loaded."""
         bt = self.spec.block_tokens
         first, last = loaded.blocks, cache.get_seq_length() // bt
@@ -318,7 +318,7 @@ class CachedModel:
             self._staging = np.empty(self.shape.block(tokens), self._word)
             self._staging.fill(0)
 
-    def _release(self, loaded: Loaded) -> None:
+    def _release(self, loaded: LoadedPrefix) -> None:
         if self.client is None or loaded.match is None or not loaded.match.lease:
             return
         with self._harmless("release"):

@@ -45,8 +45,8 @@ from hicache.connectors.vllm.namespace import (
 from hicache.connectors.vllm.options import Options, check_failure_policy
 from hicache.connectors.vllm.published_hashes import Announcements
 from hicache.connectors.vllm.scheduler_side import Counters, SchedulerSide
-from hicache.connectors.vllm.step_messages import Orders, Report
-from hicache.connectors.vllm.vllm_pages import Unsupported, pages_of, share
+from hicache.connectors.vllm.step_messages import Orders, WorkerReport
+from hicache.connectors.vllm.vllm_pages import UnsupportedLayout, pages_of, share
 from hicache.connectors.vllm.worker_side import WorkerSide
 from hicache.protocol.keys import NamespaceSpec
 
@@ -90,7 +90,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         try:
             refuse_by_config(vllm_config)
             refuse_by_cache(kv_cache_config.kv_cache_groups)
-        except Unsupported as why:
+        except UnsupportedLayout as why:
             self._refuse(str(why))
             return
         if role == KVConnectorRole.SCHEDULER:
@@ -215,7 +215,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
-        if self._side is not None and isinstance(report, Report):
+        if self._side is not None and isinstance(report, WorkerReport):
             with TROUBLE.harmless("a report"):
                 self._side.reported(report)
 
@@ -278,7 +278,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
             caches = list({kv_caches[name].data_ptr(): kv_caches[name] for name in names}.values())
             pages = pages_of(caches, self._kv_cache_config.num_blocks)
             self._spec = namespace_spec(self._facts(names[0]), caches)
-        except (Unsupported, KeyError) as why:
+        except (UnsupportedLayout, KeyError) as why:
             self._refuse(str(why))
             return
         before = self._worker
@@ -372,7 +372,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         bad, self._bad_pages = self._bad_pages, set()
         return bad
 
-    def build_connector_worker_meta(self) -> Report | None:
+    def build_connector_worker_meta(self) -> WorkerReport | None:
         return self._worker.report() if self._worker is not None else None
 
     def _orders(self) -> Orders:

@@ -21,7 +21,7 @@ from typing import Final, Protocol
 
 from hicache.client.results import Greeting, Match
 from hicache.connectors.vllm.background import Background
-from hicache.connectors.vllm.step_messages import Identity, Lease
+from hicache.connectors.vllm.step_messages import GrantedLease, NamespaceIdentity
 from hicache.connectors.vllm.weights import digest_adapter
 from hicache.protocol.keys import NamespaceSpec
 
@@ -66,7 +66,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LookupAnswer:
     """`blocks` blocks behind the skipped ones are worth loading and are leased, for every rank and
     for `lease_s` from the question on.
 
@@ -74,7 +74,7 @@ class Answer:
     """
 
     blocks: int
-    leases: tuple[Lease, ...] = ()
+    leases: tuple[GrantedLease, ...] = ()
     lease_s: float = 0.0
     runs: tuple[tuple[str, int], ...] = ()
     is_answered: bool = True
@@ -86,19 +86,19 @@ class Question:
     `is_seen`: the scheduler has looked at it."""
 
     request: str
-    identity: Identity
+    identity: NamespaceIdentity
     tokens: bytes
     skip_blocks: int
     asked_s: float
     conversation: str = ""
-    answer: Answer | None = None
+    answer: LookupAnswer | None = None
     is_seen: bool = False
     is_unwanted: bool = False
     is_told: bool = False
     matches: list[tuple[MatchClient, Match]] = field(default_factory=list)
 
 
-def spec_of(spec: NamespaceSpec, identity: Identity) -> NamespaceSpec:
+def spec_of(spec: NamespaceSpec, identity: NamespaceIdentity) -> NamespaceSpec:
     """A rank's namespace for requests of this identity."""
     return replace(
         spec,
@@ -117,7 +117,7 @@ class Asking:
         self.background = background
         self._specs = specs
         self._connect = connect
-        self._clients: OrderedDict[Identity, list[MatchClient]] = OrderedDict()
+        self._clients: OrderedDict[NamespaceIdentity, list[MatchClient]] = OrderedDict()
         self._adapters: dict[tuple[int, str], str | None] = {}
         self._open: set[Question] = set()
         self._news = threading.Condition()
@@ -131,7 +131,7 @@ class Asking:
         """Nobody takes up this answer."""
         self.background.submit(partial(self._release, question))
 
-    def ended(self, identity: Identity, ending: Ending) -> None:
+    def ended(self, identity: NamespaceIdentity, ending: Ending) -> None:
         """Advice to the daemon, if it can be asked."""
         self.background.submit(partial(self._hint, identity, ending))
 
@@ -154,7 +154,7 @@ class Asking:
         self.background.close(self._close, patience_s)
 
     async def _ask(self, question: Question) -> None:
-        answer = Answer(0, is_answered=False)
+        answer = LookupAnswer(0, is_answered=False)
         try:
             clients = self._clients_of(question.identity)
             matches = await asyncio.gather(*(self._match(client, question) for client in clients))
@@ -176,23 +176,23 @@ class Asking:
             conversation=question.conversation[-200:],
         )
 
-    def _least(self, question: Question) -> Answer:
+    def _least(self, question: Question) -> LookupAnswer:
         """What all ranks can load. A session that was opened anew meanwhile holds no lease."""
         trouble = self.background.trouble
         blocks = min(match.decision.reload_blocks for _, match in question.matches)
-        leases: list[Lease] = []
+        leases: list[GrantedLease] = []
         lease_s = float("inf")
         for client, match in question.matches:
             if not match.is_answered:
                 trouble.note(client.last_error or match.decision.sentence, is_away=True)
-                return Answer(0, is_answered=False)
+                return LookupAnswer(0, is_answered=False)
             greeting = client.greeting
             if greeting is None or greeting.session != match.session:
-                return Answer(0, is_answered=False)
-            leases.append(Lease(match.lease, greeting.group, greeting.epoch))
+                return LookupAnswer(0, is_answered=False)
+            leases.append(GrantedLease(match.lease, greeting.group, greeting.epoch))
             lease_s = min(lease_s, greeting.lease_ttl_s)
         trouble.over()
-        return Answer(blocks, tuple(leases), lease_s, question.matches[0][1].runs)
+        return LookupAnswer(blocks, tuple(leases), lease_s, question.matches[0][1].runs)
 
     async def _release(self, question: Question) -> None:
         question.is_unwanted = True
@@ -203,7 +203,7 @@ class Asking:
             if match.lease:
                 await client.release(match)
 
-    async def _hint(self, identity: Identity, ending: Ending) -> None:
+    async def _hint(self, identity: NamespaceIdentity, ending: Ending) -> None:
         for client in self._clients_of(identity):
             if client.greeting is not None:
                 await client.hint(
@@ -220,7 +220,7 @@ class Asking:
         finally:
             self._adapters[key] = digest
 
-    def _clients_of(self, identity: Identity) -> list[MatchClient]:
+    def _clients_of(self, identity: NamespaceIdentity) -> list[MatchClient]:
         clients = self._clients.get(identity)
         if clients is None:
             clients = [self._connect(spec_of(spec, identity)) for spec in self._specs]

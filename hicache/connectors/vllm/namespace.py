@@ -23,7 +23,7 @@ from hicache.connectors.common.model_config import (
     rope_types,
 )
 from hicache.connectors.common.prefill_arithmetic import prefill_flop
-from hicache.connectors.vllm.vllm_pages import Unsupported
+from hicache.connectors.vllm.vllm_pages import UnsupportedLayout
 from hicache.connectors.vllm.weights import digest_files
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 
@@ -53,27 +53,31 @@ class EngineFacts:
 
 
 def refuse_by_config(vllm: Any) -> None:
-    """Raises Unsupported for what the configuration alone (vLLM's VllmConfig) rules out."""
+    """Raises UnsupportedLayout for what the configuration alone (vLLM's VllmConfig) rules out."""
     parallel = vllm.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        raise Unsupported("pipeline parallelism is not held yet, only tensor parallelism is")
+        raise UnsupportedLayout("pipeline parallelism is not held yet, only tensor parallelism is")
     contexts = ("prefill_context_parallel_size", "decode_context_parallel_size")
     if any(getattr(parallel, name, 1) > 1 for name in contexts):
-        raise Unsupported("context parallelism is not held: a block would lie in several ranks")
+        raise UnsupportedLayout(
+            "context parallelism is not held: a block would lie in several ranks"
+        )
     if getattr(vllm.cache_config, "calculate_kv_scales", False):
-        raise Unsupported("KV scales that are calculated at run time differ from start to start")
+        raise UnsupportedLayout(
+            "KV scales that are calculated at run time differ from start to start"
+        )
     speculative = vllm.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
-        raise Unsupported(
+        raise UnsupportedLayout(
             f"speculative decoding by {speculative.method} keeps KV of a second model in the same "
             "blocks, which is not held; ngram is"
         )
 
 
 def refuse_by_cache(groups: Sequence[Any]) -> None:
-    """Raises Unsupported for layer groups (vLLM's KVCacheGroupSpec) that cannot be held."""
+    """Raises UnsupportedLayout for layer groups (vLLM's KVCacheGroupSpec) that cannot be held."""
     if len(groups) != 1:
-        raise Unsupported(
+        raise UnsupportedLayout(
             f"the model has {len(groups)} groups of layers with caches of different kinds (hybrid "
             "or sliding-window attention), and one is held"
         )
@@ -82,19 +86,19 @@ def refuse_by_cache(groups: Sequence[Any]) -> None:
     # window is then a matter of the attention alone, and every byte of a block is defined.
     name = type(groups[0].kv_cache_spec).__name__
     if name in ("SlidingWindowSpec", "ChunkedLocalAttentionSpec"):
-        raise Unsupported(
+        raise UnsupportedLayout(
             "the model has sliding-window or chunked attention only, and vLLM gives up what its "
             "layers do not look at any more"
         )
     if name != "FullAttentionSpec":
-        raise Unsupported(f"a cache of the kind {name} is not held: only full attention is")
+        raise UnsupportedLayout(f"a cache of the kind {name} is not held: only full attention is")
 
 
 def namespace_spec(facts: EngineFacts, caches: Sequence[torch.Tensor]) -> NamespaceSpec:
-    """The namespace of one rank. `caches`: its layers' tensors. Raises Unsupported."""
+    """The namespace of one rank. `caches`: its layers' tensors. Raises UnsupportedLayout."""
     first = caches[0]
     if any(cache.shape != first.shape or cache.dtype != first.dtype for cache in caches):
-        raise Unsupported("the layers differ in the shape or number type of their caches")
+        raise UnsupportedLayout("the layers differ in the shape or number type of their caches")
     shape, strides = list(first.shape[1:]), list(first.stride()[1:])
     layout = f"vllm-{facts.vllm_version}:{first.device.type}:{'+'.join(facts.attention)}:"
     layout += f"[layer,page{shape}/{strides}]"
@@ -136,11 +140,11 @@ def _weights_of(facts: EngineFacts) -> str:
         "give kv_connector_extra_config a weights_digest, a text that is another for other weights"
     )
     if facts.load_format == "dummy":
-        raise Unsupported(f"dummy weights have no files to be told by; {tell}")
+        raise UnsupportedLayout(f"dummy weights have no files to be told by; {tell}")
     try:
         return digest_files(_folder_of(facts.model, facts.revision))
     except (OSError, ValueError) as error:
-        raise Unsupported(f"the model's weights cannot be told: {error}; {tell}") from error
+        raise UnsupportedLayout(f"the model's weights cannot be told: {error}; {tell}") from error
 
 
 def _folder_of(model: str, revision: str | None) -> Path:

@@ -19,7 +19,7 @@ from hicache.client.results import FetchedRun, Greeting, Match, PutResult
 from hicache.connectors.common.page_sharing import Sharing
 from hicache.connectors.vllm.background import Background
 from hicache.connectors.vllm.lookup import MAX_IDENTITIES, keep_alive, spec_of
-from hicache.connectors.vllm.step_messages import Identity, Lease
+from hicache.connectors.vllm.step_messages import GrantedLease, NamespaceIdentity
 from hicache.connectors.vllm.vllm_pages import Bytes
 from hicache.protocol.keys import NamespaceSpec
 
@@ -91,10 +91,10 @@ class Clients:
     ) -> None:
         self._spec, self._connect = spec, connect
         self._background, self._pages = background, pages
-        self._loaders: OrderedDict[Identity, Line] = OrderedDict()
-        self._storers: OrderedDict[Identity, Line] = OrderedDict()
+        self._loaders: OrderedDict[NamespaceIdentity, Line] = OrderedDict()
+        self._storers: OrderedDict[NamespaceIdentity, Line] = OrderedDict()
 
-    def loader(self, identity: Identity, lease: Lease) -> Line:
+    def loader(self, identity: NamespaceIdentity, lease: GrantedLease) -> Line:
         known = self._loaders.get(identity)
         if known is None or known.group != lease.group:
             if known is not None:
@@ -106,7 +106,7 @@ class Clients:
         self._loaders.move_to_end(identity)
         return known
 
-    def storer(self, identity: Identity) -> Line:
+    def storer(self, identity: NamespaceIdentity) -> Line:
         line = self._storers.get(identity)
         if line is None:
             line = self._storers[identity] = self._connected(identity, b"")
@@ -129,7 +129,7 @@ class Clients:
         with self._background.trouble.harmless("closing"):
             await line.close()
 
-    def _connected(self, identity: Identity, group: bytes) -> Line:
+    def _connected(self, identity: NamespaceIdentity, group: bytes) -> Line:
         if not self._loaders and not self._storers:
             self._background.submit(partial(keep_alive, self._all))
         client = self._connect(spec_of(self._spec, identity), group)

@@ -29,8 +29,15 @@ from typing import Any, Final, Protocol
 from hicache.connectors.vllm.background import Trouble
 from hicache.connectors.vllm.lookup import Asking, Ending, Question, salted
 from hicache.connectors.vllm.published_hashes import Announcements
-from hicache.connectors.vllm.step_messages import Identity, Load, Orders, Report, Step, Store
-from hicache.connectors.vllm.tracked_request import Request, Tracked, is_told_by_tokens
+from hicache.connectors.vllm.step_messages import (
+    Load,
+    NamespaceIdentity,
+    Orders,
+    StepOrders,
+    Store,
+    WorkerReport,
+)
+from hicache.connectors.vllm.tracked_request import Tracked, VllmRequest, is_told_by_tokens
 
 IDLE_WAIT_S: Final = 0.001
 MAX_ASKED_EARLY: Final = 4
@@ -61,7 +68,7 @@ class Pool(Protocol):
 class Settling(Protocol):
     """What is asked of `WorkerSide` here."""
 
-    def settle(self, orders: Orders, patience_s: float) -> Report | None: ...
+    def settle(self, orders: Orders, patience_s: float) -> WorkerReport | None: ...
 
 
 PagesOf = Callable[[str], Sequence[int]]
@@ -136,13 +143,13 @@ class SchedulerSide:
 
     # --- the life of a request ------------------------------------------------------------------
 
-    def arrived(self, request: Request) -> None:
+    def arrived(self, request: VllmRequest) -> None:
         """vLLM has a new request. Asked for at once, so that the answer is there in time."""
         tracked = self._tracked(request)
         if self._can_load(tracked, 0) and len(self._asked) < MAX_ASKED_EARLY:
             self._ask(tracked, 0)
 
-    def matched(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
+    def matched(self, request: VllmRequest, num_computed: int) -> tuple[int | None, bool]:
         """How many tokens behind the computed ones to load, and that it happens by itself.
 
         None: not known yet. Whole blocks, and at least one token is left to compute.
@@ -178,7 +185,7 @@ class SchedulerSide:
             return 0, False
         return blocks * self._block_tokens, True
 
-    def allocated(self, request: Request, pages: Sequence[int], num_external: int) -> None:
+    def allocated(self, request: VllmRequest, pages: Sequence[int], num_external: int) -> None:
         """vLLM has pages for these tokens, or (0) loads nothing. Called again after a load."""
         tracked = self._tracked(request)
         if num_external == 0:
@@ -189,7 +196,7 @@ class SchedulerSide:
         skip = question.skip_blocks if question else 0
         count = num_external // self._block_tokens
         leases = question.answer.leases if question and question.answer else ()
-        identity = question.identity if question else Identity()
+        identity = question.identity if question else NamespaceIdentity()
         wanted = tuple(pages[skip : skip + count])
         self._loads.append(Load(request.request_id, identity, leases, wanted))
         if question and question.answer:
@@ -200,13 +207,13 @@ class SchedulerSide:
         self.counters.loads += 1
         self.counters.load_tokens += num_external
 
-    def sources(self, request: Request, num_external: int) -> dict[str, int]:
+    def sources(self, request: VllmRequest, num_external: int) -> dict[str, int]:
         """The tokens of the load just allocated by the tier they lay in when it was decided."""
         sources = self._tracked(request).sources
         return sources if sum(sources.values()) == num_external else {}
 
     def finished(
-        self, request: Request, pages: Sequence[int], *, reason: str, is_good: bool
+        self, request: VllmRequest, pages: Sequence[int], *, reason: str, is_good: bool
     ) -> None:
         """The request ends, for this reason. Its pages are still its own; what is in them counts
         only if it `is_good`."""
@@ -254,7 +261,7 @@ class SchedulerSide:
             if full > tracked.stored:
                 self._store(tracked, full, pages_of(name))
 
-    def reported(self, report: Report) -> None:
+    def reported(self, report: WorkerReport) -> None:
         """What the ranks say of stores: the blocks of ended ones go back to vLLM. Pages in doubt
         are held from here on: vLLM reads a report before it takes back what its step ended."""
         if self.pool is not None:
@@ -317,7 +324,7 @@ class SchedulerSide:
 
     # --- asking ---------------------------------------------------------------------------------
 
-    def _tracked(self, request: Request) -> Tracked:
+    def _tracked(self, request: VllmRequest) -> Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             tracked = Tracked(request, is_told_by_tokens(request))
@@ -367,7 +374,7 @@ class SchedulerSide:
         self.asking.ask(tracked.question)
         return True
 
-    def _identity(self, tracked: Tracked) -> Identity | None:
+    def _identity(self, tracked: Tracked) -> NamespaceIdentity | None:
         """None while an adapter's files are being read."""
         lora, digest = tracked.request.lora_request, ""
         if lora is not None:
@@ -377,7 +384,7 @@ class SchedulerSide:
                 tracked.is_cached = known is None
                 return None
             digest = known
-        return Identity(digest, salted(tracked.request.cache_salt), self._version)
+        return NamespaceIdentity(digest, salted(tracked.request.cache_salt), self._version)
 
     def _later(self, tracked: Tracked) -> tuple[int | None, bool]:
         now_s = self._clock()
@@ -436,7 +443,7 @@ class SchedulerSide:
             start += length
         return dict(found)
 
-    def _step(self, scheduled: Mapping[str, int]) -> Step | None:
+    def _step(self, scheduled: Mapping[str, int]) -> StepOrders | None:
         """The prefill of a step; None if it has none."""
         num_requests, decoded, sum_n, sum_nc = 0, 0, 0.0, 0.0
         for name, num_new in scheduled.items():
@@ -452,5 +459,5 @@ class SchedulerSide:
             sum_nc += num_new * context + num_new * num_new / 2
         if not num_requests:
             return None
-        whose = Identity(weights_version=self._version)
-        return Step(whose, num_requests, sum_n, sum_nc, decoded)
+        whose = NamespaceIdentity(weights_version=self._version)
+        return StepOrders(whose, num_requests, sum_n, sum_nc, decoded)

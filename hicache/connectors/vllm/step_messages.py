@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class NamespaceIdentity:
     """What a request adds to the namespace of the model: other values, other KV."""
 
     lora_digest: str = ""
@@ -18,7 +18,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class GrantedLease:
     """One rank's lease, made by the scheduler's session of `group` in the daemon's `epoch`."""
 
     number: int
@@ -31,8 +31,8 @@ class Load:
     """Fetch the first `len(pages)` blocks of a lease, one lease per rank, into these pages."""
 
     request: str
-    identity: Identity
-    leases: tuple[Lease, ...]
+    identity: NamespaceIdentity
+    leases: tuple[GrantedLease, ...]
     pages: tuple[int, ...]
 
 
@@ -44,17 +44,17 @@ class Store:
     """
 
     number: int
-    identity: Identity
+    identity: NamespaceIdentity
     tokens: bytes
     first: int
     pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepOrders:
     """The prefill in a step, as `Client.observe` wants it: Σn, Σ(n·c + n²/2), tokens decoded."""
 
-    identity: Identity
+    identity: NamespaceIdentity
     num_requests: int
     sum_n: float
     sum_nc: float
@@ -67,12 +67,12 @@ class Orders:
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
-    step: Step | None = None
+    step: StepOrders | None = None
     is_idle: bool = False
 
 
 @dataclass(slots=True)
-class Report:
+class WorkerReport:
     """Stores that have ended, by number, with how many ranks say so; those of them that some rank
     could not hand over whole; and how many of their last blocks the daemon did not have before.
 
@@ -88,7 +88,7 @@ class Report:
     def __bool__(self) -> bool:
         return bool(self.ended or self.doubted or self.rested)
 
-    def aggregate(self, other: Report) -> Report:
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
         """vLLM's name for adding another rank's report."""
         for number, ranks in other.ended.items():
             self.ended[number] = self.ended.get(number, 0) + ranks

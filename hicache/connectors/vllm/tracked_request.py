@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from hicache.connectors.vllm.lookup import Question
 
 
-class Request(Protocol):
+class VllmRequest(Protocol):
     """vLLM's request, as far as it concerns us."""
 
     request_id: str
@@ -35,7 +35,7 @@ class Request(Protocol):
     def all_token_ids(self) -> Sequence[int]: ...
 
 
-def is_told_by_tokens(request: Request) -> bool:
+def is_told_by_tokens(request: VllmRequest) -> bool:
     """Whether equal tokens mean equal KV. Placeholders of images are the same tokens whatever the
     image, embedded prompts have no tokens, a session that is resumed takes tokens back, and an
     adapter that is replaced in place cannot be told from its predecessor."""
@@ -57,7 +57,7 @@ class Tracked:
     `sources`: the tokens of the last load by tier.
     """
 
-    request: Request
+    request: VllmRequest
     is_cached: bool
     stored: int = 0
     tries: int = 0

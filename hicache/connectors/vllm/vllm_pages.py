@@ -31,15 +31,15 @@ log = logging.getLogger("hicache.vllm")
 Bytes = npt.NDArray[np.uint8]
 
 
-class Unsupported(ValueError):
+class UnsupportedLayout(ValueError):
     """This engine's cache cannot be held; the text says why."""
 
 
 def page_rows(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """A layer's cache as uint8 [num_blocks, page_bytes], in place. Raises Unsupported where a page
-    is not one piece of memory, each block's at the same distance from the last one's."""
+    """A layer's cache as uint8 [num_blocks, page_bytes], in place. Raises UnsupportedLayout where
+    a page is not one piece of memory, each block's at the same distance from the last one's."""
     if tensor.dim() < 2 or tensor.shape[0] != num_blocks:
-        raise Unsupported(
+        raise UnsupportedLayout(
             f"a layer's cache of the shape {list(tensor.shape)} does not begin with its "
             f"{num_blocks} blocks"
         )
@@ -48,7 +48,7 @@ def page_rows(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
     expected = 1
     for stride, size in inner:
         if stride != expected:
-            raise Unsupported(f"a page with the strides {list(page.stride())} has gaps")
+            raise UnsupportedLayout(f"a page with the strides {list(page.stride())} has gaps")
         expected *= size
     item = tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -214,11 +214,11 @@ def share(pages: Pages, *, may_sleep: bool) -> SharedPages | None:
 
 
 def pages_of(caches: Sequence[torch.Tensor], num_blocks: int) -> Pages:
-    """For the layers' caches in their order. Raises Unsupported."""
+    """For the layers' caches in their order. Raises UnsupportedLayout."""
     rows = [page_rows(tensor, num_blocks) for tensor in caches]
     kinds = {tensor.device.type for tensor in caches}
     if kinds == {"cpu"}:
         return HostPages(rows)
     if kinds == {"cuda"}:
         return DevicePages(rows)
-    raise Unsupported(f"a cache on {' and '.join(sorted(kinds))} is not held")
+    raise UnsupportedLayout(f"a cache on {' and '.join(sorted(kinds))} is not held")

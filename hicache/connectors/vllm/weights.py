@@ -24,7 +24,7 @@ _STRETCH_BYTES: Final = 1 << 20
 _MAX_HEADER_BYTES: Final = 1 << 28
 
 
-class _Region:
+class _FileRegion:
     """Part of a file as `sample_bytes` reads an array: only the slices asked for are read."""
 
     def __init__(self, file: int, start: int, num_bytes: int) -> None:
@@ -82,7 +82,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
             if name == "__metadata__":
                 continue
             first, last = fields["data_offsets"]
-            region = _Region(handle.fileno(), 8 + header_bytes + first, last - first)
+            region = _FileRegion(handle.fileno(), 8 + header_bytes + first, last - first)
             sample = sample_bytes(cast(Any, region)) if last > first else b""
             yield name, fields["dtype"], tuple(fields["shape"]), sample
 
@@ -92,5 +92,5 @@ def _stretches(file: Path) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
     size = file.stat().st_size
     with file.open("rb") as handle:
         for start in range(0, size, _STRETCH_BYTES):
-            region = _Region(handle.fileno(), start, min(_STRETCH_BYTES, size - start))
+            region = _FileRegion(handle.fileno(), start, min(_STRETCH_BYTES, size - start))
             yield f"{start}", "bytes", (size,), sample_bytes(cast(Any, region))

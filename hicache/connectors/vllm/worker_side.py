@@ -34,7 +34,7 @@ from hicache.client.gpu_pages import PageShare, PageTable, SharedPages, reach
 from hicache.client.results import FetchedRun, Match, PutResult
 from hicache.connectors.vllm.background import Background, log
 from hicache.connectors.vllm.rank_clients import BlockClient, Clients, Connect, Line
-from hicache.connectors.vllm.step_messages import Load, Orders, Report, Step, Store
+from hicache.connectors.vllm.step_messages import Load, Orders, StepOrders, Store, WorkerReport
 from hicache.connectors.vllm.vllm_pages import Pages
 from hicache.protocol.keys import NamespaceSpec
 
@@ -54,7 +54,7 @@ def share_patience_s(load_s: float) -> float:
 
 
 @dataclass(slots=True)
-class Outcome:
+class TransferOutcome:
     """What has ended since the last time: requests whose loads have; those of them that have to
     begin anew with other pages; and pages of the others that did not get their bytes."""
 
@@ -113,8 +113,8 @@ class WorkerSide:
         self._loading: dict[str, Load] = {}
         self._storing: set[int] = set()
         self._doubted: set[int] = set()
-        self._outcome = Outcome()
-        self._report = Report()
+        self._outcome = TransferOutcome()
+        self._report = WorkerReport()
         self._begun: tuple[float, Any] = (0.0, None)
 
     @property
@@ -146,7 +146,7 @@ class WorkerSide:
             seconds = time.perf_counter() - started_s
             self._submit(self._observe, orders.step, seconds, begun, mark)
 
-    def finished(self, *, is_idle: bool) -> Outcome:
+    def finished(self, *, is_idle: bool) -> TransferOutcome:
         """What has become of loads since the last time.
 
         Where a step computes nothing (`is_idle`), waits a little for the next of them: an engine
@@ -157,16 +157,16 @@ class WorkerSide:
                     self._news.wait(IDLE_WAIT_S)
                 elif self._doubted:
                     self._news.wait(IDLE_DOUBT_WAIT_S)
-            outcome, self._outcome = self._outcome, Outcome()
+            outcome, self._outcome = self._outcome, TransferOutcome()
         return outcome
 
-    def report(self) -> Report | None:
+    def report(self) -> WorkerReport | None:
         """What has become of stores, and of pages in doubt, since the last time."""
         with self._news:
-            report, self._report = self._report, Report()
+            report, self._report = self._report, WorkerReport()
         return report or None
 
-    def settle(self, orders: Orders, patience_s: float) -> Report | None:
+    def settle(self, orders: Orders, patience_s: float) -> WorkerReport | None:
         """Store what no step has brought, and wait until nothing is being stored any more, and no
         page is in doubt, at most so long; what has become of it."""
         self.after(orders)
@@ -188,8 +188,8 @@ class WorkerSide:
         a thread among them, brought nothing, stores that it did not get to are refused, and pages
         in doubt are at rest: all were of other tensors than these."""
         with before._news:
-            self._outcome, before._outcome = before._outcome, Outcome()
-            self._report, before._report = before._report, Report()
+            self._outcome, before._outcome = before._outcome, TransferOutcome()
+            self._report, before._report = before._report, WorkerReport()
             self._outcome.loaded |= before._loading.keys()
             for load in before._loading.values():
                 self._outcome.bad_pages.update(load.pages)
@@ -367,7 +367,7 @@ class WorkerSide:
             self._submit(self._rest, line, share, ())
         return result
 
-    async def _observe(self, step: Step, seconds: float, begun: Any, ended: Any) -> None:
+    async def _observe(self, step: StepOrders, seconds: float, begun: Any, ended: Any) -> None:
         if begun is not None:  # on a GPU the forward pass was only started when `after` was called
             await self._reached(ended)
             seconds = begun.elapsed_time(ended) / 1e3

@@ -43,7 +43,7 @@ class Scoring:
             "block_tokens": self._engine.residency.namespaces[number].block_tokens,
             "measured": self._engine.prefill[number].is_known,
             "scores": [
-                _told(ask(p.Match(number, tokens, _NOBODY, now_s, 0.0, by_worker=by_worker)))
+                _told(ask(p.MatchPrompt(number, tokens, _NOBODY, now_s, 0.0, by_worker=by_worker)))
                 for tokens in prompts
             ],
         }

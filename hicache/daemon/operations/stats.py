@@ -15,7 +15,7 @@ from hicache.engine.core import CacheEngine
 from hicache.engine.index.snapshot import page
 from hicache.engine.plan import Priority
 from hicache.engine.planner.decision_log import Record
-from hicache.engine.residency.blocks import State
+from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.pinned import pinned_bytes
 from hicache.protocol.messages import TOKEN_BYTES
 from hicache.transfer.mover import Mover
@@ -83,7 +83,7 @@ def tier_rows(
                 "given_back_bytes": len(pool.withheld) * pool.slab_bytes,
                 "quarantined_bytes": pool.quarantined_bytes,
                 "pinned_bytes": pinned_bytes(house, number),
-                "blocks": int(states_of[State.READY] + states_of[State.DRAINING]),
+                "blocks": int(states_of[CopyState.READY] + states_of[CopyState.DRAINING]),
                 "hits": counts.hits,
                 "hit_tokens": counts.hit_tokens,
                 "bytes_served": counts.bytes_served,

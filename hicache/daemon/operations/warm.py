@@ -73,7 +73,7 @@ class Foresight:
         self._check_tokens(body["tokens"])
         number = self._engine.number_of(body["namespace"])
         if number is None:
-            self._reply(peer, _told(p.Warmed(0, 0, 0, 0)))
+            self._reply(peer, _told(p.WarmStarted(0, 0, 0, 0)))
             return
         self._check_leases()
         if len(self._engine.warming) >= MAX_WARMINGS:
@@ -98,9 +98,9 @@ class Foresight:
             self._turned_away["pinned memory"] += 1
             raise WireError("refused", f"there are {MAX_PINS} pins, and may not be more")
         number = self._engine.number_of(body["namespace"])
-        pinned = p.Pinned(0, 0)
+        pinned = p.PinPlaced(0, 0)
         if number is not None:
-            pin = p.Pin(number, body["tokens"], body["name"], now_s, body["ttl_s"])
+            pin = p.PinPrompt(number, body["tokens"], body["name"], now_s, body["ttl_s"])
             pinned = self._do(pin)
         if pinned.tier:
             self._turned_away["pinned memory"] += 1
@@ -147,7 +147,7 @@ def pin_rows(engine: CacheEngine, epoch: str, now_s: float) -> list[dict[str, An
     ]
 
 
-def _told(warmed: p.Warmed) -> Fields:
+def _told(warmed: p.WarmStarted) -> Fields:
     return {
         "held_blocks": warmed.held,
         "warm_blocks": warmed.warm,

@@ -19,7 +19,7 @@ from hicache.daemon.upkeep.available_memory import Headroom, look
 from hicache.engine import plan as p
 from hicache.engine.placement.shedding import weigh
 from hicache.tiers.arena import Arena
-from hicache.tiers.block import SlotPool
+from hicache.tiers.block import SlotAllocator
 
 TIER: Final = "dram"
 EVERY_S: Final = 0.25
@@ -34,7 +34,7 @@ class Shedding:
     def __init__(
         self,
         arena: Arena,
-        pool: SlotPool,
+        pool: SlotAllocator,
         is_pinned: bool,
         do: Callable[[p.Event[Any]], Any],
         headrooms: Callable[[], Sequence[Headroom]] = look,

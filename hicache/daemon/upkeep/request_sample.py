@@ -39,7 +39,7 @@ _MULTIPLIERS: Final = np.random.default_rng(2).integers(1, 1 << 63, 4096, np.uin
 """One for each token of the largest block there may be."""
 
 
-class Asked(NamedTuple):
+class SampledRequest(NamedTuple):
     """One request: its time, its tokens, its whole blocks' number, tokens and bytes, and the
     sampled ones of them."""
 
@@ -65,7 +65,7 @@ class Sample:
         self._smallest_bytes = smallest_bytes
         self._max_blocks = max_blocks
         self._min_requests = min_requests
-        self._requests: deque[Asked] = deque()
+        self._requests: deque[SampledRequest] = deque()
         self._num_blocks = 0
         self._num_forgotten = 0
         self._powers = self._inverses = np.ones(1, np.uint64)
@@ -78,7 +78,9 @@ class Sample:
         if self.threshold < FULL:
             ids = self._thinned(ids)
         slot_bytes = slot_bytes_for(spec.block_bytes)
-        asked = Asked(now_s, len(tokens) // 4, num_blocks, spec.block_tokens, slot_bytes, ids)
+        asked = SampledRequest(
+            now_s, len(tokens) // 4, num_blocks, spec.block_tokens, slot_bytes, ids
+        )
         self._requests.append(asked)
         self._num_blocks += len(ids)
         if self._num_blocks > self._max_blocks:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _encoder: Final = msgspec.json.Encoder()
 
 
-class Recorder:
+class TraceRecorder:
     """Turns what was asked for into rows. `close` at the end."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:

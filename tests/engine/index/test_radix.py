@@ -21,7 +21,7 @@ from hicache.engine.index import radix as index_module
 from hicache.engine.index.node import Node
 from hicache.engine.index.radix import Index, Path
 from hicache.engine.residency.block_ids import Span, ids_of
-from hicache.engine.residency.blocks import LEAVING_SHIFT, BlockTable, State
+from hicache.engine.residency.blocks import LEAVING_SHIFT, BlockTable, CopyState
 from hicache.tiers.block import Ids, TierSpec
 from hicache.tiers.pool import SlotPool
 
@@ -70,21 +70,25 @@ class Tree:
         """Bring copies to where the tag says they are: bits of tiers, leaving bits above."""
         blocks = self.index.blocks
         for tier in range(len(TIERS)):
-            wanted = State.ABSENT
+            wanted = CopyState.ABSENT
             if tag >> tier & 1:
                 leaving = tag >> (tier + LEAVING_SHIFT) & 1
-                wanted = State.DRAINING if leaving else State.READY
+                wanted = CopyState.DRAINING if leaving else CopyState.READY
             for block in ids.tolist():
                 self._bring(tier, np.array([block], np.int32), wanted)
         assert (blocks.tags[ids] == tag).all()
 
-    def _bring(self, tier: int, ids: Ids, wanted: State) -> None:
+    def _bring(self, tier: int, ids: Ids, wanted: CopyState) -> None:
         ways = {
-            (State.ABSENT, State.READY): (State.FILLING, State.READY),
-            (State.ABSENT, State.DRAINING): (State.FILLING, State.READY, State.DRAINING),
-            (State.READY, State.ABSENT): (State.DRAINING, State.ABSENT),
+            (CopyState.ABSENT, CopyState.READY): (CopyState.FILLING, CopyState.READY),
+            (CopyState.ABSENT, CopyState.DRAINING): (
+                CopyState.FILLING,
+                CopyState.READY,
+                CopyState.DRAINING,
+            ),
+            (CopyState.READY, CopyState.ABSENT): (CopyState.DRAINING, CopyState.ABSENT),
         }
-        state = State(int(self.index.blocks.state[tier][ids[0]]))
+        state = CopyState(int(self.index.blocks.state[tier][ids[0]]))
         if state != wanted:
             for step in ways.get((state, wanted), (wanted,)):
                 self.index.blocks.change(tier, ids, step)

@@ -11,7 +11,7 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from hicache.engine import plan as p
 from hicache.engine.index.node import Node
-from hicache.engine.index.snapshot import MAX_FIRST_TOKENS, Page, Run, page
+from hicache.engine.index.snapshot import MAX_FIRST_TOKENS, TreePage, TreeRun, page
 from hicache.engine.residency.copies import DISMISSED_S, Residency
 from hicache.tiers.block import PAGE_BYTES
 from tests.engine.index.tree_picture import portrait
@@ -51,13 +51,13 @@ def told(house: Residency, node: Node, now_s: float) -> dict[str, Any]:
     }
 
 
-def read(house: Residency, run: Run, found: Page) -> dict[str, Any]:
+def read(house: Residency, run: TreeRun, found: TreePage) -> dict[str, Any]:
     """The same of what a page says."""
     fields = {name: getattr(run, name) for name in run.__struct_fields__ if name != "namespace"}
     return {**fields, "digest": house.namespaces[found.namespaces[run.namespace]].digest}
 
 
-def pages(house: Residency, most: int, now_s: float, **more: Any) -> list[Page]:
+def pages(house: Residency, most: int, now_s: float, **more: Any) -> list[TreePage]:
     found = [page(house, 0, most, now_s, **more)]
     while (after := found[-1].next) is not None:
         found.append(page(house, after, most, now_s, **more))
@@ -189,7 +189,7 @@ def test_a_lease_shows_on_what_it_holds_and_on_nothing_else() -> None:
     for tail in (3, 4):
         w.store(tokens_of(1, 2, tail))
     w.now_s += 1
-    question = p.Match(0, tokens_of(1, 2, 3) + END, 1, w.now_s, 100.0, skip_blocks=2)
+    question = p.MatchPrompt(0, tokens_of(1, 2, 3) + END, 1, w.now_s, 100.0, skip_blocks=2)
     lease = w.do(question).lease
     rows = {(run.depth, run.tokens[:4]): run for run in page(w.engine.residency, 0, 9, 0.0).runs}
     is_leased = {key[1][0]: run.is_leased for key, run in rows.items()}

@@ -8,7 +8,7 @@ from hicache.engine import plan as p
 from hicache.engine.placement.slab_evacuation import KEEP_S
 from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
-from hicache.tiers.block import Clearing
+from hicache.tiers.block import SlabClearing
 from tests.engine.world import BLOCK_BYTES, World, tokens_of
 
 pytestmark = pytest.mark.thorough
@@ -43,7 +43,7 @@ def filled(tiers: object, num_prompts: int) -> tuple[World, int]:
     return w, large
 
 
-def clearing(w: World, tier: str) -> Clearing | None:
+def clearing(w: World, tier: str) -> SlabClearing | None:
     house = w.engine.residency
     return house.pools[house.number_of(tier)].clearing
 

@@ -6,7 +6,7 @@ import pytest
 
 from hicache.engine import plan as p
 from hicache.engine.planner.cost import PrefillCost, PrefillPrior
-from hicache.engine.planner.decision_log import KEPT, Record, Recorder
+from hicache.engine.planner.decision_log import KEPT, DecisionLog, Record
 from hicache.engine.planner.planner import Hit, Mode, PlannerSettings
 from hicache.engine.settings import EngineSettings
 from tests.engine.world import World, tokens_of
@@ -32,7 +32,7 @@ def observe(world: World, n: int, c: int, seconds: float) -> None:
     world.do(p.Observe(0, 1, n, n * c + n * n / 2, seconds))
 
 
-def reload(world: World, took_s: float) -> p.Decision:
+def reload(world: World, took_s: float) -> p.ReloadDecision:
     """One request as a client makes it, all blocks coming in time."""
     matched = world.match(ASKED)
     world.fetch(matched.lease)
@@ -104,9 +104,9 @@ def test_a_part_is_judged_by_the_best_other_cut(per_block_s: float, regret_s: fl
     """Two runs of two blocks, of which one was reloaded; a token takes a second to prefill."""
     runs = [p.TierRun("dram", 2), p.TierRun("disk", 2)]
     cost = PrefillCost(PrefillPrior(0.0, 1.0, 0.0, is_guess=False))
-    recorder = Recorder([cost], lambda hit, blocks: blocks * per_block_s)
+    recorder = DecisionLog([cost], lambda hit, blocks: blocks * per_block_s)
     hit = Hit(5, 1, 0, runs, [2 * per_block_s, 4 * per_block_s], cost.seconds)
-    decision = p.Decision("partial", 2, "faster", 2 * per_block_s, 3.0, 5.0, str)
+    decision = p.ReloadDecision("partial", 2, "faster", 2 * per_block_s, 3.0, 5.0, str)
     recorder.decided(hit, decision, 1, 0.0)
     recorder.reloaded(1, 2, 2 * per_block_s)
     assert recorder.regrets.regret_s == pytest.approx(regret_s)
@@ -149,7 +149,7 @@ def test_a_lease_that_nobody_fetched_says_nothing() -> None:
 def test_only_the_last_decisions_are_kept() -> None:
     world = world_with_a_prompt_on_disk("always_recompute")
     for _ in range(KEPT + 10):
-        world.engine.handle(p.Match(0, ASKED, 1, world.now_s, 100.0))
+        world.engine.handle(p.MatchPrompt(0, ASKED, 1, world.now_s, 100.0))
     world.engine.catch_up()
     numbers = [record.number for record in world.engine.record.last(1000)]
     assert numbers == list(range(KEPT + 10, 10, -1))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.engine import plan as p
-from hicache.engine.plan import Decision, TierRun
+from hicache.engine.plan import ReloadDecision, TierRun
 from hicache.engine.planner.cost import LinkCost
 from hicache.engine.planner.planner import Hit, Mode, Planner, PlannerSettings
 from hicache.engine.planner.reload_time import OwnCopy, Route, Way, reload_over
@@ -76,7 +76,7 @@ def decide(
     band: float = 0.05,
     exploration: float = 0.0,
     drawn: float = 0.5,
-) -> Decision:
+) -> ReloadDecision:
     settings = PlannerSettings(mode, band, exploration=exploration)
     return Planner(settings, lambda: drawn).decide(hit)
 
@@ -337,7 +337,7 @@ def test_what_the_inference_engine_holds_is_skipped(skip: int, reload: int) -> N
     world = World(settings=EngineSettings(planner=PlannerSettings(mode="always_reload")))
     tokens = tokens_of(1, 2, 3, 4, 5)
     world.store(tokens)
-    event = p.Match(0, tokens, 1, world.now_s, 100.0, skip_blocks=skip)
+    event = p.MatchPrompt(0, tokens, 1, world.now_s, 100.0, skip_blocks=skip)
     matched = world.do(event)
     assert matched.decision.reload_blocks == reload
     if reload:

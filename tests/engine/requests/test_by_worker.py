@@ -67,7 +67,7 @@ def asked(w: World, tokens: bytes, *, by_worker: bool = True) -> p.Matched:
     return w.match(tokens + END, by_worker=by_worker)
 
 
-def loaded(w: World, tokens: bytes, seconds: float) -> p.Decision:
+def loaded(w: World, tokens: bytes, seconds: float) -> p.ReloadDecision:
     """A request whose pages the worker fills, once all of it is in memory."""
     matched = asked(w, tokens)
     num_blocks = matched.decision.reload_blocks

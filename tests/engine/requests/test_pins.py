@@ -16,8 +16,8 @@ B = tokens_of(3, 4, 5)
 ROOMY = (("dram", 8, True, False), ("disk", 40, False, True))
 
 
-def pin(w: World, tokens: bytes, ttl_s: float = 1e6, name: str = "") -> p.Pinned:
-    return w.do(p.Pin(w.namespace, tokens, name, w.now_s, ttl_s))
+def pin(w: World, tokens: bytes, ttl_s: float = 1e6, name: str = "") -> p.PinPlaced:
+    return w.do(p.PinPrompt(w.namespace, tokens, name, w.now_s, ttl_s))
 
 
 def flood(w: World, times: int = 10) -> None:
@@ -103,21 +103,21 @@ def test_pins_have_their_share_of_each_tier() -> None:
     """A quarter of dram is two blocks. What several pins hold counts once."""
     w = world(ROOMY)
     w.store(A + B)
-    assert pin(w, A + B) == p.Pinned(0, 5, "dram")
+    assert pin(w, A + B) == p.PinPlaced(0, 5, "dram")
     first = pin(w, A)
     assert first.pin
     assert pin(w, A).pin
     assert pin(w, A[: len(A) // 2]).pin
-    assert pin(w, A + B[: len(B) // 3]) == p.Pinned(0, 3, "dram")
+    assert pin(w, A + B[: len(B) // 3]) == p.PinPlaced(0, 3, "dram")
     assert pinned_bytes(w.engine.residency, 0) == 2 * BLOCK_BYTES
-    assert pin(w, tokens_of(77)) == p.Pinned(0, 0, "")
+    assert pin(w, tokens_of(77)) == p.PinPlaced(0, 0, "")
 
 
 def test_what_would_come_unasked_counts() -> None:
     """On disk only, and more than dram could hold of pins once it is read."""
     w = world(ROOMY)
     on_disk_only(w, B)
-    assert pin(w, B) == p.Pinned(0, 3, "dram")
+    assert pin(w, B) == p.PinPlaced(0, 3, "dram")
     assert not w.engine.residency.leases.pins
 
 
@@ -333,7 +333,7 @@ def test_a_smaller_share_keeps_what_is_pinned_and_takes_no_more() -> None:
     assert first.pin
     engine = w.engine
     engine.configure(EngineSettings(max_pinned=0.1), engine.residency.tiers)
-    assert pin(w, A) == p.Pinned(0, 2, "dram")
+    assert pin(w, A) == p.PinPlaced(0, 2, "dram")
     assert first.pin in engine.residency.leases.pins
 
 

@@ -33,7 +33,7 @@ LONG = tokens_of(1, 2, 3, 4, 5)
 def asked(w: World, tokens: bytes, namespace: int = 0, *, by_worker: bool = False) -> p.Scored:
     """Score what `World.match` will ask next, and see that nothing has changed by it."""
     w.engine.matching.settle()
-    question = p.Match(namespace, tokens, 1, w.now_s + 1, 100.0, by_worker=by_worker)
+    question = p.MatchPrompt(namespace, tokens, 1, w.now_s + 1, 100.0, by_worker=by_worker)
     before = portrait(w.engine)
     scored = w.engine.score(question)
     assert portrait(w.engine) == before
@@ -58,7 +58,9 @@ class Scoring:
     def compare(self, tokens: bytes, namespace: int) -> None:
         by_worker = self.num_asked % 3 == 0
         scored = asked(self.world, tokens, namespace, by_worker=by_worker)
-        question = p.Match(namespace, tokens, 1, self.world.now_s + 1, 100.0, by_worker=by_worker)
+        question = p.MatchPrompt(
+            namespace, tokens, 1, self.world.now_s + 1, 100.0, by_worker=by_worker
+        )
         matched = deepcopy(self.world.engine).handle(question).answer
         decision, forecast = matched.decision, scored.forecast
         assert (scored.runs, scored.hit_blocks) == (matched.runs, matched.hit_blocks)

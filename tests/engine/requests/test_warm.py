@@ -15,7 +15,7 @@ B = tokens_of(4, 5, 6)
 WIDE = (("dram", 20, True, False), ("disk", 60, False, True))
 
 
-def warm(w: World, tokens: bytes, ttl_s: float = 30.0, *, by_worker: bool = False) -> p.Warmed:
+def warm(w: World, tokens: bytes, ttl_s: float = 30.0, *, by_worker: bool = False) -> p.WarmStarted:
     w.now_s += 1
     return w.do(p.Warm(w.namespace, tokens, w.now_s, ttl_s, by_worker))
 
@@ -33,7 +33,7 @@ def test_a_prompt_on_disk_is_read_from_dram_afterwards() -> None:
     assert answer.warming
     assert {move.priority for move in w.in_flight.values()} == {Priority.PREFETCH}
     arrivals = w.finish(*w.in_flight)
-    assert arrivals.warmed == {answer.warming: p.Warmed(0, 3, 3, 0)}
+    assert arrivals.warmed == {answer.warming: p.WarmStarted(0, 3, 3, 0)}
     assert (arrivals.arrived, arrivals.finished) == ({}, [])
     assert w.match(A + END).runs == (p.TierRun("dram", 3),)
     assert not w.in_flight
@@ -51,9 +51,9 @@ def test_nothing_is_left_of_it() -> None:
 def test_what_is_warm_or_unknown_starts_nothing() -> None:
     w = world(DRAM_DISK)
     w.store(A)
-    assert warm(w, A) == p.Warmed(0, 3, 3, 0)
-    assert warm(w, B) == p.Warmed(0, 0, 0, 0)
-    assert warm(w, b"") == p.Warmed(0, 0, 0, 0)
+    assert warm(w, A) == p.WarmStarted(0, 3, 3, 0)
+    assert warm(w, B) == p.WarmStarted(0, 0, 0, 0)
+    assert warm(w, b"") == p.WarmStarted(0, 0, 0, 0)
     assert is_idle(w)
 
 
@@ -62,7 +62,7 @@ def test_a_warmed_prompt_is_the_youngest() -> None:
     w = World((("dram", 6, True, False),))
     w.store(A)
     w.store(B)
-    assert warm(w, A) == p.Warmed(0, 3, 3, 0)
+    assert warm(w, A) == p.WarmStarted(0, 3, 3, 0)
     w.store(tokens_of(7, 8, 9))
     assert w.tiers_of(A) == ["dram"] * 3
     assert w.tiers_of(B) == []
@@ -92,8 +92,8 @@ def test_what_is_leased_is_not_pushed_out() -> None:
     answer = warm(w, A)
     assert not w.moving("disk", "dram")
     told = w.finish(*w.in_flight)
-    assert told.warmed == {answer.warming: p.Warmed(0, 3, 0, 3)}, "no room is coming any more"
-    assert warm(w, A) == p.Warmed(0, 3, 0, 3)
+    assert told.warmed == {answer.warming: p.WarmStarted(0, 3, 0, 3)}, "no room is coming any more"
+    assert warm(w, A) == p.WarmStarted(0, 3, 0, 3)
     assert w.tiers_of(full) == ["dram+disk"] * 4
     w.release(lease)
     assert warm(w, A).warming
@@ -148,7 +148,7 @@ def test_it_ends_by_its_time() -> None:
     moves = list(w.in_flight)
     assert {move.deadline_s for move in w.in_flight.values()} == {w.now_s + 5}
     arrivals = w.do(p.Tick(w.now_s + 5))
-    assert arrivals.warmed == {answer.warming: p.Warmed(0, 3, 0, 3)}
+    assert arrivals.warmed == {answer.warming: p.WarmStarted(0, 3, 0, 3)}
     assert not w.engine.residency.leases.leases
     w.finish(*moves[:2])
     w.finish(*moves[2:], ok=False)
@@ -176,7 +176,7 @@ def test_the_disk_dies_meanwhile() -> None:
     w.finish(next(iter(w.in_flight)))
     w.lose("disk")
     assert answer.warming not in w.engine.residency.leases.leases
-    assert warm(w, A) == p.Warmed(0, 1, 1, 0)
+    assert warm(w, A) == p.WarmStarted(0, 1, 1, 0)
     assert is_idle(w)
 
 
@@ -204,7 +204,7 @@ def test_the_gpus_worker_reads_hbm_where_it_is() -> None:
     house.vacate(ids, 1)
     house.settle(ids)
     assert w.tiers_of(A) == ["hbm"] * 3
-    assert warm(w, A, by_worker=True) == p.Warmed(0, 3, 3, 0)
+    assert warm(w, A, by_worker=True) == p.WarmStarted(0, 3, 3, 0)
     assert not w.in_flight
     assert warm(w, A).warming
     assert len(w.moving("hbm", "dram")) == 3

@@ -8,11 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.engine.residency.block_ids import Span, ids_of
-from hicache.engine.residency.blocks import BlockTable, IllegalTransition, State
+from hicache.engine.residency.blocks import BlockTable, CopyState, IllegalTransition
 from hicache.tiers.block import Ids, TierSpec
 from hicache.tiers.pool import SlotPool
 
-A, F, R, D, C = State.ABSENT, State.FILLING, State.READY, State.DRAINING, State.CANCELLED
+A, F, R, D, C = (
+    CopyState.ABSENT,
+    CopyState.FILLING,
+    CopyState.READY,
+    CopyState.DRAINING,
+    CopyState.CANCELLED,
+)
 
 ALLOWED = {
     (A, F): "a slot was given",
@@ -26,8 +32,14 @@ ALLOWED = {
     (D, R): "it was rescued",
     (D, A): "it is gone",
 }
-WAY_TO: dict[State, tuple[State, ...]] = {A: (), F: (F,), R: (F, R), D: (F, R, D), C: (F, C)}
-EVERY_PAIR = [(old, new) for old in State for new in State]
+WAY_TO: dict[CopyState, tuple[CopyState, ...]] = {
+    A: (),
+    F: (F,),
+    R: (F, R),
+    D: (F, R, D),
+    C: (F, C),
+}
+EVERY_PAIR = [(old, new) for old in CopyState for new in CopyState]
 
 
 def table() -> BlockTable:
@@ -35,7 +47,7 @@ def table() -> BlockTable:
     return BlockTable(tiers, [SlotPool(tier.capacity_bytes, 4096) for tier in tiers])
 
 
-def in_state(blocks: BlockTable, state: State, tier: int = 1) -> Ids:
+def in_state(blocks: BlockTable, state: CopyState, tier: int = 1) -> Ids:
     """One block of node 0 whose copy has been brought to this state."""
     ids = ids_of(blocks.allocate(1))
     blocks.node[ids] = 0
@@ -49,7 +61,7 @@ def snapshot(blocks: BlockTable) -> list[object]:
 
 
 @pytest.mark.parametrize(("old", "new"), sorted(ALLOWED))
-def test_allowed_changes_move_one_count(old: State, new: State) -> None:
+def test_allowed_changes_move_one_count(old: CopyState, new: CopyState) -> None:
     blocks = table()
     ids = in_state(blocks, old)
     before = blocks.counts[1].copy()
@@ -63,9 +75,9 @@ def test_allowed_changes_move_one_count(old: State, new: State) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [pair for pair in EVERY_PAIR if pair not in ALLOWED])
-def test_any_other_change_raises_and_changes_nothing(old: State, new: State) -> None:
+def test_any_other_change_raises_and_changes_nothing(old: CopyState, new: CopyState) -> None:
     blocks = table()
-    fine = next(state for state in State if (state, new) in ALLOWED)
+    fine = next(state for state in CopyState if (state, new) in ALLOWED)
     ids = np.concatenate([in_state(blocks, fine), in_state(blocks, old)])
     before = snapshot(blocks)
     with pytest.raises(IllegalTransition, match=f"{old.name} → {new.name} in dram"):
@@ -79,7 +91,7 @@ def test_any_other_change_raises_and_changes_nothing(old: State, new: State) -> 
     [(A, 0, 0), (F, 0, 0), (C, 0, 0), (R, 1, 0), (D, 1, 1)],
 )
 def test_tags_say_what_can_be_read_and_what_is_leaving(
-    state: State, readable: int, leaving: int
+    state: CopyState, readable: int, leaving: int
 ) -> None:
     blocks = table()
     ids = in_state(blocks, state, tier=1)
@@ -92,7 +104,7 @@ def test_vacate_drains_a_ready_copy_first_and_gives_the_slot_back() -> None:
     blocks.node[ids] = 0
     slots = blocks.pools[0].allocate(4096, 3)
     blocks.fill(0, ids, slots)
-    blocks.change(0, ids[:2], State.READY)
+    blocks.change(0, ids[:2], CopyState.READY)
     blocks.vacate(0, ids, 4096)
     assert not blocks.tags[ids].any()
     assert blocks.pools[0].used_bytes == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hicache.tiers.block import StoredRows
 from hicache.tiers.disk import restore_order as disk_forest
 from hicache.tiers.disk.format import derive_key
-from hicache.tiers.disk.restore_order import Forest
+from hicache.tiers.disk.restore_order import StoredForest
 from tests.tiers.blocks import Row, scanned
 
 NAMESPACE, ROOT = bytes(32), bytes(32)
@@ -69,7 +69,7 @@ def test_everything_that_can_be_reached_is_told_once(
     drawn: list[tuple[int, int, bool]], max_rows: int
 ) -> None:
     rows, reached = rows_of(drawn)
-    forest = Forest(NAMESPACE, 10, 4)
+    forest = StoredForest(NAMESPACE, 10, 4)
     if rows:
         forest.add(scanned(rows))
     told = list(forest.told(0, len(rows), max_rows))
@@ -100,7 +100,7 @@ def test_everything_that_can_be_reached_is_told_once(
 
 def test_a_path_goes_on_with_the_child_used_last() -> None:
     rows, _ = rows_of([(-1, 5, False), (0, 1, False), (0, 4, False), (2, 3, False), (-1, 2, False)])
-    forest = Forest(NAMESPACE, 10, 4)
+    forest = StoredForest(NAMESPACE, 10, 4)
     forest.add(scanned(rows))
     (told,) = forest.told(0, 5)
     assert [[row.hits for row in chain] for chain in chains_of([told])] == [[0, 2, 3], [4], [1]]
@@ -109,7 +109,7 @@ def test_a_path_goes_on_with_the_child_used_last() -> None:
 def test_a_message_is_bounded_in_chains_too() -> None:
     count = 3 * disk_forest.MAX_CHAINS
     rows, _ = rows_of([(-1, 0, False)] * count)
-    forest = Forest(NAMESPACE, 10, 4)
+    forest = StoredForest(NAMESPACE, 10, 4)
     forest.add(scanned(rows))
     told = list(forest.told(0, count))
     assert [len(part.lengths) for part in told] == [disk_forest.MAX_CHAINS] * 3
@@ -118,7 +118,7 @@ def test_a_message_is_bounded_in_chains_too() -> None:
 
 def test_rows_that_lead_in_a_circle_are_orphans() -> None:
     one, two = b"1" * 32, b"2" * 32
-    forest = Forest(NAMESPACE, 10, 4)
+    forest = StoredForest(NAMESPACE, 10, 4)
     forest.add(scanned([Row(NAMESPACE, one, two, b"1111", 10)]))
     forest.add(scanned([Row(NAMESPACE, two, one, b"2222", 10)]))
     assert list(forest.told(0, 2)) == []
