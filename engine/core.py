@@ -226,8 +226,8 @@ class CacheEngine:
         return p.FetchStarted(tuple(ready), waiting, unplaced, expected_s, lease.deadline_s)
 
     def _release(self, event: p.Release) -> bool:
-        house = self.residency
-        lease = house.leases.close(event.lease)
+        residency = self.residency
+        lease = residency.leases.close(event.lease)
         if lease is None:
             return False
         came = self.fetching.prefix_blocks(lease) if lease.fetching else 0
@@ -236,20 +236,20 @@ class CacheEngine:
         else:
             self.record.dropped(lease.id)
         for move in self.fetching.forget(lease):
-            block = house.moves[move].block
-            dst = house.number_of(cast(str, house.moves[move].dst))
-            if house.blocks.state[dst][block] == CopyState.FILLING:
-                house.blocks.change(dst, np.array([block], np.int32), CopyState.CANCELLED)
+            block = residency.moves[move].block
+            dst = residency.number_of(cast(str, residency.moves[move].dst))
+            if residency.blocks.state[dst][block] == CopyState.FILLING:
+                residency.blocks.change(dst, np.array([block], np.int32), CopyState.CANCELLED)
                 self._cancel.append(move)
-        lost = lease.ids[house.blocks.tags[lease.ids] == 0]
+        lost = lease.ids[residency.blocks.tags[lease.ids] == 0]
         if len(lost):  # before promotions: what makes room for them forgets blocks of this prompt
-            house.settle(lost)
-        namespace = house.namespaces[lease.namespace]
+            residency.settle(lost)
+        namespace = residency.namespaces[lease.namespace]
         if lease.fetching:
             self.ledger.served(lease, came, namespace.block_tokens, namespace.block_bytes)
             ids, limit = lease.ids[:came], self.settings.max_moving_bytes
-            promote(house, self.evictor, self.links, namespace, ids, limit)
-        house.unpark()
+            promote(residency, self.evictor, self.links, namespace, ids, limit)
+        residency.unpark()
         self._make_progress()
         return True
 
@@ -326,18 +326,18 @@ class CacheEngine:
         return is_known
 
     def _clear(self, event: p.Clear) -> p.Cleared:
-        house = self.residency
-        namespace = house.namespaces[event.namespace]
+        residency = self.residency
+        namespace = residency.namespaces[event.namespace]
         if event.begins:
-            self._clearings[event.namespace] = Clearing(house, namespace)
+            self._clearings[event.namespace] = Clearing(residency, namespace)
         clearing = self._clearings.get(event.namespace)
         if clearing is None:
             return p.Cleared(0, is_over=True, is_waiting=False, is_complete=True)
         for restoration in self._restorations.values():
             restoration.cleared.add(namespace.digest)
             clearing.misses_records = True
-        for tier, spec in enumerate(house.tiers):
-            if spec.durable and not house.is_up(tier):
+        for tier, spec in enumerate(residency.tiers):
+            if spec.durable and not residency.is_up(tier):
                 self._cleared_unseen[tier].add(namespace.digest)
                 clearing.misses_records = True
         cleared = clearing.step(event.most_blocks)
@@ -378,10 +378,10 @@ class CacheEngine:
         self, outcomes: Iterable[p.Outcome], now_s: float
     ) -> tuple[dict[int, Lease], dict[int, list[int]], int]:
         """Apply outcomes. Returns the leases to tell, what came for each, and blocks changed."""
-        house = self.residency
+        residency = self.residency
         arrived: dict[int, list[int]] = {}
-        finished = [(house.finish(outcome, now_s, arrived), outcome) for outcome in outcomes]
-        house.arrive(arrived)
+        finished = [(residency.finish(outcome, now_s, arrived), outcome) for outcome in outcomes]
+        residency.arrive(arrived)
         changed: list[int] = []
         told: dict[int, Lease] = {}
         came: dict[int, list[int]] = {}
@@ -389,18 +389,18 @@ class CacheEngine:
             if move is None:
                 continue
             changed.append(move.block)
-            if move.dst is None or not house.tiers[house.number_of(move.dst)].mapped:
+            if move.dst is None or not residency.tiers[residency.number_of(move.dst)].mapped:
                 continue
-            for lease in self.fetching.came(move, outcome.ok, house.leases.leases):
+            for lease in self.fetching.came(move, outcome.ok, residency.leases.leases):
                 if lease.owner == NOBODY:
                     continue
                 told[lease.id] = lease
                 if outcome.ok:
                     came.setdefault(lease.id, []).append(move.block)
         ids = np.unique(np.array(changed, np.int32))
-        house.free_drained(ids)
-        house.settle(ids)
-        house.unpark()
+        residency.free_drained(ids)
+        residency.settle(ids)
+        residency.unpark()
         return told, came, len(ids)
 
     def _arrivals(
@@ -443,29 +443,29 @@ class CacheEngine:
 
     def _spoiled(self, event: p.Spoiled) -> p.Arrivals:
         """As a read that found it so: the copy is gone. One that is being read will find out."""
-        house = self.residency
-        tier = house.number_of(event.tier)
-        namespace = house.namespaces[self._by_digest[event.digest]]
-        path = house.index.match(namespace.root, event.tokens, namespace.step)
+        residency = self.residency
+        tier = residency.number_of(event.tier)
+        namespace = residency.namespaces[self._by_digest[event.digest]]
+        path = residency.index.match(namespace.root, event.tokens, namespace.step)
         told: dict[int, Lease] = {}
         if path.num_blocks * namespace.step == len(event.tokens):
             ids = path.ids()[-1:]
             block = int(ids[0])
-            is_stored = house.blocks.state[tier][block] == CopyState.READY
-            if is_stored and not house.is_read(block, tier):
-                house.vacate(ids, tier)
-                house.corrupt[tier] += 1
+            is_stored = residency.blocks.state[tier][block] == CopyState.READY
+            if is_stored and not residency.is_read(block, tier):
+                residency.vacate(ids, tier)
+                residency.corrupt[tier] += 1
                 told = self._lose(ids)
-                house.settle(ids)
+                residency.settle(ids)
         self._make_progress()
         return self._arrivals(told, {}, True)
 
     def _lose(self, ids: Ids) -> dict[int, Lease]:
         """Copies went. The leases whose readable prefix ends there now, of those being fetched."""
-        house = self.residency
+        residency = self.residency
         told = {}
-        gone = ids[house.blocks.tags[ids] == 0]
-        for lease in house.leases.leases.values() if len(gone) else ():
+        gone = ids[residency.blocks.tags[ids] == 0]
+        for lease in residency.leases.leases.values() if len(gone) else ():
             lost = np.flatnonzero(np.isin(lease.ids, gone))
             if len(lost):
                 lease.failed_at = min(lease.failed_at, int(lost[0]))
@@ -482,32 +482,32 @@ class CacheEngine:
     def _tier_down(self, event: p.TierDown) -> p.Arrivals:
         """Its moves have failed (their outcomes, if any still come, are ignored), and what it held
         is gone for now: a worker that comes back with a durable tier restores it row by row."""
-        house = self.residency
-        tier = house.number_of(event.tier)
-        house.up &= ~(1 << tier)
-        house.restoring &= ~(1 << tier)
+        residency = self.residency
+        tier = residency.number_of(event.tier)
+        residency.up &= ~(1 << tier)
+        residency.restoring &= ~(1 << tier)
         self._restorations.pop(tier, None)
-        if house.tiers[tier].durable:
+        if residency.tiers[tier].durable:
             for clearing in self._clearings.values():  # what was to be deleted there will be told
                 self._cleared_unseen[tier].add(clearing.namespace.digest)
                 clearing.misses_records = True
-        mine = [m.id for m in house.moves.values() if event.tier in (m.src, m.dst)]
+        mine = [m.id for m in residency.moves.values() if event.tier in (m.src, m.dst)]
         failed = [p.Outcome(move, False, error="tier down") for move in mine]
         told, _, _ = self._apply(failed, event.now_s)
-        ids = house.blocks.live_ids()
-        held = ids[house.blocks.tags[ids] >> tier & 1 == 1]
-        for namespace in house.namespaces:
-            nodes = [n for n in house.index.subtree(namespace.root) if n.tiers >> tier & 1]
+        ids = residency.blocks.live_ids()
+        held = ids[residency.blocks.tags[ids] >> tier & 1 == 1]
+        for namespace in residency.namespaces:
+            nodes = [n for n in residency.index.subtree(namespace.root) if n.tiers >> tier & 1]
             if nodes:
-                house.vacate(np.concatenate([node.block_ids() for node in nodes]), tier)
-        house.settle(held)
-        for lease in house.leases.leases.values():
-            gone = np.flatnonzero(house.blocks.tags[lease.ids] == 0)
+                residency.vacate(np.concatenate([node.block_ids() for node in nodes]), tier)
+        residency.settle(held)
+        for lease in residency.leases.leases.values():
+            gone = np.flatnonzero(residency.blocks.tags[lease.ids] == 0)
             if len(gone):
                 lease.failed_at = min(lease.failed_at, int(gone[0]))
                 if lease.fetching:
                     told[lease.id] = lease
-        house.unpark()
+        residency.unpark()
         self._make_progress()
         return self._arrivals(told, {}, True)
 
@@ -564,18 +564,18 @@ class CacheEngine:
         self.warming.end_all()
         self.writedown.flush()
         self._make_progress()
-        house = self.residency
-        durable = {tier.name for tier in house.tiers if tier.durable}
-        reads = sum([m.src in durable and m.dst is not None for m in house.moves.values()])
-        return len(self.writedown.pending) + len(house.moves) - reads
+        residency = self.residency
+        durable = {tier.name for tier in residency.tiers if tier.durable}
+        reads = sum([m.src in durable and m.dst is not None for m in residency.moves.values()])
+        return len(self.writedown.pending) + len(residency.moves) - reads
 
     # --- after every event ----------------------------------------------------------------------
 
     def _make_progress(self) -> None:
         """Room may have been made, copies may have come: hand on what waited for that."""
-        house = self.residency
+        residency = self.residency
         if self.fetching.unplaced:
-            leases = house.leases.leases
+            leases = residency.leases.leases
             self.fetching.place_more([leases[i] for i in list(self.fetching.unplaced)])
         self.writedown.advance()
         self.evictor.keep_watermarks()
@@ -596,14 +596,14 @@ class CacheEngine:
     def is_still_at(self, lease_id: int, run: p.ReadyRun) -> bool:
         """Whether a run that was told as readable still is: the lease may have ended since, or the
         tier gone down."""
-        house = self.residency
-        lease = house.leases.leases.get(lease_id)
+        residency = self.residency
+        lease = residency.leases.leases.get(lease_id)
         if lease is None:
             return False
-        tier = house.number_of(run.tier)
+        tier = residency.number_of(run.tier)
         ids = lease.ids[run.first : run.first + len(run.slots)]
-        is_readable = bool((house.blocks.tags[ids] >> tier & 1).all())
-        return is_readable and np.array_equal(house.blocks.slot[tier][ids], run.slots)
+        is_readable = bool((residency.blocks.tags[ids] >> tier & 1).all())
+        return is_readable and np.array_equal(residency.blocks.slot[tier][ids], run.slots)
 
     def readable_now(self, lease_id: int, first: int, last: int) -> list[p.ReadyRun]:
         """Where the blocks at positions `first … last-1` of a lease can be read by whoever fetches

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.e2e.household import Household
-from tests.e2e.stand_in_gpu import compiled_driver, household
+from tests.e2e.daemon_process import DaemonProcess
+from tests.e2e.stand_in_gpu import compiled_driver, daemon_process
 
 settings.register_profile("hicache", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hicache")
@@ -30,6 +30,6 @@ def gate(tmp_path: Path) -> Path:
 @pytest.fixture
 def gpu_house(
     stand_in_driver: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Household]:
-    with household(monkeypatch, stand_in_driver, gate) as house:
-        yield house
+) -> Iterator[DaemonProcess]:
+    with daemon_process(monkeypatch, stand_in_driver, gate) as server:
+        yield server

@@ -1,4 +1,4 @@
-"""The house rules that code can check: who may import whom, how large a file grows, what a client
+"""The server rules that code can check: who may import whom, how large a file grows, what a client
 drags in. The table below is the one of the project's style: a wider rule needs a reason here.
 """
 

@@ -58,7 +58,7 @@ class TreePage(msgspec.Struct, frozen=True):
 
 
 def page(
-    house: Residency,
+    residency: Residency,
     after: int,
     most: int,
     now_s: float,
@@ -68,8 +68,8 @@ def page(
 ) -> TreePage:
     """The nodes with the numbers `after … after + most - 1`, of namespaces whose digest begins with
     `namespace`. Any `after` from 0 on is right, also one that no page named."""
-    blocks, spaces = house.blocks, house.namespaces
-    nodes = house.index.nodes
+    blocks, spaces = residency.blocks, residency.namespaces
+    nodes = residency.index.nodes
     first_bytes = MAX_FIRST_TOKENS * TOKEN_BYTES if with_tokens else 0
     runs: list[TreeRun] = []
     places: dict[int, int] = {}

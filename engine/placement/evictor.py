@@ -76,18 +76,18 @@ class Evictor:
     def make_room(self, tier: int, slot_bytes: int, count: int, worth: float = ALWAYS) -> int:
         """Try for `count` free slots of a class, at the expense of what is worth less. Returns how
         many are free now; more may be on their way (`room_is_coming`)."""
-        house = self.residency
-        pool, evacuations = house.pools[tier], self.evacuations
+        residency = self.residency
+        pool, evacuations = residency.pools[tier], self.evacuations
         if evacuations.under_way:
             evacuations.watch()
         available = pool.available(slot_bytes)
-        if available >= count or self._making_room_in >> tier & 1 or not house.up >> tier & 1:
+        if available >= count or self._making_room_in >> tier & 1 or not residency.up >> tier & 1:
             return min(available, count)
         if evacuations.under_way and evacuations.is_for(tier, slot_bytes):
             return available
         wanted = 0
         if pool.num_used(slot_bytes):
-            wanted = (count - available) * slot_bytes - house.draining_bytes[tier]
+            wanted = (count - available) * slot_bytes - residency.draining_bytes[tier]
             if pool.clearing is not None:
                 wanted += pool.clearing_bytes
             wanted -= self._forget_plain(tier, wanted, worth)
@@ -103,7 +103,7 @@ class Evictor:
             available = pool.available(slot_bytes)
             # What is held and worth more is not moved about for what is worth less.
             may_empty = worth == ALWAYS or not pool.num_used(slot_bytes)
-            if not available and may_empty and not house.num_draining[tier][slot_bytes]:
+            if not available and may_empty and not residency.num_draining[tier][slot_bytes]:
                 evacuations.begin(tier, slot_bytes)
                 available = pool.available(slot_bytes)
         finally:
@@ -115,33 +115,33 @@ class Evictor:
         self, tier: int, slot_bytes: int, count: int, wanted_bytes: int, worth: float
     ) -> None:
         """Give up the coldest, of whatever size, until their bytes would do for `count` slots."""
-        house = self.residency
-        pool = house.pools[tier]
+        residency = self.residency
+        pool = residency.pools[tier]
         while wanted_bytes > 0 and pool.available(slot_bytes) < count:
-            node = house.coldest(tier, worth)
+            node = residency.coldest(tier, worth)
             if node is None:
                 break
             wanted_bytes -= self._give_up(node, tier, wanted_bytes)
 
     def may_displace(self, tier: int, num_bytes: int, worth: float) -> bool:
         """Whether so many bytes more would make nothing go that is worth as much or more."""
-        house = self.residency
-        pool = house.pools[tier]
-        staying = pool.used_bytes - house.draining_bytes[tier]
-        if staying + num_bytes <= house.tiers[tier].high_watermark * pool.capacity_bytes:
+        residency = self.residency
+        pool = residency.pools[tier]
+        staying = pool.used_bytes - residency.draining_bytes[tier]
+        if staying + num_bytes <= residency.tiers[tier].high_watermark * pool.capacity_bytes:
             return True
-        node = house.coldest(tier, worth)
+        node = residency.coldest(tier, worth)
         if node is not None and node.parent is not None:
-            house.queue(node)
+            residency.queue(node)
         return node is not None
 
     def room_is_coming(self, tier: int) -> bool:
         """Whether copies of the tier are draining now, or are being copied elsewhere: one that a
         match rescued while it was written down can go once that is done."""
-        house = self.residency
-        return house.draining_bytes[tier] > 0 or any(
-            src == tier and house.bytes_moving((src, dst), Priority.DEMOTION) > 0
-            for src, dst in house.links
+        residency = self.residency
+        return residency.draining_bytes[tier] > 0 or any(
+            src == tier and residency.bytes_moving((src, dst), Priority.DEMOTION) > 0
+            for src, dst in residency.links
         )
 
     def keep_watermarks(self) -> None:
@@ -149,76 +149,76 @@ class Evictor:
         tier forgets blocks ahead of need; others wait until a slower tier can take them. A tier
         that lets in only what is worth it is kept full, where what it does not take at once goes
         into the next mapped one: room kept free there was filled and emptied again at every hit."""
-        house = self.residency
+        residency = self.residency
         self.evacuations.watch()
-        for tier, spec in enumerate(house.tiers):
-            pool = house.pools[tier]
-            staying = pool.used_bytes - house.draining_bytes[tier]
-            if staying <= spec.high_watermark * pool.capacity_bytes or not house.takes(tier):
+        for tier, spec in enumerate(residency.tiers):
+            pool = residency.pools[tier]
+            staying = pool.used_bytes - residency.draining_bytes[tier]
+            if staying <= spec.high_watermark * pool.capacity_bytes or not residency.takes(tier):
                 continue
-            if house.ranks(tier) and self._is_above_a_mapped_one(tier):
+            if residency.ranks(tier) and self._is_above_a_mapped_one(tier):
                 continue
             excess = int(staying - spec.low_watermark * pool.capacity_bytes)
             if spec.durable:
                 # What is being written down path by path is not given up behind its back.
-                with house.pinned(self.durable.paths() if self.durable is not None else ()):
+                with residency.pinned(self.durable.paths() if self.durable is not None else ()):
                     self._give_up_excess(tier, excess)
-            elif house.below(tier) is not None:
+            elif residency.below(tier) is not None:
                 self._may_drop = False
                 self._give_up_excess(tier, excess)
                 self._may_drop = True
 
     def _is_above_a_mapped_one(self, tier: int) -> bool:
-        house = self.residency
-        below = house.below(tier)
-        return below is not None and house.tiers[below].mapped
+        residency = self.residency
+        below = residency.below(tier)
+        return below is not None and residency.tiers[below].mapped
 
     def _give_up_excess(self, tier: int, excess_bytes: int) -> None:
-        house = self.residency
+        residency = self.residency
         while excess_bytes > 0:
-            node = house.coldest(tier)
+            node = residency.coldest(tier)
             if node is None:
                 break
             excess_bytes -= self._give_up(node, tier, excess_bytes)
             if node is self._spared:
-                house.queue(node)  # not parked: whoever needs its room may drop it
+                residency.queue(node)  # not parked: whoever needs its room may drop it
                 break
         self._spared = None
 
     def _give_up(self, node: Node, tier: int, wanted_bytes: int) -> int:
         """Give up about `wanted_bytes` of a popped candidate. Returns bytes freed or draining."""
-        house = self.residency
+        residency = self.residency
         if node.parent is None or not node.staying >> tier & 1 or node.holding[tier]:
             return 0  # no candidate any more; it is queued again when it becomes one
-        namespace = house.namespace_of(node)
+        namespace = residency.namespace_of(node)
         count = max(MIN_VICTIMS, -(-wanted_bytes // namespace.slot_bytes))
         ids = self._takeable_tail(node, tier, count)
         if len(ids) == 0:
-            house.park(node, tier)
+            residency.park(node, tier)
             return 0
         if len(ids) < len(node):
-            house.queue(house.index.split(node, len(node) - len(ids), namespace.step))
+            residency.queue(residency.index.split(node, len(node) - len(ids), namespace.step))
         freed = self._send_away(node, tier, ids)
         if node is self._spared:
             return 0
         if not freed:  # asked again when a lease or a move has ended, not in this round
-            house.park(node, tier)
+            residency.park(node, tier)
             return 0
-        house.queue(node)
+        residency.queue(node)
         if node.parent is not None and node.parent.parent is not None:
-            house.queue(node.parent)
+            residency.queue(node.parent)
         return freed * namespace.slot_bytes
 
     def _forget_plain(self, tier: int, wanted_bytes: int, worth: float) -> int:
         """The plain case of a lowest tier in memory, worth a short way: victims that live here
         only, have nowhere to go and nobody holds are forgotten together. Stops at the first that
         is not so plain. Returns the bytes freed."""
-        house = self.residency
-        if house.tiers[tier].durable or house.moves or house.below(tier) is not None:
+        residency = self.residency
+        if residency.tiers[tier].durable or residency.moves or residency.below(tier) is not None:
             return 0
-        if house.dismissed[tier]:
+        if residency.dismissed[tier]:
             return 0
-        policy, blocks, only = house.policies[tier], house.blocks, 1 << tier
+        policy, blocks, only = residency.policies[tier], residency.blocks, 1 << tier
         has_pins = blocks.num_pins
         number = slot_bytes = -1
         leaves: list[Node] = []  # of one namespace, given up whole: they leave the tree together
@@ -235,9 +235,9 @@ class Evictor:
                 continue  # no candidate any more; it is queued again when it becomes one
             if node.namespace != number:
                 if leaves:
-                    house.unhang(leaves, tier)
+                    residency.unhang(leaves, tier)
                 number = node.namespace
-                namespace = house.namespaces[number]
+                namespace = residency.namespaces[number]
                 if namespace.slot_bytes != slot_bytes:
                     if spans:
                         self._forget_spans(tier, spans, slot_bytes)
@@ -251,13 +251,13 @@ class Evictor:
                     count = wanted
             if has_pins and blocks.is_tail_pinned(node.span, node.num_blocks - count):
                 if blocks.is_tail_pinned(node.span, node.num_blocks - 1):
-                    house.park(node, tier)  # nothing of it can go
+                    residency.park(node, tier)  # nothing of it can go
                     continue
                 policy.add(node)
                 break
             missing -= count * slot_bytes
             if count < node.num_blocks:
-                spans.append(house.index.trim(node, count, namespace.step))
+                spans.append(residency.index.trim(node, count, namespace.step))
                 policy.add(node)
                 break
             spans.append(node.span)
@@ -266,9 +266,9 @@ class Evictor:
             assert parent is not None
             left = parent.holding[tier] = parent.holding[tier] - 1
             if not left:  # it may be next
-                house.unhang(leaves, tier)
+                residency.unhang(leaves, tier)
         if leaves:
-            house.unhang(leaves, tier)
+            residency.unhang(leaves, tier)
         if spans:
             self._forget_spans(tier, spans, slot_bytes)
         return wanted_bytes - missing
@@ -281,31 +281,31 @@ class Evictor:
 
     def _takeable_tail(self, node: Node, tier: int, count: int) -> Ids:
         """The last blocks of the node, up to `count`, that nobody leases or reads."""
-        house = self.residency
+        residency = self.residency
         ids = node.block_ids()[-count:]
-        leased = np.flatnonzero(house.blocks.leases[ids])
+        leased = np.flatnonzero(residency.blocks.leases[ids])
         if len(leased):
             ids = ids[int(leased[-1]) + 1 :]
-        if house.moves:
+        if residency.moves:
             for position in range(len(ids) - 1, -1, -1):
-                if house.is_read(int(ids[position]), tier):
+                if residency.is_read(int(ids[position]), tier):
                     return ids[position + 1 :]
         return ids
 
     def _send_away(self, node: Node, tier: int, ids: Ids) -> int:
         """Decide one victim node's way. Returns the number of blocks freed or draining."""
-        house = self.residency
-        below = house.below(tier)
-        elsewhere = node.staying & ~(1 << tier) & house.up
+        residency = self.residency
+        below = residency.below(tier)
+        elsewhere = node.staying & ~(1 << tier) & residency.up
         is_kept = elsewhere or self.gate.admits(node)
         if below is not None and not node.tiers >> below & 1:
-            if not house.tiers[below].durable:
+            if not residency.tiers[below].durable:
                 moved = self._demote(node, tier, below, self._worth_below(node, below))
                 if moved:
                     return moved
             elif not elsewhere and is_kept and not self._is_hopeless(node):
-                house.drain(ids, tier)
-                house.settle(ids)
+                residency.drain(ids, tier)
+                residency.settle(ids)
                 self.write_down(node)
                 return len(ids)
         if elsewhere:
@@ -324,50 +324,50 @@ class Evictor:
         """What a block on its way down is worth in the tier below: anything, where it is to be
         written to a durable tier by that way; else what the policy there says of it, so that it
         skips a tier, or goes, where all that is held is worth more."""
-        house = self.residency
+        residency = self.residency
         durable = self.durable
         if durable is not None and durable.tier is not None:
             is_written = node.tiers >> durable.tier & 1
             if not is_written and self.gate.admits(node):
                 return ALWAYS
-        return house.policies[below].worth(node.kind, node.touched_s)
+        return residency.policies[below].worth(node.kind, node.touched_s)
 
     def _demote(self, node: Node, tier: int, below: int, worth: float) -> int:
         """Copy the node's tail down as far as there is room for what is worth so much. Returns
         blocks draining."""
-        house = self.residency
-        namespace = house.namespace_of(node)
-        queued = house.bytes_moving((tier, below), Priority.DEMOTION)
+        residency = self.residency
+        namespace = residency.namespace_of(node)
+        queued = residency.bytes_moving((tier, below), Priority.DEMOTION)
         may_move = max(0, self.max_moving_bytes - queued) // namespace.block_bytes
         ids = node.block_ids()
-        absent = house.where(ids, below, CopyState.ABSENT)
+        absent = residency.where(ids, below, CopyState.ABSENT)
         count = min(len(absent), may_move)
-        with house.pinned([node.span]):
+        with residency.pinned([node.span]):
             room = self.make_room(below, namespace.slot_bytes, count, worth) if count else 0
         if len(absent) and not room:
             return 0
         first = ids[0] if room == len(absent) else absent[len(absent) - room]
-        cut = int(house.blocks.depth[first]) - node.depth  # it may have grown by its parent
+        cut = int(residency.blocks.depth[first]) - node.depth  # it may have grown by its parent
         if cut:
-            house.queue(house.index.split(node, cut, namespace.step))
+            residency.queue(residency.index.split(node, cut, namespace.step))
         absent = absent[len(absent) - room :]
-        slots = house.pools[below].allocate(namespace.slot_bytes, len(absent))
+        slots = residency.pools[below].allocate(namespace.slot_bytes, len(absent))
         ids = node.block_ids()
-        house.drain(ids, tier)
-        house.start(namespace, absent, tier, below, slots, Priority.DEMOTION)
-        house.settle(ids)
+        residency.drain(ids, tier)
+        residency.start(namespace, absent, tier, below, slots, Priority.DEMOTION)
+        residency.settle(ids)
         return len(ids)
 
     def _give_up_copy(self, ids: Ids, tier: int) -> int:
         """Another copy stays: a durable record is deleted first, other copies go at once."""
-        house = self.residency
-        if house.tiers[tier].durable:
-            namespace = house.namespace_of(house.index.node_of(int(ids[0])))
-            house.start_giving_up(namespace, ids, tier)
+        residency = self.residency
+        if residency.tiers[tier].durable:
+            namespace = residency.namespace_of(residency.index.node_of(int(ids[0])))
+            residency.start_giving_up(namespace, ids, tier)
         else:
-            house.vacate(ids, tier)
-            house.evicted[tier] += len(ids)
-        house.settle(ids)
+            residency.vacate(ids, tier)
+            residency.evicted[tier] += len(ids)
+        residency.settle(ids)
         return len(ids)
 
     def drop(self, node: Node, tier: int) -> int:
@@ -388,28 +388,30 @@ class Evictor:
 
     def is_held(self, leaf: Node) -> bool:
         """Whether somebody leases, moves or writes blocks of the node."""
-        house = self.residency
+        residency = self.residency
         ids = leaf.block_ids()
-        moving = any(block in house.moves_of for block in ids.tolist())
-        return moving or not leaf.tiers or bool(house.blocks.leases[ids].any())
+        moving = any(block in residency.moves_of for block in ids.tolist())
+        return moving or not leaf.tiers or bool(residency.blocks.leases[ids].any())
 
     def forget(self, leaf: Node, count: int) -> None:
         """Forget the last blocks of a childless node wherever they are. Nobody leases or moves
         them."""
-        house = self.residency
-        namespace = house.namespace_of(leaf)
+        residency = self.residency
+        namespace = residency.namespace_of(leaf)
         if count < len(leaf):
-            house.queue(house.index.split(leaf, len(leaf) - count, namespace.step))
+            residency.queue(residency.index.split(leaf, len(leaf) - count, namespace.step))
         ids = leaf.block_ids()
         self.dropped += len(ids)
-        for tier, spec in enumerate(house.tiers):
-            copies = ids[house.blocks.tags[ids] >> tier & 1 == 1]
-            if spec.durable and house.is_up(tier) and len(copies):
-                house.start_giving_up(namespace, house.where(copies, tier, CopyState.READY), tier)
+        for tier, spec in enumerate(residency.tiers):
+            copies = ids[residency.blocks.tags[ids] >> tier & 1 == 1]
+            if spec.durable and residency.is_up(tier) and len(copies):
+                residency.start_giving_up(
+                    namespace, residency.where(copies, tier, CopyState.READY), tier
+                )
             else:
-                house.vacate(copies, tier)
-                house.evicted[tier] += len(copies)
-        house.settle(ids)
+                residency.vacate(copies, tier)
+                residency.evicted[tier] += len(copies)
+        residency.settle(ids)
 
     def _is_hopeless(self, node: Node) -> bool:
         return self.durable is None or self.durable.is_hopeless(node)

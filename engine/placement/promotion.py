@@ -32,41 +32,41 @@ def promote(
 ) -> None:
     """Blocks that were just used move up from the next slower tier, from the front, as far as they
     are worth it there."""
-    house = residency
-    for dst in range(len(house.tiers)):
+    for dst in range(len(residency.tiers)):
         sources = [src for src, to in links if to == dst and src > dst]
-        if not sources or not house.is_up(dst) or not house.is_up(sources[0]):
+        if not sources or not residency.is_up(dst) or not residency.is_up(sources[0]):
             continue
         src = sources[0]
-        if not house.tiers[src].mapped:  # demand brings those up
+        if not residency.tiers[src].mapped:  # demand brings those up
             continue
-        readable = house.blocks.tags[ids] >> src & 1
-        absent = house.blocks.state[dst][ids] == CopyState.ABSENT
-        wanted = within_share(house, ids[(readable == 1) & absent], dst)
+        readable = residency.blocks.tags[ids] >> src & 1
+        absent = residency.blocks.state[dst][ids] == CopyState.ABSENT
+        wanted = within_share(residency, ids[(readable == 1) & absent], dst)
         if len(wanted) == 0:
             continue
-        budget = max_moving_bytes - house.bytes_moving((src, dst), Priority.DEMOTION)
+        budget = max_moving_bytes - residency.bytes_moving((src, dst), Priority.DEMOTION)
         wanted = wanted[: max(0, budget // namespace.block_bytes)]
         for run, worth in _runs(residency, dst, wanted):
-            run = run[house.blocks.tags[run] >> src & 1 == 1]  # room for others may have cost it
-            with house.pinned([run]):
+            run = run[
+                residency.blocks.tags[run] >> src & 1 == 1
+            ]  # room for others may have cost it
+            with residency.pinned([run]):
                 room = _room(evictor, dst, namespace.slot_bytes, len(run), worth)
-            slots = house.pools[dst].allocate(namespace.slot_bytes, min(room, len(run)))
+            slots = residency.pools[dst].allocate(namespace.slot_bytes, min(room, len(run)))
             if len(slots):
                 chosen = run[: len(slots)]
-                house.start(namespace, chosen, src, dst, slots, Priority.PREFETCH)
+                residency.start(namespace, chosen, src, dst, slots, Priority.PREFETCH)
 
 
 def _runs(residency: Residency, dst: int, ids: Ids) -> list[tuple[Ids, float]]:
     """The blocks by what they are worth in the tier, front to back."""
-    house = residency
-    numbers = house.blocks.node[ids]
+    numbers = residency.blocks.node[ids]
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(ids)]
-    policy = house.policies[dst]
+    policy = residency.policies[dst]
     runs: list[tuple[Ids, float]] = []
     for first, last in pairwise(starts):
         if first < last:
-            node = house.index.node_of(int(ids[first]))
+            node = residency.index.node_of(int(ids[first]))
             runs.append((ids[first:last], policy.worth(node.kind, node.touched_s)))
     return runs
 

@@ -56,10 +56,10 @@ def weigh(looks: Sequence[tuple[int, int]], slab_bytes: int) -> Wanted:
     return Wanted(0, False, is_plenty, None)
 
 
-def shed(house: Residency, evictor: Evictor, event: Shed) -> list[int]:
+def shed(residency: Residency, evictor: Evictor, event: Shed) -> list[int]:
     """Carry out the event; its answer."""
-    tier = house.number_of(event.tier)
-    pool, evacuations = house.pools[tier], evictor.evacuations
+    tier = residency.number_of(event.tier)
+    pool, evacuations = residency.pools[tier], evictor.evacuations
     evacuations.watch()
     given = list(pool.withhold(event.num_slabs))
     while len(given) < event.num_slabs and pool.clearing is None:
@@ -75,10 +75,10 @@ def shed(house: Residency, evictor: Evictor, event: Shed) -> list[int]:
     return given
 
 
-def set_aside(house: Residency, event: SetAside) -> int:
+def set_aside(residency: Residency, event: SetAside) -> int:
     """Carry out the event; its answer."""
-    tier = house.number_of(event.tier)
-    pool = house.pools[tier]
+    tier = residency.number_of(event.tier)
+    pool = residency.pools[tier]
     slabs = pool.allocate(pool.slab_bytes, pool.capacity_bytes // pool.slab_bytes)
     pages = pool.slab_bytes // PAGE_BYTES
     firsts = np.array([first for first, _ in event.pages], np.int64)
@@ -89,5 +89,5 @@ def set_aside(house: Residency, event: SetAside) -> int:
     if len(touched):
         pool.quarantine(pool.slab_bytes, touched)
         held = Quarantined(event.owner, tier, pool.slab_bytes, touched)
-        house.leases.quarantine[house.leases.next_id()] = held
+        residency.leases.quarantine[residency.leases.next_id()] = held
     return len(touched)

@@ -109,11 +109,11 @@ class Evacuations:
         self._begin(tier, slot_bytes, None)
 
     def _begin(self, tier: int, slot_bytes: int, below: int | None) -> None:
-        house = self.residency
+        residency = self.residency
         departures = self._cheapest(tier, slot_bytes, below)
         if departures is None:
             return
-        if below is not None and not house.tiers[below].durable:
+        if below is not None and not residency.tiers[below].durable:
             if not self._make_room_below(departures.down, below):
                 if self.room.room_is_coming(below):
                     return  # whoever wants this room asks again
@@ -121,7 +121,7 @@ class Evacuations:
             departures = self._departures(tier, departures.clearing, below)
             if departures is None:  # making room has changed it
                 return
-        house.pools[tier].close(departures.clearing)
+        residency.pools[tier].close(departures.clearing)
         self.under_way[tier] = _Evacuation(departures.clearing, departures.inside)
         self._send_away(tier, departures, below)
 
@@ -129,11 +129,11 @@ class Evacuations:
         """Open slabs again out of which a block does not leave after all."""
         if not self.under_way:
             return
-        house = self.residency
+        residency = self.residency
         for tier, evacuation in list(self.under_way.items()):
-            if house.pools[tier].clearing is not evacuation.clearing:  # its class has moved in
+            if residency.pools[tier].clearing is not evacuation.clearing:  # its class has moved in
                 del self.under_way[tier]
-            elif len(house.where(self._left_inside(tier, evacuation), tier, CopyState.READY)):
+            elif len(residency.where(self._left_inside(tier, evacuation), tier, CopyState.READY)):
                 self._end(tier)
 
     def tick(self, now_s: float) -> None:
@@ -164,18 +164,18 @@ class Evacuations:
         self, tier: int, clearing: SlabClearing, below: int | None, limit: int | None = None
     ) -> _Departures | None:
         """Who would have to go; None if somebody cannot, or if more than `limit` would be lost."""
-        house = self.residency
-        tags, state = house.blocks.tags, house.blocks.state
+        residency = self.residency
+        tags, state = residency.blocks.tags, residency.blocks.state
         inside = self._inside(tier, clearing)
-        going = house.where(inside, tier, CopyState.READY)
-        if len(house.where(inside, tier, CopyState.DRAINING)) + len(going) < len(inside):
+        going = residency.where(inside, tier, CopyState.READY)
+        if len(residency.where(inside, tier, CopyState.DRAINING)) + len(going) < len(inside):
             return None
-        if house.tiers[tier].durable:
+        if residency.tiers[tier].durable:
             under = self._with_all_below(going)
             if _is_being_written(state[tier][under]):
                 return None
-            going = house.where(under, tier, CopyState.READY)
-        others = house.up & ~(1 << tier) & 0xFF
+            going = residency.where(under, tier, CopyState.READY)
+        others = residency.up & ~(1 << tier) & 0xFF
         has_other = (tags[going] & ~(tags[going] >> 8) & others) != 0
         spare, down, lost = going[has_other], going[~has_other], _NO_IDS
         if below is not None:
@@ -187,11 +187,11 @@ class Evacuations:
             if (limit is not None and len(lost) > limit) or self._is_held(lost):
                 return None
         staying = np.concatenate((spare, down))
-        if house.blocks.leases[staying].any():
+        if residency.blocks.leases[staying].any():
             return None
-        if house.moves and any(house.is_read(block, tier) for block in staying.tolist()):
+        if residency.moves and any(residency.is_read(block, tier) for block in staying.tolist()):
             return None
-        nodes = house.index.nodes_of(going)
+        nodes = residency.index.nodes_of(going)
         age_s = sum(node.touched_s for node in nodes) / max(1, len(nodes))
         return _Departures(clearing, inside, spare, down, lost, age_s)
 
@@ -210,15 +210,15 @@ class Evacuations:
 
     def _with_all_below(self, ids: Ids, limit: int | None = None) -> Ids:
         """These blocks and all that hang below them. Stops beyond `limit` blocks."""
-        house = self.residency
-        numbers = house.blocks.node[ids]
+        residency = self.residency
+        numbers = residency.blocks.node[ids]
         parts: list[Ids] = []
         num_found = 0
         seen: set[Node] = set()
-        for node in sorted(house.index.nodes_of(ids), key=lambda node: node.depth):
+        for node in sorted(residency.index.nodes_of(ids), key=lambda node: node.depth):
             if node in seen:
                 continue
-            first = int(house.blocks.depth[ids[numbers == node.number]].min())
+            first = int(residency.blocks.depth[ids[numbers == node.number]].min())
             parts.append(node.block_ids()[first - node.depth :])
             for lower in self._strictly_below(node):
                 seen.add(lower)
@@ -234,66 +234,68 @@ class Evacuations:
 
     def _is_held(self, ids: Ids) -> bool:
         """Whether any of the blocks is leased, read or being written, in whatever tier."""
-        house = self.residency
+        residency = self.residency
         return (
-            bool(house.blocks.leases[ids].any())
-            or any(_is_being_written(state[ids]) for state in house.blocks.state)
-            or (bool(house.moves) and any(block in house.moves_of for block in ids.tolist()))
+            bool(residency.blocks.leases[ids].any())
+            or any(_is_being_written(state[ids]) for state in residency.blocks.state)
+            or (
+                bool(residency.moves) and any(block in residency.moves_of for block in ids.tolist())
+            )
         )
 
     # --- sending them away --------------------------------------------------------------------
 
     def _make_room_below(self, ids: Ids, below: int) -> bool:
-        house = self.residency
+        residency = self.residency
         needed: Counter[int] = Counter()
         for namespace, group in self._by_namespace(ids):
             needed[namespace.slot_bytes] += len(group)
         for slot_bytes, count in needed.items():
             self.room.make_room(below, slot_bytes, count)
-        pool = house.pools[below]
+        pool = residency.pools[below]
         return all(pool.available(size) >= count for size, count in needed.items())
 
     def _send_away(self, tier: int, departures: _Departures, below: int | None) -> None:
-        house = self.residency
+        residency = self.residency
         for namespace, ids in self._by_namespace(departures.spare):
             self._give_up(namespace, ids, [tier])
         for namespace, ids in self._by_namespace(departures.lost):
             self.room.dropped += len(ids)
-            self._give_up(namespace, ids, range(len(house.tiers)))
+            self._give_up(namespace, ids, range(len(residency.tiers)))
         for namespace, ids in self._by_namespace(departures.down):
             assert below is not None
-            if house.tiers[below].durable:
-                house.drain(ids, tier)
+            if residency.tiers[below].durable:
+                residency.drain(ids, tier)
                 continue
-            slots = house.pools[below].allocate(namespace.slot_bytes, len(ids))
+            slots = residency.pools[below].allocate(namespace.slot_bytes, len(ids))
             leaving = ids[: len(slots)]  # all, or the slab is opened again by `watch`
-            house.drain(leaving, tier)
-            house.start(namespace, leaving, tier, below, slots, Priority.DEMOTION)
-        house.settle(np.concatenate((departures.spare, departures.lost, departures.down)))
-        if below is not None and house.tiers[below].durable:
-            for node in house.index.nodes_of(departures.down):
+            residency.drain(leaving, tier)
+            residency.start(namespace, leaving, tier, below, slots, Priority.DEMOTION)
+        residency.settle(np.concatenate((departures.spare, departures.lost, departures.down)))
+        if below is not None and residency.tiers[below].durable:
+            for node in residency.index.nodes_of(departures.down):
                 self.room.write_down(node)
 
     def _give_up(self, namespace: Namespace, ids: Ids, tiers: Iterable[int]) -> None:
         """Copies in these tiers go: at once, or after their records, the deepest first."""
-        house = self.residency
-        ids = ids[np.argsort(-house.blocks.depth[ids], kind="stable")]
+        residency = self.residency
+        ids = ids[np.argsort(-residency.blocks.depth[ids], kind="stable")]
         for tier in tiers:
-            copies = ids[house.blocks.state[tier][ids] != CopyState.ABSENT]
-            if house.tiers[tier].durable and house.is_up(tier):
-                house.start_giving_up(namespace, copies, tier)
+            copies = ids[residency.blocks.state[tier][ids] != CopyState.ABSENT]
+            if residency.tiers[tier].durable and residency.is_up(tier):
+                residency.start_giving_up(namespace, copies, tier)
             else:
-                house.vacate(copies, tier)
-                house.evicted[tier] += len(copies)
+                residency.vacate(copies, tier)
+                residency.evicted[tier] += len(copies)
 
     def _by_namespace(self, ids: Ids) -> Sequence[tuple[Namespace, Ids]]:
         if not len(ids):
             return []
-        house = self.residency
-        numbers, of_block = np.unique(house.blocks.node[ids], return_inverse=True)
-        nodes = [house.index.nodes[number] for number in numbers.tolist()]
+        residency = self.residency
+        numbers, of_block = np.unique(residency.blocks.node[ids], return_inverse=True)
+        nodes = [residency.index.nodes[number] for number in numbers.tolist()]
         spaces = np.array([node.namespace for node in nodes if node is not None])[of_block]
-        return [(house.namespaces[n], ids[spaces == n]) for n in np.unique(spaces).tolist()]
+        return [(residency.namespaces[n], ids[spaces == n]) for n in np.unique(spaces).tolist()]
 
     def validate(self) -> None:
         """Every closed slab has its evacuation, and holds nobody who is not known to leave it."""

@@ -66,15 +66,15 @@ class WriteDown:
         tier = self.tier
         if tier is None:
             return True
-        house = self.residency
-        path = house.index.path_to(node)
-        slot_bytes = house.namespace_of(node).slot_bytes
+        residency = self.residency
+        path = residency.index.path_to(node)
+        slot_bytes = residency.namespace_of(node).slot_bytes
         count = 1 + sum(
-            len(house.where(piece.block_ids(), tier, CopyState.ABSENT)) for piece in path[:-1]
+            len(residency.where(piece.block_ids(), tier, CopyState.ABSENT)) for piece in path[:-1]
         )
-        if house.pools[tier].available(slot_bytes) >= count:
+        if residency.pools[tier].available(slot_bytes) >= count:
             return False
-        with house.pinned([piece.span for piece in path]):
+        with residency.pinned([piece.span for piece in path]):
             room = self.evictor.make_room(tier, slot_bytes, count)
         return room < count and not self.evictor.room_is_coming(tier)
 
@@ -123,15 +123,15 @@ class WriteDown:
 
     def _follow_merges(self) -> None:
         """An end that was merged into the node below it is that node's by now."""
-        house = self.residency
+        residency = self.residency
         for node in [node for node in self.pending if node.parent is None]:
             path = self.pending.pop(node)
-            gone = np.flatnonzero(house.blocks.node[path] < 0)
+            gone = np.flatnonzero(residency.blocks.node[path] < 0)
             path = path[: int(gone[0])] if len(gone) else path
             if not len(path):
                 continue
-            now = house.index.node_of(int(path[-1]))
-            held = ids_along([piece.span for piece in house.index.path_to(now)])[: len(path)]
+            now = residency.index.node_of(int(path[-1]))
+            held = ids_along([piece.span for piece in residency.index.path_to(now)])[: len(path)]
             if np.array_equal(held, path):  # else an id was given up, and is another block's now
                 self.pending.setdefault(now, path)
 
@@ -152,23 +152,23 @@ class WriteDown:
         """Nothing moves: the front of a path waits for room that its own end has. So the end is
         written first. Not while somebody waits to hear that blocks are durable: until its front
         is written too, nobody could find the end after a crash."""
-        house = self.residency
-        if any(lease.decision.reason == "durable" for lease in house.leases.leases.values()):
+        residency = self.residency
+        if any(lease.decision.reason == "durable" for lease in residency.leases.leases.values()):
             return False
         for node in list(reversed(self.pending)):
             if node.parent is not None:
                 self._advance(node, out_of_turn=True)
-            if house.moves:
+            if residency.moves:
                 return True
         return False
 
     def _is_stuck(self) -> bool:
         """Nothing moves and nobody holds anything, so no news will ever come: what is warmed waits
         for room itself, and pins for nothing."""
-        house = self.residency
-        book = house.leases
+        residency = self.residency
+        book = residency.leases
         is_held = any(lease.owner != NOBODY for lease in book.leases.values())
-        return not (house.moves or is_held or book.tickets)
+        return not (residency.moves or is_held or book.tickets)
 
     def _least_held(self) -> Node:
         """The path that was wanted last, of those of which nothing is pinned if there are any."""
@@ -179,11 +179,11 @@ class WriteDown:
     def _sacrifice(self, node: Node) -> None:
         """Forget the last blocks of a path that is larger than the memory it has to pass through.
         A path that only was to be written early loses nothing: it is not written now."""
-        house = self.residency
-        if node.parent is None or not (self.is_flushing or any(house.draining_bytes)):
+        residency = self.residency
+        if node.parent is None or not (self.is_flushing or any(residency.draining_bytes)):
             self.pending.pop(node, None)
             return
-        if house.blocks.is_pinned(node.span):  # it stays where it is
+        if residency.blocks.is_pinned(node.span):  # it stays where it is
             self._give_up_on(node)
             return
         leaf = node
@@ -198,20 +198,20 @@ class WriteDown:
         assert tier is not None
         if node.parent is None:  # merged away or gone: see _follow_merges
             return _WriteProgress.WAITING
-        house = self.residency
-        namespace = house.namespace_of(node)
+        residency = self.residency
+        namespace = residency.namespace_of(node)
         path = self._ids_to(node)
-        if (house.blocks.state[tier][path] == CopyState.DRAINING).any():
+        if (residency.blocks.state[tier][path] == CopyState.DRAINING).any():
             return (
                 _WriteProgress.WAITING
             )  # a record above is being deleted: it is written anew first
         seen = 0
         while len(
-            ahead := np.flatnonzero(house.blocks.state[tier][path[seen:]] == CopyState.ABSENT)
+            ahead := np.flatnonzero(residency.blocks.state[tier][path[seen:]] == CopyState.ABSENT)
         ):
-            piece = house.index.node_of(int(path[seen + int(ahead[0])]))
+            piece = residency.index.node_of(int(path[seen + int(ahead[0])]))
             seen = piece.depth + len(piece)
-            absent = house.where(piece.block_ids(), tier, CopyState.ABSENT)
+            absent = residency.where(piece.block_ids(), tier, CopyState.ABSENT)
             src = self._source(piece, tier)
             if src is None:
                 if out_of_turn:
@@ -227,8 +227,8 @@ class WriteDown:
                 coming = self._is_saturated() or self.evictor.room_is_coming(tier)
                 return _WriteProgress.WAITING if coming else _WriteProgress.HOPELESS
             ids = absent[:room]
-            slots = house.pools[tier].allocate(namespace.slot_bytes, len(ids))
-            house.start(namespace, ids, src, tier, slots, Priority.DEMOTION)
+            slots = residency.pools[tier].allocate(namespace.slot_bytes, len(ids))
+            residency.start(namespace, ids, src, tier, slots, Priority.DEMOTION)
             self.evictor.gate.written(len(ids) * namespace.block_bytes)
             if room < len(absent):
                 return _WriteProgress.WAITING
@@ -240,31 +240,31 @@ class WriteDown:
 
     def _source(self, piece: Node, tier: int) -> int | None:
         """A tier with a link to the durable one that holds the piece."""
-        house = self.residency
-        for src in range(len(house.tiers)):
-            if piece.tiers >> src & 1 and house.is_up(src) and (src, tier) in house.links:
+        residency = self.residency
+        for src in range(len(residency.tiers)):
+            if piece.tiers >> src & 1 and residency.is_up(src) and (src, tier) in residency.links:
                 return src
         return None
 
     def _bring_closer(self, path: Ids, piece: Node, tier: int) -> _WriteProgress:
         """Copy a piece to a tier from which it can be written; it waits for that copy."""
-        house = self.residency
-        namespace = house.namespace_of(piece)
-        src = house.fastest(piece.tiers)
+        residency = self.residency
+        namespace = residency.namespace_of(piece)
+        src = residency.fastest(piece.tiers)
         # Copies of what is written already may go to make room for what is not.
-        unwritten = path[house.blocks.state[tier][path] != CopyState.READY]
-        for middle in range(len(house.tiers)):
-            if not ((src, middle) in house.links and (middle, tier) in house.links):
+        unwritten = path[residency.blocks.state[tier][path] != CopyState.READY]
+        for middle in range(len(residency.tiers)):
+            if not ((src, middle) in residency.links and (middle, tier) in residency.links):
                 continue
-            absent = house.where(piece.block_ids(), middle, CopyState.ABSENT)
+            absent = residency.where(piece.block_ids(), middle, CopyState.ABSENT)
             room = (
                 self._room(namespace, [unwritten], src, middle, len(absent)) if len(absent) else 0
             )
             if room:
-                slots = house.pools[middle].allocate(namespace.slot_bytes, room)
-                house.start(namespace, absent[:room], src, middle, slots, Priority.DEMOTION)
+                slots = residency.pools[middle].allocate(namespace.slot_bytes, room)
+                residency.start(namespace, absent[:room], src, middle, slots, Priority.DEMOTION)
             on_its_way = room or len(absent) < len(piece)
-            if on_its_way or self.evictor.room_is_coming(middle) or house.moves:
+            if on_its_way or self.evictor.room_is_coming(middle) or residency.moves:
                 return _WriteProgress.WAITING
         return _WriteProgress.HOPELESS
 
@@ -272,23 +272,23 @@ class WriteDown:
         self, namespace: Namespace, kept: Sequence[Span], src: int, dst: int, count: int
     ) -> int:
         """Slots for up to `count` blocks, made at the expense of all others than those `kept`."""
-        house = self.residency
-        queued = house.bytes_moving((src, dst), Priority.DEMOTION)
+        residency = self.residency
+        queued = residency.bytes_moving((src, dst), Priority.DEMOTION)
         may_move = max(0, self.evictor.max_moving_bytes - queued) // namespace.block_bytes
-        if dst in house.backoff.trials:
+        if dst in residency.backoff.trials:
             may_move = 0 if queued else 1
         count = min(count, may_move)
-        if house.pools[dst].available(namespace.slot_bytes) >= count:
+        if residency.pools[dst].available(namespace.slot_bytes) >= count:
             return count
-        with house.pinned(kept):
+        with residency.pinned(kept):
             return self.evictor.make_room(dst, namespace.slot_bytes, count)
 
     def _is_saturated(self) -> bool:
-        house = self.residency
+        residency = self.residency
         limit = self.evictor.max_moving_bytes // 2
         return any(
-            house.bytes_moving(link, Priority.DEMOTION) >= limit
-            for link in house.links
+            residency.bytes_moving(link, Priority.DEMOTION) >= limit
+            for link in residency.links
             if link[1] == self.tier
         )
 
@@ -297,13 +297,13 @@ class WriteDown:
         self.pending.pop(node, None)
         if node.parent is None:
             return
-        house = self.residency
-        for tier in range(len(house.tiers)):
+        residency = self.residency
+        for tier in range(len(residency.tiers)):
             if node.parent is None or tier == self.tier or not node.leaving >> tier & 1:
                 continue
             if node.children or node.holding[tier] or self.evictor.is_held(node):
                 draining = node.block_ids()
-                house.rescue(draining, tier)
-                house.settle(draining)
+                residency.rescue(draining, tier)
+                residency.settle(draining)
             else:  # at once: rescued, it could be merged with blocks above that are held
                 self.evictor.drop(node, tier)

@@ -61,20 +61,20 @@ class Identities:
 
     def fill(self, moves: Iterable[Move]) -> None:
         """Set `identity` where the source or the destination is durable."""
-        house = self.residency
+        residency = self.residency
         for move in moves:
             if move.identity is not None:
                 continue
             if move.src not in self._durable and move.dst not in self._durable:
                 continue
-            node = house.index.node_of(move.block)
-            namespace = house.namespace_of(node)
+            node = residency.index.node_of(move.block)
+            namespace = residency.namespace_of(node)
             chain = self._chain(node, namespace)
-            depth = int(house.blocks.depth[move.block])
+            depth = int(residency.blocks.depth[move.block])
             position = depth - node.depth
-            hits = int(house.blocks.hits[move.block])
+            hits = int(residency.blocks.hits[move.block])
             if move.dst in self._durable:
-                house.blocks.noted_hits[move.block] = hits
+                residency.blocks.noted_hits[move.block] = hits
             move.identity = BlockIdentity(
                 namespace.digest,
                 chain.key(depth),
@@ -86,10 +86,10 @@ class Identities:
 
     def key_of(self, block: int) -> bytes:
         """The key of a block that is in the tree."""
-        house = self.residency
-        node = house.index.node_of(block)
-        chain = self._chain(node, house.namespace_of(node))
-        return chain.key(int(house.blocks.depth[block]))
+        residency = self.residency
+        node = residency.index.node_of(block)
+        chain = self._chain(node, residency.namespace_of(node))
+        return chain.key(int(residency.blocks.depth[block]))
 
     def _chain(self, node: Node, namespace: Namespace) -> _Chain:
         missing = []

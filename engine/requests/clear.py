@@ -64,15 +64,15 @@ class Clearing:
 
     def step(self, most_blocks: int) -> p.Cleared:
         """So many blocks more, or twice as many: a longer node is split, and its end goes."""
-        house = self._house
+        residency = self._house
         if len(self._deleting) > MAX_MOVES:
             self._is_deleting()
-        if len(house.moves) >= MAX_MOVES or (self._is_walked and self._is_deleting()):
+        if len(residency.moves) >= MAX_MOVES or (self._is_walked and self._is_deleting()):
             return p.Cleared(0, is_over=False, is_waiting=True)
         if self._is_walked:
             return self._end_pass(0)
         num_blocks = 0
-        nodes = house.index.nodes
+        nodes = residency.index.nodes
         look_until = self._next + MAX_LOOKED_AT
         while num_blocks < most_blocks:
             front, size = [], 0
@@ -89,9 +89,9 @@ class Clearing:
                 break
             going = [node for node in dict.fromkeys(front) if self._may_go(node)]
             for node in going:
-                kept = max(house.blocks.num_held(node.span), len(node) - most_blocks)
+                kept = max(residency.blocks.num_held(node.span), len(node) - most_blocks)
                 if kept > 0:  # only its end goes
-                    house.queue(house.index.split(node, kept, self.namespace.step))
+                    residency.queue(residency.index.split(node, kept, self.namespace.step))
             if going:
                 num_blocks += sum(map(len, going))
                 self._give_up(going)
@@ -111,13 +111,13 @@ class Clearing:
 
     def _is_deleting(self) -> bool:
         """Whether records are still being deleted. Notes those that could not be."""
-        house = self._house
-        ended = self._deleting.keys() - house.moves.keys()
+        residency = self._house
+        ended = self._deleting.keys() - residency.moves.keys()
         for move in ended:
             block, tier = self._deleting.pop(move)
-            if house.blocks.state[tier][block] != CopyState.ABSENT:
+            if residency.blocks.state[tier][block] != CopyState.ABSENT:
                 self._is_incomplete = True
-                self._gone.discard(house.index.node_of(block))
+                self._gone.discard(residency.index.node_of(block))
         return bool(self._deleting)
 
     def _may_go(self, node: Node) -> bool:
@@ -140,17 +140,17 @@ class Clearing:
 
     def _give_up(self, nodes: list[Node]) -> None:
         """Their copies; and what is above them is looked at next."""
-        house = self._house
+        residency = self._house
         above = [node.parent for node in nodes if node.parent is not None]
         ids = np.concatenate([node.block_ids()[::-1] for node in nodes])
-        for tier, spec in enumerate(house.tiers):
-            held = ids[house.blocks.tags[ids] >> tier & 1 == 1]
-            if spec.durable and house.is_up(tier):
-                house.start_giving_up(self.namespace, held, tier)
+        for tier, spec in enumerate(residency.tiers):
+            held = ids[residency.blocks.tags[ids] >> tier & 1 == 1]
+            if spec.durable and residency.is_up(tier):
+                residency.start_giving_up(self.namespace, held, tier)
                 for block in held.tolist():
-                    self._deleting[house.moves_of[block][-1].id] = (block, tier)
+                    self._deleting[residency.moves_of[block][-1].id] = (block, tier)
             else:
-                house.vacate(held, tier)
-        house.settle(ids)
+                residency.vacate(held, tier)
+        residency.settle(ids)
         self._gone.update(nodes)
         self._front += [node for node in dict.fromkeys(above) if node.parent is not None]

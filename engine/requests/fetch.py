@@ -78,17 +78,17 @@ class Fetching:
     def _expected(self, lease: Lease, ids: Ids) -> tuple[float, float]:
         """Seconds until these blocks are readable, and how far off that may be: links work side by
         side, each behind what is queued there."""
-        house = self.residency
-        block_bytes = house.namespaces[lease.namespace].block_bytes
-        src = self.fastest(house.up)[house.blocks.tags[ids] & 0xFF]
+        residency = self.residency
+        block_bytes = residency.namespaces[lease.namespace].block_bytes
+        src = self.fastest(residency.up)[residency.blocks.tags[ids] & 0xFF]
         expected_s = doubt_s = 0.0
         for number in np.unique(src[src != NO_TIER]).tolist():
-            link = number, house.landing[number]
+            link = number, residency.landing[number]
             cost = self.links.get(link)
             if cost is None:
                 continue
-            is_absent = house.blocks.state[link[1]][ids[src == number]] == CopyState.ABSENT
-            num_bytes, ahead = int(is_absent.sum()) * block_bytes, house.bytes_ahead(link)
+            is_absent = residency.blocks.state[link[1]][ids[src == number]] == CopyState.ABSENT
+            num_bytes, ahead = int(is_absent.sum()) * block_bytes, residency.bytes_ahead(link)
             seconds = cost.seconds(max(num_bytes, 1), ahead)
             if seconds > expected_s:
                 expected_s, doubt_s = seconds, cost.doubt_s(max(num_bytes, 1), ahead)
@@ -96,14 +96,14 @@ class Fetching:
 
     def place_more(self, leases: Iterable[Lease]) -> None:
         """Room was made: place what lacked it."""
-        house = self.residency
+        residency = self.residency
         for lease in leases:
             mapped = self.readable_tier(lease, lease.ids)
             missing = np.flatnonzero(mapped == NO_TIER)
             missing = missing[missing >= lease.unplaced]
             self._place(lease, missing)
             while lease.unplaced < len(lease.ids) and not (
-                house.moves or any(house.draining_bytes) or self._others_are_read(lease)
+                residency.moves or any(residency.draining_bytes) or self._others_are_read(lease)
             ):  # nothing else will make room any more: the lease's own end must
                 self._shorten(lease)
                 missing = missing[(missing >= lease.unplaced) & (missing < len(lease.ids))]
@@ -181,13 +181,13 @@ class Fetching:
             return []
         cuts = np.flatnonzero(mapped[1:] != mapped[:-1]) + 1
         bounds = [0, *cuts.tolist(), len(ids)]
-        house = self.residency
+        residency = self.residency
         runs = []
         for first, last in itertools.pairwise(bounds):
             tier = int(mapped[first])
             if tier != NO_TIER:
-                slots = house.blocks.slot[tier][ids[first:last]]
-                runs.append(ReadyRun(first, house.tiers[tier].name, slots))
+                slots = residency.blocks.slot[tier][ids[first:last]]
+                runs.append(ReadyRun(first, residency.tiers[tier].name, slots))
         return runs
 
     def _others_are_read(self, lease: Lease) -> bool:
@@ -208,11 +208,13 @@ class Fetching:
 
     def _place(self, lease: Lease, missing: Positions) -> None:
         """Wait for the lease's `missing` positions: join moves under way, start the others."""
-        house = self.residency
-        namespace = house.namespaces[lease.namespace]
+        residency = self.residency
+        namespace = residency.namespaces[lease.namespace]
         ids = lease.ids[missing]
-        src = self.fastest(house.up)[house.blocks.tags[ids] & 0xFF]
-        landing = [dst if dst != NO_TIER and house.is_up(dst) else NO_TIER for dst in house.landing]
+        src = self.fastest(residency.up)[residency.blocks.tags[ids] & 0xFF]
+        landing = [
+            dst if dst != NO_TIER and residency.is_up(dst) else NO_TIER for dst in residency.landing
+        ]
         dst = np.array([*landing, NO_TIER], np.int32)[np.minimum(src, len(landing))]
         lost = np.flatnonzero(dst == NO_TIER)
         if len(lost):
@@ -221,10 +223,10 @@ class Fetching:
             src, dst = src[: lost[0]], dst[: lost[0]]
         is_absent = np.zeros(len(ids), bool)
         for tier in np.unique(dst).tolist():
-            is_absent |= (dst == tier) & (house.blocks.state[tier][ids] == CopyState.ABSENT)
+            is_absent |= (dst == tier) & (residency.blocks.state[tier][ids] == CopyState.ABSENT)
         for block in ids[~is_absent].tolist():
             self.wait(lease, block)
-            for move in house.moves_of.get(block, ()):
+            for move in residency.moves_of.get(block, ()):
                 if move.deadline_s is not None and move.dst is not None:
                     move.deadline_s = max(move.deadline_s, lease.deadline_s)
         missing, src, dst = missing[is_absent], src[is_absent], dst[is_absent]
@@ -246,14 +248,14 @@ class Fetching:
         positions: Positions,
         link: tuple[int, int],
     ) -> int:
-        house = self.residency
+        residency = self.residency
         src, dst = link
         self.evictor.make_room(dst, namespace.slot_bytes, len(positions))
-        slots = house.pools[dst].allocate(namespace.slot_bytes, len(positions))
+        slots = residency.pools[dst].allocate(namespace.slot_bytes, len(positions))
         if len(slots):
             ids = lease.ids[positions[: len(slots)]]
-            house.start(namespace, ids, src, dst, slots, Priority.DEMAND, lease.deadline_s)
-            house.progress_s.setdefault(link, lease.started_s)
+            residency.start(namespace, ids, src, dst, slots, Priority.DEMAND, lease.deadline_s)
+            residency.progress_s.setdefault(link, lease.started_s)
             lease.link_bytes += len(slots) * namespace.block_bytes
             for block in ids.tolist():
                 self.wait(lease, block)
@@ -267,12 +269,12 @@ class Fetching:
     def readable_tier(self, lease: Lease, ids: Ids) -> Ids:
         """Per block the fastest tier from which whoever fetches this lease can read it, NO_TIER
         where there is none: a client the mapped tiers, the GPU worker all that is memory."""
-        house = self.residency
+        residency = self.residency
         usable = 0
-        for tier in range(len(house.tiers)):
-            if house.is_readable(tier, by_worker=lease.by_worker):
+        for tier in range(len(residency.tiers)):
+            if residency.is_readable(tier, by_worker=lease.by_worker):
                 usable |= 1 << tier
-        readable: Ids = self.fastest(house.up & usable)[house.blocks.tags[ids] & 0xFF]
+        readable: Ids = self.fastest(residency.up & usable)[residency.blocks.tags[ids] & 0xFF]
         return readable
 
     def fastest(self, usable: int) -> Ids:

@@ -35,9 +35,9 @@ class Hints:
 
     def take(self, event: p.Hint) -> None:
         """Apply what was said to the prompt, as far as it is known, and to what only it led to."""
-        house = self.residency
-        namespace = house.namespaces[event.namespace]
-        path = house.index.match(namespace.root, event.tokens, namespace.step)
+        residency = self.residency
+        namespace = residency.namespaces[event.namespace]
+        path = residency.index.match(namespace.root, event.tokens, namespace.step)
         nodes = path.nodes[:-1] if path.partial else path.nodes
         if self.history is not None:
             symbols = symbols_of(event.tokens, namespace.step)
@@ -45,15 +45,15 @@ class Hints:
             runs = self.history.hinted(
                 event.namespace, symbols, stop, event.return_s, event.answer_tokens
             )
-            house.index.mark(nodes, list(self.history.marks(runs)), namespace.step)
+            residency.index.mark(nodes, list(self.history.marks(runs)), namespace.step)
             for node in nodes:
-                house.queue(node)
+                residency.queue(node)
         if not nodes:
             return
         own = _own_part(nodes[-1])
-        is_learnt = any(map(house.ranks, range(len(house.tiers))))
+        is_learnt = any(map(residency.ranks, range(len(residency.tiers))))
         if event.ended == "conversation" and not is_learnt:
-            house.dismiss(own)
+            residency.dismiss(own)
         if not event.keep:
             self._give_up_unasked(own)
 

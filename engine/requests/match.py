@@ -39,21 +39,21 @@ class Estimates:
     hop_s_per_byte: list[float] = field(default_factory=list)
     loads: dict[int, LoadCost] = field(default_factory=dict)
 
-    def load(self, namespace: int, house: Residency) -> LoadCost:
+    def load(self, namespace: int, residency: Residency) -> LoadCost:
         """The worker's, of a namespace that may be the first that has one: it is kept from now
         on."""
-        return self.loads.setdefault(namespace, self.expected_load(namespace, house))
+        return self.loads.setdefault(namespace, self.expected_load(namespace, residency))
 
-    def expected_load(self, namespace: int, house: Residency) -> LoadCost:
+    def expected_load(self, namespace: int, residency: Residency) -> LoadCost:
         """The same to ask only."""
         cost = self.loads.get(namespace)
         if cost is None:
-            tiers = range(len(house.tiers))
-            memory = [n for n in tiers if house.is_readable(n, by_worker=True)]
+            tiers = range(len(residency.tiers))
+            memory = [n for n in tiers if residency.is_readable(n, by_worker=True)]
             to_gpu = (
                 link
                 for (src, dst), link in self.links.items()
-                if house.tiers[src].mapped and dst in memory and not house.tiers[dst].mapped
+                if residency.tiers[src].mapped and dst in memory and not residency.tiers[dst].mapped
             )
             cost = LoadCost(memory, next(to_gpu, LinkCost()))
         return cost
@@ -95,21 +95,21 @@ class Matching:
         self._unsettled: _Unsettled | None = None
 
     def match(self, event: p.MatchPrompt) -> p.Matched:
-        house = self.residency
-        namespace = house.namespaces[event.namespace]
-        path = house.index.match(namespace.root, event.tokens, namespace.step)
+        residency = self.residency
+        namespace = residency.namespaces[event.namespace]
+        path = residency.index.match(namespace.root, event.tokens, namespace.step)
         for node in path.nodes:
             if node.leaving:  # what is leaving may be needed: rescue it
-                house.index.cut(path, namespace.step)
-                house.touch(path, event.now_s)
-                path = house.index.match(namespace.root, event.tokens, namespace.step)
+                residency.index.cut(path, namespace.step)
+                residency.touch(path, event.now_s)
+                path = residency.index.match(namespace.root, event.tokens, namespace.step)
                 break
         runs, hit_blocks = self.runs(path)
         hit = self._hit(event, namespace, path, runs, hit_blocks)
         decision = self.planner.decide(hit)
         if hit.reload_doubt_s:
             self._relied_on(hit)
-        lease_id = house.leases.next_id() if decision.reload_blocks else 0
+        lease_id = residency.leases.next_id() if decision.reload_blocks else 0
         if path.num_blocks or self.history is not None:
             self._unsettled = _Unsettled(event, path, lease_id, hit, decision)
         else:
@@ -119,21 +119,21 @@ class Matching:
     def take_up(self, namespace: Namespace, tokens: bytes, now_s: float) -> list[Span]:
         """The ids of what is held of a prompt, front to back. It is as good as asked for: it is the
         youngest, and what is leaving of it stays."""
-        house = self.residency
-        path = house.index.match(namespace.root, tokens, namespace.step)
+        residency = self.residency
+        path = residency.index.match(namespace.root, tokens, namespace.step)
         if path.num_blocks:
-            house.index.cut(path, namespace.step)
-            house.touch(path, now_s)
-            path = house.index.match(namespace.root, tokens, namespace.step)
+            residency.index.cut(path, namespace.step)
+            residency.touch(path, now_s)
+            path = residency.index.match(namespace.root, tokens, namespace.step)
         _, held = self.runs(path)
         return in_few(path.spans(0, held))
 
     def score(self, event: p.MatchPrompt) -> p.Scored:
         """What this match would find, and what that is expected to take. Changes nothing: no lease,
         no use is noted, nothing is rescued, decided or tried."""
-        house = self.residency
-        namespace = house.namespaces[event.namespace]
-        path = house.index.match(namespace.root, event.tokens, namespace.step)
+        residency = self.residency
+        namespace = residency.namespaces[event.namespace]
+        path = residency.index.match(namespace.root, event.tokens, namespace.step)
         if any(node.leaving for node in path.nodes):
             runs, hit_blocks = self._in_runs(self._staying_if_asked(path))
         else:
@@ -144,14 +144,14 @@ class Matching:
     def _staying_if_asked(self, path: Path) -> Iterator[tuple[int, int]]:
         """(tiers, number of blocks) along a path of which something is leaving: as if it had been
         rescued, which a match does first."""
-        house = self.residency
+        residency = self.residency
         ids = path.ids()
-        tags = house.blocks.tags[ids]
+        tags = residency.blocks.tags[ids]
         held, leaving = tags & 0xFF, tags >> LEAVING_SHIFT
-        for tier, spec in enumerate(house.tiers):
+        for tier, spec in enumerate(residency.tiers):
             if spec.durable:  # a record that is being deleted cannot be called back
                 for place in np.flatnonzero(leaving >> tier & 1).tolist():
-                    if house.is_deleted(int(ids[place]), tier):
+                    if residency.is_deleted(int(ids[place]), tier):
                         held[place] ^= 1 << tier
         ends = [*(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(held)]
         start = 0
@@ -199,12 +199,12 @@ class Matching:
             return
         event, path, decision = unsettled.event, unsettled.path, unsettled.decision
         self.ledger.decided(decision.name, decision.reason)
-        house = self.residency
-        namespace = house.namespaces[event.namespace]
-        house.index.cut(path, namespace.step)
+        residency = self.residency
+        namespace = residency.namespaces[event.namespace]
+        residency.index.cut(path, namespace.step)
         used = in_few(path.spans(0, path.num_blocks))
         for span in used:
-            house.blocks.hits[span] += 1
+            residency.blocks.hits[span] += 1
         if unsettled.lease_id:
             first, last = event.skip_blocks, event.skip_blocks + decision.reload_blocks
             is_all = first == 0 and last == path.num_blocks
@@ -220,26 +220,26 @@ class Matching:
                 decision,
             )
             lease.failed_at = len(lease.ids)
-            house.leases.open(lease)
+            residency.leases.open(lease)
         if unsettled.hit.runs:
             self.record.decided(unsettled.hit, decision, unsettled.lease_id, event.now_s)
         if self.history is not None:
             symbols = symbols_of(event.tokens, namespace.step)
             ghosts = self.history.used(event.namespace, symbols, event.now_s, event.is_partial)
             marks = list(self.history.marks(ghosts))
-            if house.index.mark(path.nodes, marks, namespace.step):
-                path = house.index.match(namespace.root, event.tokens, namespace.step)
+            if residency.index.mark(path.nodes, marks, namespace.step):
+                path = residency.index.match(namespace.root, event.tokens, namespace.step)
         if path.num_blocks:
             self._touch(path, namespace, event.now_s)
 
     def _touch(self, path: Path, namespace: Namespace, now_s: float) -> None:
         """The path is used: youngest, and written down if one hit more makes it worth it."""
-        house = self.residency
-        hits = house.blocks.hits
+        residency = self.residency
+        hits = residency.blocks.hits
         last = path.nodes[-1]
-        house.touch(path, now_s)
+        residency.touch(path, now_s)
         if self.history is not None and last.parent is not None:
-            house.queue(last)  # its kind may have changed
+            residency.queue(last)  # its kind may have changed
         durable = self.writedown.tier
         if self.settings.write_policy == "write_through_selective" and durable is not None:
             wanted = last.tiers and not last.tiers >> durable & 1
@@ -250,13 +250,13 @@ class Matching:
 
     def runs(self, path: Path) -> tuple[list[p.TierRun], int]:
         """The readable prefix of a path, grouped by each block's fastest tier."""
-        house = self.residency
+        residency = self.residency
         bits = [node.staying for node in path.nodes]
         if bits and bits.count(bits[0]) == len(bits):  # by far the most frequent, and the longest
-            tier = house.fastest(bits[0])
+            tier = residency.fastest(bits[0])
             if tier == NO_TIER:
                 return [], 0
-            return [p.TierRun(house.tiers[tier].name, path.num_blocks)], path.num_blocks
+            return [p.TierRun(residency.tiers[tier].name, path.num_blocks)], path.num_blocks
         counts = [node.num_blocks for node in path.nodes]
         if path.partial:
             counts[-1] = path.partial
@@ -264,16 +264,16 @@ class Matching:
 
     def _in_runs(self, pieces: Iterable[tuple[int, int]]) -> tuple[list[p.TierRun], int]:
         """The readable part at the front of (tiers, number of blocks), by each one's fastest."""
-        house = self.residency
+        residency = self.residency
         runs: list[p.TierRun] = []
         total, before = 0, 0
         for bits, count in pieces:
             if bits != before or not runs:
-                tier = house.fastest(bits)
+                tier = residency.fastest(bits)
                 if tier == NO_TIER:
                     break
                 before = bits
-                name = house.tiers[tier].name
+                name = residency.tiers[tier].name
                 if not runs or runs[-1].tier != name:
                     runs.append(p.TierRun(name, 0))
             runs[-1].num_blocks += count
@@ -318,8 +318,8 @@ class Matching:
     def _reload_again(self, hit: Hit, blocks: int) -> float:
         """What reloading so much of a hit would take by what is known now, behind the queue of
         then."""
-        house = self.residency
-        size = house.namespaces[hit.namespace].block_bytes
+        residency = self.residency
+        size = residency.namespaces[hit.namespace].block_bytes
         over: dict[tuple[int, int], float] = {}
         bytes_from: dict[int, float] = {}
         left = blocks
@@ -363,19 +363,19 @@ class Matching:
     ) -> Way | None:
         """None where nothing has to come. Some of the hit's own blocks may be on their way there:
         they are in that queue, and need not be copied once more."""
-        house, src = self.residency, link[0]
+        residency, src = self.residency, link[0]
         if src == link[1]:
             return None
         cost = self.estimates.links[link]
-        ahead, late_s = house.bytes_ahead(link), 0.0
+        ahead, late_s = residency.bytes_ahead(link), 0.0
         if ahead:
             due_s = cost.seconds(min(ahead, TRAVELLING_BYTES))
-            late_s = max(house.silent_s(link, event.now_s) - due_s, 0.0)
-            state = house.blocks.state[link[1]]
+            late_s = max(residency.silent_s(link, event.now_s) - due_s, 0.0)
+            state = residency.blocks.state[link[1]]
             position, coming = event.skip_blocks, 0
             for run in hit.runs:
                 last = position + run.num_blocks
-                if house.number_of(run.tier) == src:
+                if residency.number_of(run.tier) == src:
                     for span in path.spans(position, last):
                         coming += int((state[span] == CopyState.FILLING).sum())
                 position = last

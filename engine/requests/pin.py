@@ -39,29 +39,29 @@ class Pinning:
 
     def pin(self, event: p.PinPrompt) -> p.PinPlaced:
         """What is leaving of the prompt stays. Nothing is held where the share is too small."""
-        house = self.residency
-        namespace = house.namespaces[event.namespace]
+        residency = self.residency
+        namespace = residency.namespaces[event.namespace]
         spans = self.matching.take_up(namespace, event.tokens, event.now_s)
         ids = ids_along(spans)
         if not len(ids):
             return p.PinPlaced(0, 0)
         full = self._full(ids)
         if full is not None:
-            return p.PinPlaced(0, len(ids), house.tiers[full].name)
+            return p.PinPlaced(0, len(ids), residency.tiers[full].name)
         expires_s = event.now_s + event.ttl_s
-        pin = Pin(house.leases.next_id(), event.namespace, event.name, spans, expires_s)
-        house.leases.keep(pin)
+        pin = Pin(residency.leases.next_id(), event.namespace, event.name, spans, expires_s)
+        residency.leases.keep(pin)
         return p.PinPlaced(pin.id, len(ids))
 
     def unpin(self, *pin_ids: int) -> bool:
         """Their blocks are as all others. False when there are no such pins."""
-        house = self.residency
-        num_ended, gone = house.leases.let_go(pin_ids)
-        lost = gone[house.blocks.tags[gone] == 0]
+        residency = self.residency
+        num_ended, gone = residency.leases.let_go(pin_ids)
+        lost = gone[residency.blocks.tags[gone] == 0]
         if len(lost):
-            house.settle(lost)
+            residency.settle(lost)
         if num_ended:
-            house.unpark()
+            residency.unpark()
         return num_ended > 0
 
     def expire(self, now_s: float) -> None:
@@ -71,12 +71,12 @@ class Pinning:
 
     def _full(self, ids: Ids) -> int | None:
         """A tier of which pins would have more than their share with these blocks."""
-        house = self.residency
-        kept = once_each((house.leases.kept, ids))
-        for tier, pool in enumerate(house.pools):
+        residency = self.residency
+        kept = once_each((residency.leases.kept, ids))
+        for tier, pool in enumerate(residency.pools):
             inside = kept
             if tier not in self._comes_unasked:
-                inside = kept[house.blocks.state[tier][kept] != CopyState.ABSENT]
-            if bytes_in(house, inside, tier) > house.leases.max_share * pool.capacity_bytes:
+                inside = kept[residency.blocks.state[tier][kept] != CopyState.ABSENT]
+            if bytes_in(residency, inside, tier) > residency.leases.max_share * pool.capacity_bytes:
                 return tier
         return None

@@ -57,10 +57,10 @@ class Storing:
         self._durable_waits: dict[int, Lease] = {}
 
     def put(self, event: p.Put) -> p.Placed:
-        house = self.residency
-        namespace = house.namespaces[event.namespace]
+        residency = self.residency
+        namespace = residency.namespaces[event.namespace]
         step = namespace.step
-        path = house.index.match(namespace.root, event.tokens[: event.last * step], step)
+        path = residency.index.match(namespace.root, event.tokens[: event.last * step], step)
         known = path.num_blocks
         asked = event.last - event.first
         if event.first > known:  # blocks without their parents would be unreachable
@@ -73,24 +73,24 @@ class Storing:
             return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, 0, False)
         pinned = path.spans(0, known)  # the path must not be given up to make room for its end
         for pin in pinned:
-            house.blocks.pin(pin)
+            residency.blocks.pin(pin)
         marks = self._marks(event, namespace)
         tier, slots = self._place(namespace, wanted, marks, event)
         for pin in pinned:
-            house.blocks.unpin(pin)
-        house.unpark()
+            residency.blocks.unpin(pin)
+        residency.unpark()
         refused = wanted - len(slots)
         if len(slots) == 0:
-            coming = any(map(self.evictor.room_is_coming, range(len(house.tiers))))
+            coming = any(map(self.evictor.room_is_coming, range(len(residency.tiers))))
             return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, refused, coming)
         fill_ids: Ids = ids[lacking[: len(slots)]]
         indices = (lacking[: len(slots)] + event.first).astype(np.int32)
         num_new = len(slots) - len(fill_ids)
         span: Span = fill_ids
         if num_new:  # making room may have split and merged nodes along the path
-            path = house.index.match(namespace.root, event.tokens[: event.last * step], step)
+            path = residency.index.match(namespace.root, event.tokens[: event.last * step], step)
             assert path.num_blocks == known
-            node = house.index.extend(
+            node = residency.index.extend(
                 namespace.root, path, event.tokens[known * step : (known + num_new) * step], step
             )
             node.touched_s = event.now_s
@@ -102,10 +102,10 @@ class Storing:
             else:
                 fill_ids, indices = node.block_ids(), numbers
             if marks:
-                house.index.mark([node], marks, step)
-        house.blocks.fill(tier, span, slots)
+                residency.index.mark([node], marks, step)
+        residency.blocks.fill(tier, span, slots)
         ticket = Ticket(
-            house.leases.next_id(),
+            residency.leases.next_id(),
             event.owner,
             event.namespace,
             tier,
@@ -114,8 +114,8 @@ class Storing:
             indices,
             event.now_s + event.ttl_s,
         )
-        house.leases.tickets[ticket.id] = ticket
-        name = house.tiers[tier].name
+        residency.leases.tickets[ticket.id] = ticket
+        name = residency.tiers[tier].name
         return p.Placed(ticket.id, name, indices, slots, present, busy, refused, refused > 0)
 
     def _known(self, path: Path, ids: Ids) -> tuple[int, int, Positions]:
@@ -123,13 +123,13 @@ class Storing:
         of those that are neither: holes, and blocks whose last record is just being deleted."""
         if all(node.staying for node in path.nodes):
             return len(ids), 0, _NOWHERE
-        house = self.residency
-        tags = house.blocks.tags[ids]
+        residency = self.residency
+        tags = residency.blocks.tags[ids]
         held = tags != 0
         for position in np.flatnonzero(held & ((tags & 0xFF & ~(tags >> LEAVING_SHIFT)) == 0)):
-            held[position] = not house.is_going(int(ids[position]))
+            held[position] = not residency.is_going(int(ids[position]))
         filling = np.zeros(len(ids), bool)
-        for state in house.blocks.state:
+        for state in residency.blocks.state:
             filling |= (state[ids] == CopyState.FILLING) | (state[ids] == CopyState.CANCELLED)
         lacking = np.flatnonzero(~held & ~filling)
         return int(held.sum()), int((filling & ~held).sum()), lacking
@@ -147,21 +147,21 @@ class Storing:
         """Slots for new blocks: the fastest mapped tier that has room, or can make some at once at
         the expense of blocks that are worth less. Where the policy ranks nothing, a slower tier's
         free room comes before what a faster one holds."""
-        house = self.residency
-        mapped = [n for n, tier in enumerate(house.tiers) if tier.mapped and house.is_up(n)]
+        residency = self.residency
+        mapped = [n for n, tier in enumerate(residency.tiers) if tier.mapped and residency.is_up(n)]
         ranking = []
         for tier in mapped:
-            if house.pools[tier].available(namespace.slot_bytes) >= count:
-                return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
-            if marks and house.ranks(tier):
+            if residency.pools[tier].available(namespace.slot_bytes) >= count:
+                return tier, residency.pools[tier].allocate(namespace.slot_bytes, count)
+            if marks and residency.ranks(tier):
                 ranking.append(tier)
                 if self._make_room(tier, namespace.slot_bytes, count, marks, event):
-                    return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
+                    return tier, residency.pools[tier].allocate(namespace.slot_bytes, count)
         for tier in mapped:
             if tier in ranking:
                 continue
             if self._make_room(tier, namespace.slot_bytes, count, marks, event):
-                return tier, house.pools[tier].allocate(namespace.slot_bytes, count)
+                return tier, residency.pools[tier].allocate(namespace.slot_bytes, count)
         return 0, _NO_IDS
 
     def _make_room(
@@ -183,23 +183,23 @@ class Storing:
         return room
 
     def commit(self, event: p.Commit) -> int:
-        house = self.residency
-        ticket = house.leases.tickets.get(event.ticket)
+        residency = self.residency
+        ticket = residency.leases.tickets.get(event.ticket)
         if ticket is None:
             raise p.UnknownTicket(event.ticket)
-        del house.leases.tickets[ticket.id]
+        del residency.leases.tickets[ticket.id]
         done = ticket.ids
         if np.array_equal(ticket.indices, event.indices):
-            house.blocks.change(ticket.tier, ticket.span, CopyState.READY)
+            residency.blocks.change(ticket.tier, ticket.span, CopyState.READY)
         else:
             written = np.isin(ticket.indices, event.indices)
             done, undone = ticket.ids[written], ticket.ids[~written]
-            slot_bytes = house.namespaces[ticket.namespace].slot_bytes
-            house.blocks.change(ticket.tier, done, CopyState.READY)
-            house.blocks.vacate(ticket.tier, undone, slot_bytes)
-        house.settle(ticket.ids)
+            slot_bytes = residency.namespaces[ticket.namespace].slot_bytes
+            residency.blocks.change(ticket.tier, done, CopyState.READY)
+            residency.blocks.vacate(ticket.tier, undone, slot_bytes)
+        residency.settle(ticket.ids)
         if len(done):
-            last = house.index.node_of(int(done[-1]))
+            last = residency.index.node_of(int(done[-1]))
             is_through = self.settings.write_policy == "write_through"
             if event.durable or (is_through and self.evictor.gate.admits(last)):
                 self.writedown.want(last)
@@ -225,21 +225,21 @@ class Storing:
         self._durable_waits[ticket.id] = lease
 
     def abort(self, event: p.Abort) -> int:
-        house = self.residency
-        ticket = house.leases.tickets.pop(event.ticket, None)
+        residency = self.residency
+        ticket = residency.leases.tickets.pop(event.ticket, None)
         if ticket is None:  # an expired ticket's writer acknowledges
             return self.end_quarantine(event.ticket)
-        namespace = house.namespaces[ticket.namespace]
+        namespace = residency.namespaces[ticket.namespace]
         if event.writer_gone:
-            house.blocks.vacate(ticket.tier, ticket.ids, namespace.slot_bytes)
+            residency.blocks.vacate(ticket.tier, ticket.ids, namespace.slot_bytes)
         else:
-            slots = house.blocks.slot[ticket.tier][ticket.ids]
-            house.blocks.change(ticket.tier, ticket.ids, CopyState.ABSENT)
-            house.pools[ticket.tier].quarantine(namespace.slot_bytes, slots)
-            house.leases.quarantine[ticket.id] = Quarantined(
+            slots = residency.blocks.slot[ticket.tier][ticket.ids]
+            residency.blocks.change(ticket.tier, ticket.ids, CopyState.ABSENT)
+            residency.pools[ticket.tier].quarantine(namespace.slot_bytes, slots)
+            residency.leases.quarantine[ticket.id] = Quarantined(
                 ticket.owner, ticket.tier, namespace.slot_bytes, slots
             )
-        house.settle(ticket.ids)
+        residency.settle(ticket.ids)
         return len(ticket.ids)
 
     def end_quarantine(self, ticket: int) -> int:

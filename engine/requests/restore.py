@@ -101,17 +101,17 @@ class Restoration:
             return namespace.root
         if not 0 <= row < len(self._block_of):
             return None
-        house = self.residency
+        residency = self.residency
         block = int(self._block_of[row])
         is_there = block != _NO_BLOCK and self._row_of[block] == row
-        if not is_there or not house.blocks.tags[block] >> self.tier & 1:
+        if not is_there or not residency.blocks.tags[block] >> self.tier & 1:
             return None
-        node = house.index.node_of(block)
+        node = residency.index.node_of(block)
         if node.namespace != namespace.number:
             return None
-        depth = int(house.blocks.depth[block]) + 1
+        depth = int(residency.blocks.depth[block]) + 1
         if depth < node.depth + len(node):
-            node = house.index.split(node, depth - node.depth, namespace.step)
+            node = residency.index.split(node, depth - node.depth, namespace.step)
         return node
 
     def _hang(
@@ -124,8 +124,8 @@ class Restoration:
     ) -> tuple[Ids, Ids]:
         """Hang a chain below a node. Returns the ids of those blocks that found room, the first
         ones of the chain, and those of them that gained their durable copy."""
-        house, step, tier = self.residency, namespace.step, self.tier
-        index, blocks = house.index, house.blocks
+        residency, step, tier = self.residency, namespace.step, self.tier
+        index, blocks = residency.index, residency.blocks
         count, depth = len(hits), parent.depth + len(parent)
         index.part(parent, step)
         found = index.match(parent, tokens, step)
@@ -136,7 +136,7 @@ class Restoration:
         known = ids_along(path.spans(depth, depth + num_known))
         is_absent = blocks.state[tier][known] == CopyState.ABSENT
         wanted = int(np.count_nonzero(is_absent)) + count - num_known
-        slots = house.pools[tier].allocate(namespace.slot_bytes, wanted)
+        slots = residency.pools[tier].allocate(namespace.slot_bytes, wanted)
         lacking = np.concatenate((is_absent, np.ones(count - num_known, bool)))
         fitting = int(np.searchsorted(np.cumsum(lacking), len(slots), side="right"))
         lacking = lacking[:fitting]
@@ -157,14 +157,14 @@ class Restoration:
         self, namespace: Namespace, parent: Node, tokens: bytes, hits: Counts, used_s: _Seconds
     ) -> tuple[Ids, Ids]:
         """The same where none of the chain is known."""
-        house, step, tier = self.residency, namespace.step, self.tier
-        slots = house.pools[tier].allocate(namespace.slot_bytes, len(hits))
+        residency, step, tier = self.residency, namespace.step, self.tier
+        slots = residency.pools[tier].allocate(namespace.slot_bytes, len(hits))
         count = len(slots)
         if not count:
             return slots, slots
         path = Path([] if parent.is_root else [parent], 0, parent.depth + len(parent))
-        node = house.index.extend(namespace.root, path, tokens[: count * step], step)
-        span, blocks = node.span, house.blocks
+        node = residency.index.extend(namespace.root, path, tokens[: count * step], step)
+        span, blocks = node.span, residency.blocks
         blocks.hits[span] = blocks.noted_hits[span] = hits[:count]
         blocks.fill(tier, span, slots)
         blocks.change(tier, span, CopyState.READY)

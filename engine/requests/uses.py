@@ -26,10 +26,10 @@ class Uses:
 
     def take(self, event: p.TakeUses) -> list[p.Use]:
         """See TakeUses. What is told counts as noted."""
-        tier, house = self.tier, self.residency
-        if tier is None or not house.takes(tier):
+        tier, residency = self.tier, self.residency
+        if tier is None or not residency.takes(tier):
             return []
-        blocks = house.blocks
+        blocks = residency.blocks
         if event.again:
             is_due = (blocks.hits != blocks.noted_hits) & (blocks.state[tier] == CopyState.READY)
             self._due = np.flatnonzero(is_due).astype(np.int32)
@@ -37,8 +37,8 @@ class Uses:
         some = some[(blocks.state[tier][some] == CopyState.READY) & (blocks.node[some] >= 0)]
         uses = []
         for block in some.tolist():
-            node = house.index.node_of(block)
-            slot_bytes = house.namespace_of(node).slot_bytes
+            node = residency.index.node_of(block)
+            slot_bytes = residency.namespace_of(node).slot_bytes
             key, hits = self.identities.key_of(block), int(blocks.hits[block])
             uses.append(p.Use(slot_bytes, key, hits, node.touched_s))
         blocks.noted_hits[some] = blocks.hits[some]

@@ -59,11 +59,11 @@ class Warming:
     def begin(self, event: p.Warm) -> Lease:
         """The prompt is as good as asked for: it is the youngest, and what is leaving of it stays.
         Where something has to come, the lease is opened, and `advance` goes on with it."""
-        house = self.residency
-        namespace = house.namespaces[event.namespace]
+        residency = self.residency
+        namespace = residency.namespaces[event.namespace]
         spans = self.matching.take_up(namespace, event.tokens, event.now_s)
         lease = Lease(
-            house.leases.next_id(),
+            residency.leases.next_id(),
             NOBODY,
             event.namespace,
             ids_along(spans),
@@ -75,7 +75,7 @@ class Warming:
         lease.failed_at = len(lease.ids)
         lease.by_worker = event.by_worker
         if len(self._cold(lease)):
-            house.leases.open(lease)
+            residency.leases.open(lease)
             self._under_way[lease.id] = lease
         return lease
 
@@ -96,25 +96,25 @@ class Warming:
 
     def end(self, lease: Lease) -> None:
         """Nothing of it is held any more. What travels arrives, and helps who asks."""
-        house = self.residency
+        residency = self.residency
         self._ended[lease.id] = self._told(lease, 0)
         del self._under_way[lease.id]
         self._lacking.pop(lease.id, None)
-        house.leases.close(lease.id)
+        residency.leases.close(lease.id)
         self.fetching.forget(lease)
-        lost = lease.ids[house.blocks.tags[lease.ids] == 0]
+        lost = lease.ids[residency.blocks.tags[lease.ids] == 0]
         came = self._came(lease)
         if len(lost):
-            house.settle(lost)
+            residency.settle(lost)
         promote(
-            house,
+            residency,
             self.evictor,
-            house.links,
-            house.namespaces[lease.namespace],
+            residency.links,
+            residency.namespaces[lease.namespace],
             came,
             self.evictor.max_moving_bytes,
         )
-        house.unpark()
+        residency.unpark()
 
     def end_all(self) -> None:
         """The daemon stops, so that nobody will ask; or those who did ask lack memory."""
@@ -158,14 +158,14 @@ class Warming:
     def _begin(self, lease: Lease, cold: Positions) -> bool:
         """Start moves for these positions, or join those under way. False when no room for the rest
         is to be had, or no way: then it ends with what has been begun."""
-        house = self.residency
+        residency = self.residency
         ids = lease.ids[cold]
-        src = self.fetching.fastest(house.up)[house.blocks.tags[ids] & 0xFF]
+        src = self.fetching.fastest(residency.up)[residency.blocks.tags[ids] & 0xFF]
         cuts = np.flatnonzero(src[1:] != src[:-1]) + 1
         for first, last in pairwise([0, *cuts.tolist(), len(ids)]):
             tier = int(src[first])
-            landing = house.landing[tier] if tier != NO_TIER else NO_TIER
-            if landing == NO_TIER or not house.is_up(landing):
+            landing = residency.landing[tier] if tier != NO_TIER else NO_TIER
+            if landing == NO_TIER or not residency.is_up(landing):
                 lease.failed_at = int(cold[first])
                 return False
             run = ids[first:last]
@@ -183,16 +183,16 @@ class Warming:
 
     def _start(self, lease: Lease, run: Ids, src: int, dst: int) -> int:
         """The same for blocks of one tier. Returns how many, from the front."""
-        house = self.residency
-        namespace = house.namespaces[lease.namespace]
-        absent = np.flatnonzero(house.blocks.state[dst][run] == CopyState.ABSENT)
+        residency = self.residency
+        namespace = residency.namespaces[lease.namespace]
+        absent = np.flatnonzero(residency.blocks.state[dst][run] == CopyState.ABSENT)
         room = min(self._room(dst, namespace.slot_bytes), len(absent))
         if room:
-            slots = house.pools[dst].allocate(namespace.slot_bytes, room)
+            slots = residency.pools[dst].allocate(namespace.slot_bytes, room)
             room = len(slots)
             started = run[absent[:room]]
             until_s = lease.expires_s
-            house.start(namespace, started, src, dst, slots, Priority.PREFETCH, until_s)
+            residency.start(namespace, started, src, dst, slots, Priority.PREFETCH, until_s)
         begun = int(absent[room]) if room < len(absent) else len(run)
         for block in run[:begun].tolist():
             self.fetching.wait(lease, block)
@@ -200,8 +200,8 @@ class Warming:
 
     def _room(self, tier: int, slot_bytes: int) -> int:
         """Free slots, as long as the tier is not above its high watermark."""
-        house = self.residency
-        pool = house.pools[tier]
-        staying = pool.used_bytes - house.draining_bytes[tier]
-        is_above = staying > house.tiers[tier].high_watermark * pool.capacity_bytes
+        residency = self.residency
+        pool = residency.pools[tier]
+        staying = pool.used_bytes - residency.draining_bytes[tier]
+        is_above = staying > residency.tiers[tier].high_watermark * pool.capacity_bytes
         return 0 if is_above else pool.available(slot_bytes)

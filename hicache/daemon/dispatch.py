@@ -464,9 +464,9 @@ class Service:
         if self.paging.is_saving(ticket.id):
             raise WireError("refused", "a save into this ticket's slots is still under way")
         indices = np.frombuffer(body["indices"], "<u4").astype(np.int32)
-        house = self.engine.residency
-        arena = self.arenas[house.tiers[ticket.tier].name]
-        arena.unmark(house.blocks.slot[ticket.tier][ticket.ids])
+        server = self.engine.residency
+        arena = self.arenas[server.tiers[ticket.tier].name]
+        arena.unmark(server.blocks.slot[ticket.tier][ticket.ids])
         if session.transport == "frames" and not self.paging.was_saved(ticket.id):
             self._take_parts(asked, session, indices)
         committed = self.do(p.Commit(body["ticket"], indices, asked.now_s, body["durable"]))
@@ -484,15 +484,15 @@ class Service:
         size = session.spec.block_bytes
         if len(asked.parts) != len(indices) or any(len(part) != size for part in asked.parts):
             raise WireError("malformed", f"commit needs one part of {size} bytes for every index")
-        house = self.engine.residency
+        server = self.engine.residency
         slot_of = dict(
             zip(
                 ticket.indices.tolist(),
-                house.blocks.slot[ticket.tier][ticket.ids].tolist(),
+                server.blocks.slot[ticket.tier][ticket.ids].tolist(),
                 strict=True,
             )
         )
-        arena = self.arenas[house.tiers[ticket.tier].name]
+        arena = self.arenas[server.tiers[ticket.tier].name]
         for index, part in zip(indices.tolist(), asked.parts, strict=True):
             if index in slot_of:
                 np.copyto(arena.view(slot_of[index], size), np.frombuffer(part, np.uint8))

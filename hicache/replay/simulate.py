@@ -99,21 +99,21 @@ def replay(
         return _stack(trace, tiers, first, saved_s, step)
     tally = ReplayTally()
     policies = [policy if isinstance(policy, str) else policy[name] for name in tiers]
-    household = Household(tiers, policies, trace.block_tokens, min_return)
+    replayed = ReplayedEngine(tiers, policies, trace.block_tokens, min_return)
     for number, request in enumerate(trace.requests):
         if number == first:
-            household.tally = tally
-            evicted_before = household.evictions()
-        hits = household.serve(request, hints)
+            replayed.tally = tally
+            evicted_before = replayed.evictions()
+        hits = replayed.serve(request, hints)
         if number >= first:
             tally.count(request, hits, trace.block_tokens, saved_s)
         step(number)
-    tally.evictions = household.evictions()
+    tally.evictions = replayed.evictions()
     tally.evictions.subtract(evicted_before)
     return tally
 
 
-class Household:
+class ReplayedEngine:
     """A cache engine over empty tiers, whose moves are done as soon as they are asked for."""
 
     def __init__(
@@ -207,9 +207,9 @@ class Household:
 
     def evictions(self) -> Counter[str]:
         """Copies given up so far, by tier."""
-        house = self.engine.residency
-        names = [tier.name for tier in house.tiers]
-        return Counter(dict(zip(names, house.evicted, strict=True)))
+        server = self.engine.residency
+        names = [tier.name for tier in server.tiers]
+        return Counter(dict(zip(names, server.evicted, strict=True)))
 
 
 def _bound(

@@ -25,7 +25,7 @@ from tests.bench.synthetic_tree import (
     PROMPT,
     TTL_S,
     TURN,
-    Grove,
+    SyntheticTree,
     clock,
     quiet,
 )
@@ -38,12 +38,12 @@ def run(step: ProgressStep, repeat: int = 300) -> list[IndexRow]:
     rows: list[IndexRow] = []
     for page in PAGES:
         what = f"page {page}"
-        grove = Grove(page, 2000 * PROMPT, PlannerSettings())
-        prompts = grove.plant(2000, step, f"{what}: planting")
-        chunks = grove.plant_long(PROMPT)
-        turns = grove.plant_long(TURN)
-        branched = grove.plant_long(TURN, branched=True)
-        grove.engine.handle(p.Observe(grove.namespace, 1, 8192, 8192**2 / 2, 1.0))
+        planted = SyntheticTree(page, 2000 * PROMPT, PlannerSettings())
+        prompts = planted.plant(2000, step, f"{what}: planting")
+        chunks = planted.plant_long(PROMPT)
+        turns = planted.plant_long(TURN)
+        branched = planted.plant_long(TURN, branched=True)
+        planted.engine.handle(p.Observe(planted.namespace, 1, 8192, 8192**2 / 2, 1.0))
         quiet()
         step(f"{what}: measuring", 0, 1)
         for suffix, query in (
@@ -52,23 +52,23 @@ def run(step: ProgressStep, repeat: int = 300) -> list[IndexRow]:
             ("", chunks),
             ("_turns", turns),
             ("_turns_branched", branched),
-            ("_miss", grove.random(LONG)),
+            ("_miss", planted.random(LONG)),
         ):
-            rows += _decisions(grove, suffix, query, repeat)
-        rows.append(IndexRow.of("interpreter", page, 0, grove.paces, grove.num_tokens))
+            rows += _decisions(planted, suffix, query, repeat)
+        rows.append(IndexRow.of("interpreter", page, 0, planted.paces, planted.num_tokens))
         gc.unfreeze()
     return rows
 
 
-def _decisions(grove: Grove, suffix: str, tokens: bytes, repeat: int) -> list[IndexRow]:
+def _decisions(planted: SyntheticTree, suffix: str, tokens: bytes, repeat: int) -> list[IndexRow]:
     """The new token that every prompt ends with makes the whole of what is known loadable."""
-    asked = tokens + grove.random(1)
-    engine = grove.engine
+    asked = tokens + planted.random(1)
+    engine = planted.engine
     whole, answered, noted, released = [], [], [], []
     for _ in range(repeat):
-        grove.note_pace()
-        grove.now_s += 1e-3
-        event = p.MatchPrompt(grove.namespace, asked, OWNER, grove.now_s, TTL_S)
+        planted.note_pace()
+        planted.now_s += 1e-3
+        event = p.MatchPrompt(planted.namespace, asked, OWNER, planted.now_s, TTL_S)
         start = clock()
         lease = engine.handle(event).answer.lease
         half = clock()
@@ -79,10 +79,10 @@ def _decisions(grove: Grove, suffix: str, tokens: bytes, repeat: int) -> list[In
         noted.append(max(0.0, end - half - CLOCK_S))  # after a miss nothing but the clock is left
         if lease:
             start = clock()
-            engine.handle(p.Release(lease, grove.now_s))
+            engine.handle(p.Release(lease, planted.now_s))
             released.append(clock() - start - CLOCK_S)
     return [
-        IndexRow.of(name + suffix, grove.page, len(tokens) // 4, seconds, grove.num_tokens)
+        IndexRow.of(name + suffix, planted.page, len(tokens) // 4, seconds, planted.num_tokens)
         for name, seconds in (
             ("decision", whole),
             ("answer", answered),

@@ -28,7 +28,7 @@ from tests.bench.synthetic_tree import (
     PROMPT,
     SHARED,
     TURN,
-    Grove,
+    SyntheticTree,
     clock,
     quiet,
 )
@@ -45,10 +45,10 @@ def run(step: ProgressStep, repeat: int = 300) -> tuple[list[IndexRow], float, f
     rows: list[IndexRow] = []
     weight = (0.0, 0.0)
     for page in PAGES:
-        grove, found = _rows(page, step, repeat)
+        planted, found = _rows(page, step, repeat)
         rows += found
         if page == 16:
-            weight = grove.weigh()
+            weight = planted.weigh()
     return rows, *weight
 
 
@@ -57,42 +57,42 @@ def scale(step: ProgressStep, repeat: int = 200) -> tuple[list[IndexRow], list[d
     rows: list[IndexRow] = []
     memory: list[dict[str, float]] = []
     for page in (16, 256):
-        grove = Grove(page, 104_000_000)
+        planted = SyntheticTree(page, 104_000_000)
         prompts: list[bytes] = []
         for millions in SCALES_MILLIONS:
-            missing = millions * 1_000_000 - grove.num_tokens
+            missing = millions * 1_000_000 - planted.num_tokens
             what = f"page {page}, {millions} M tokens"
-            prompts += grove.plant(max(1, missing // (PROMPT - SHARED)), step, what)
+            prompts += planted.plant(max(1, missing // (PROMPT - SHARED)), step, what)
             quiet()
-            tree, everything = grove.weigh()
+            tree, everything = planted.weigh()
             memory.append(
                 {
                     "page_tokens": page,
-                    "indexed_tokens": grove.num_tokens,
+                    "indexed_tokens": planted.num_tokens,
                     "bytes_per_token": tree,
                     "bytes_per_token_with_state": everything,
                 }
             )
-            few = grove.rng.integers(0, len(prompts), 50).tolist()
+            few = planted.rng.integers(0, len(prompts), 50).tolist()
             queries = [prompts[number] for number in few]
-            rows.append(_measured("hit", grove, PROMPT, _cycle(grove.hit, queries), repeat))
-            rows += _inserts(grove, 40)
-            rows += _evicts(grove, SHARED, 40)
-            rows.append(_pace(grove))
+            rows.append(_measured("hit", planted, PROMPT, _cycle(planted.hit, queries), repeat))
+            rows += _inserts(planted, 40)
+            rows += _evicts(planted, SHARED, 40)
+            rows.append(_pace(planted))
         gc.unfreeze()
     rows += _namespaces(step, repeat)
     return rows, memory
 
 
-def _rows(page: int, step: ProgressStep, repeat: int) -> tuple[Grove, list[IndexRow]]:
+def _rows(page: int, step: ProgressStep, repeat: int) -> tuple[SyntheticTree, list[IndexRow]]:
     what = f"page {page}"
-    grove = Grove(page, 2000 * PROMPT)
-    prompts = grove.plant(2000, step, f"{what}: planting")
-    chunks = grove.plant_long(PROMPT)
-    turns = grove.plant_long(TURN)
-    branched = grove.plant_long(TURN, branched=True)
+    planted = SyntheticTree(page, 2000 * PROMPT)
+    prompts = planted.plant(2000, step, f"{what}: planting")
+    chunks = planted.plant_long(PROMPT)
+    turns = planted.plant_long(TURN)
+    branched = planted.plant_long(TURN, branched=True)
     for tokens in (chunks, turns, branched):
-        grove.ask(tokens)  # the last turn is asked for like those before it
+        planted.ask(tokens)  # the last turn is asked for like those before it
     quiet()
     step(f"{what}: measuring", 0, 1)
     rows = []
@@ -102,94 +102,94 @@ def _rows(page: int, step: ProgressStep, repeat: int) -> tuple[Grove, list[Index
         ("hit", LONG, chunks),
         ("hit_turns", LONG, turns),
         ("hit_turns_branched", LONG, branched),
-        ("hit_then_miss", LONG, prompts[5][: SHARED * 4] + grove.random(LONG - SHARED)),
+        ("hit_then_miss", LONG, prompts[5][: SHARED * 4] + planted.random(LONG - SHARED)),
     ):
-        rows.append(_measured(op, grove, num_tokens, _cycle(grove.hit, [query]), repeat))
-    rows += _inserts(grove, 100)
-    rows += _evicts(grove, SHARED, 100)
-    rows += _evicts(grove, 1_500_000, 5)
+        rows.append(_measured(op, planted, num_tokens, _cycle(planted.hit, [query]), repeat))
+    rows += _inserts(planted, 100)
+    rows += _evicts(planted, SHARED, 100)
+    rows += _evicts(planted, 1_500_000, 5)
     gc.unfreeze()
-    return grove, [*rows, _pace(grove)]
+    return planted, [*rows, _pace(planted)]
 
 
 def _namespaces(step: ProgressStep, repeat: int) -> list[IndexRow]:
     """Hits where one and where thousands of namespaces have a prompt each."""
     rows = []
-    grove = Grove(16, 2 * max(NAMESPACES) * SHARED)
+    planted = SyntheticTree(16, 2 * max(NAMESPACES) * SHARED)
     prompts: list[bytes] = []
     for count in NAMESPACES:
         for number in range(len(prompts), count):
             if number % 100 == 0:
                 step("namespaces", number, count)
-            grove.open(number)
-            prompts.append(grove.random(SHARED))
-            grove.store(prompts[-1])
+            planted.open(number)
+            prompts.append(planted.random(SHARED))
+            planted.store(prompts[-1])
         quiet()
         op = f"hit_in_{count}_namespaces"
-        rows.append(_measured(op, grove, SHARED, _cycle(grove.hit, prompts[-1:]), repeat))
+        rows.append(_measured(op, planted, SHARED, _cycle(planted.hit, prompts[-1:]), repeat))
     gc.unfreeze()
     return rows
 
 
 def _measured(
-    op: str, grove: Grove, num_tokens: int, call: Callable[[], object], repeat: int
+    op: str, planted: SyntheticTree, num_tokens: int, call: Callable[[], object], repeat: int
 ) -> IndexRow:
     seconds = []
     for _ in range(repeat):
-        grove.note_pace()
+        planted.note_pace()
         start = clock()
         for _ in range(BATCH):
             call()
         seconds.append((clock() - start) / BATCH)
-    return IndexRow.of(op, grove.page, num_tokens, seconds, grove.num_tokens)
+    return IndexRow.of(op, planted.page, num_tokens, seconds, planted.num_tokens)
 
 
-def _inserts(grove: Grove, repeat: int) -> list[IndexRow]:
+def _inserts(planted: SyntheticTree, repeat: int) -> list[IndexRow]:
     """As in a full cache: others have been given up for the new prompts, their ids are reused."""
     inserted, occupied, hashed = [], [], []
-    grove.make_room(repeat * PROMPT)
+    planted.make_room(repeat * PROMPT)
     for _ in range(repeat):
-        grove.note_pace()
-        tokens = grove.random(PROMPT)
-        grove.now_s += 1e-3
+        planted.note_pace()
+        tokens = planted.random(PROMPT)
+        planted.now_s += 1e-3
         start = clock()
-        count = grove.insert(tokens)
+        count = planted.insert(tokens)
         inserted.append(clock() - start - CLOCK_S)
         start = clock()
-        grove.occupy(count)
+        planted.occupy(count)
         occupied.append(clock() - start)
     for _ in range(max(3, repeat // 10)):
         start = clock()
-        chain_keys(b"n" * 32, ROOT_KEY, tokens, grove.step)
+        chain_keys(b"n" * 32, ROOT_KEY, tokens, planted.step)
         hashed.append(clock() - start)
     return [
-        IndexRow.of("insert", grove.page, PROMPT, inserted, grove.num_tokens),
-        IndexRow.of("insert_slots_and_states", grove.page, PROMPT, occupied, grove.num_tokens),
-        IndexRow.of("insert_hashing", grove.page, PROMPT, hashed, grove.num_tokens),
+        IndexRow.of("insert", planted.page, PROMPT, inserted, planted.num_tokens),
+        IndexRow.of("insert_slots_and_states", planted.page, PROMPT, occupied, planted.num_tokens),
+        IndexRow.of("insert_hashing", planted.page, PROMPT, hashed, planted.num_tokens),
     ]
 
 
-def _evicts(grove: Grove, num_tokens: int, repeat: int) -> list[IndexRow]:
+def _evicts(planted: SyntheticTree, num_tokens: int, repeat: int) -> list[IndexRow]:
     """Room is made, measured, and where it was much, filled again with new prompts."""
     evicted, freed = [], []
     is_much = num_tokens > PROMPT
     times = 1 if is_much else BATCH
     for _ in range(repeat):
-        grove.note_pace()
-        evicting_s, forgetting_s = grove.make_room(num_tokens, times)
+        planted.note_pace()
+        evicting_s, forgetting_s = planted.make_room(num_tokens, times)
         evicted.append(evicting_s)
         freed.append(forgetting_s)
         for _ in range(is_much * num_tokens // PROMPT):
-            grove.store(grove.random(PROMPT))
+            planted.store(planted.random(PROMPT))
     return [
-        IndexRow.of("evict", grove.page, num_tokens, evicted, grove.num_tokens),
-        IndexRow.of("evict_slots_and_states", grove.page, num_tokens, freed, grove.num_tokens),
+        IndexRow.of("evict", planted.page, num_tokens, evicted, planted.num_tokens),
+        IndexRow.of("evict_slots_and_states", planted.page, num_tokens, freed, planted.num_tokens),
     ]
 
 
-def _pace(grove: Grove) -> IndexRow:
-    row = IndexRow.of("interpreter", grove.page, 0, grove.paces, grove.num_tokens)
-    grove.paces.clear()
+def _pace(planted: SyntheticTree) -> IndexRow:
+    row = IndexRow.of("interpreter", planted.page, 0, planted.paces, planted.num_tokens)
+    planted.paces.clear()
     return row
 
 

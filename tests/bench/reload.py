@@ -50,7 +50,7 @@ Ask = Callable[[int], list[int]]
 """The front of the prompt, so long, and a new end."""
 
 
-class House:
+class ModelServer:
     """A daemon, the model in front of it under each policy, and the prompt on its disk."""
 
     def __init__(self, demo: DemoModel, folder: Path, longest: int, undo: ExitStack) -> None:
@@ -138,22 +138,22 @@ def run(
 
     alone = CachedModel(demo.model, None, block_tokens=BLOCK)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as undo:
-        houses = [House(demo, Path(folder), longest, undo) for _ in speeds]
+        servers = [ModelServer(demo, Path(folder), longest, undo) for _ in speeds]
         step("the prompt", 0, 1)
-        blocks = _kv_of(demo, houses[0], prompt)
-        for number, house in enumerate(houses):
-            step("storing it", number, len(houses))
-            house.store(prompt, blocks)
-        generated = _warm_up(alone, houses, prefixes, ask, step)
-        for speed, house in zip(speeds, houses, strict=True):
-            house.throttle(speed * generated)
-        for number, house in enumerate(houses):
-            step("loads to warm up", number, len(houses))
+        blocks = _kv_of(demo, servers[0], prompt)
+        for number, server in enumerate(servers):
+            step("storing it", number, len(servers))
+            server.store(prompt, blocks)
+        generated = _warm_up(alone, servers, prefixes, ask, step)
+        for speed, server in zip(speeds, servers, strict=True):
+            server.throttle(speed * generated)
+        for number, server in enumerate(servers):
+            step("loads to warm up", number, len(servers))
             for _ in range(WARM_UP):
                 for prefix in sorted(prefixes)[:2]:
-                    house.serve("planner", ask(prefix), "always_reload")
+                    server.serve("planner", ask(prefix), "always_reload")
         rows = []
-        at_speed = dict(zip(speeds, houses, strict=True))
+        at_speed = dict(zip(speeds, servers, strict=True))
         for prefix in prefixes:
             for row in _cells(alone, at_speed, prefix, rounds, ask, step):
                 rows.append(row)
@@ -161,16 +161,16 @@ def run(
     return rows, generated
 
 
-def _kv_of(demo: DemoModel, house: House, prompt: Sequence[int]) -> Blocks:
+def _kv_of(demo: DemoModel, server: ModelServer, prompt: Sequence[int]) -> Blocks:
     """The prompt's blocks, as the model makes them."""
     asked = [*prompt, 0]  # a token is always left to prefill
-    house.serve_as("always_reload")
-    source = house.model(demo, "source")
+    server.serve_as("always_reload")
+    source = server.model(demo, "source")
     try:
         source.generate(asked, 1)
         client = _client_of(source)
         match = client.match(asked)
-        out = np.empty((len(prompt) // BLOCK, house.block_bytes), np.uint8)
+        out = np.empty((len(prompt) // BLOCK, server.block_bytes), np.uint8)
         came = client.fetch(match, out).blocks
         client.release(match)
     finally:
@@ -182,7 +182,7 @@ def _kv_of(demo: DemoModel, house: House, prompt: Sequence[int]) -> Blocks:
 
 def _warm_up(
     alone: CachedModel,
-    houses: Sequence[House],
+    servers: Sequence[ModelServer],
     prefixes: Sequence[int],
     ask: Ask,
     step: ProgressStep,
@@ -197,16 +197,16 @@ def _warm_up(
             step(f"prefills to warm up: {size} tokens", turn, WARM_UP)
             made = alone.generate(ask(size), 1)
             n = made.prompt_tokens
-            for house in houses:
-                house.client("planner").observe(sum_n=n, sum_nc=n * n / 2, seconds=made.prefill_s)
+            for server in servers:
+                server.client("planner").observe(sum_n=n, sum_nc=n * n / 2, seconds=made.prefill_s)
             if size == ROUND_TOKENS:
                 seconds.append(made.prefill_s)
-    return ROUND_TOKENS // BLOCK * houses[0].block_bytes / median(seconds)
+    return ROUND_TOKENS // BLOCK * servers[0].block_bytes / median(seconds)
 
 
 def _cells(
     alone: CachedModel,
-    houses: dict[float, House],
+    servers: dict[float, ModelServer],
     prefix: int,
     rounds: int,
     ask: Ask,
@@ -214,39 +214,39 @@ def _cells(
 ) -> list[ReloadRow]:
     """One prefix, at every speed."""
     recomputed: list[list[float]] = [[], []]
-    planned: dict[float, list[Generation]] = {speed: [] for speed in houses}
-    reloaded: dict[float, list[Generation]] = {speed: [] for speed in houses}
+    planned: dict[float, list[Generation]] = {speed: [] for speed in servers}
+    reloaded: dict[float, list[Generation]] = {speed: [] for speed in servers}
 
     def recompute(seen: list[float]) -> None:
         seen.append(alone.generate(ask(prefix), 1).ttft_s)
 
     def plan(speed: float) -> None:
-        planned[speed].append(houses[speed].serve("planner", ask(prefix)))
+        planned[speed].append(servers[speed].serve("planner", ask(prefix)))
 
     def reload_all() -> None:
-        with ThreadPoolExecutor(len(houses)) as pool:
+        with ThreadPoolExecutor(len(servers)) as pool:
             served = [
-                pool.submit(house.serve, "reload", ask(prefix), pushed_out=True)
-                for house in houses.values()
+                pool.submit(server.serve, "reload", ask(prefix), pushed_out=True)
+                for server in servers.values()
             ]
-        for speed, one in zip(houses, served, strict=True):
+        for speed, one in zip(servers, served, strict=True):
             reloaded[speed].append(one.result())
 
     turns: list[Callable[[], None]] = [partial(recompute, seen) for seen in recomputed]
-    turns += [partial(plan, speed) for speed in houses]
+    turns += [partial(plan, speed) for speed in servers]
     for number in range(rounds):
         first = number * len(turns) // rounds
         for done, turn in enumerate((*turns[first:], *turns[:first], reload_all)):
             step(f"{prefix} tokens", number * (len(turns) + 1) + done, rounds * (len(turns) + 1))
             if turn is reload_all:
-                for house in houses.values():
-                    house.push_out()
+                for server in servers.values():
+                    server.push_out()
             turn()
     one, other = (median(seen) for seen in recomputed)
     recompute_s, spread = median(chain(*recomputed)), abs(one - other) / min(one, other)
     return [
         _row(speed, prefix, planned[speed], reloaded[speed], recompute_s, spread)
-        for speed in houses
+        for speed in servers
     ]
 
 

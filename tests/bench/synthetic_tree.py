@@ -70,7 +70,7 @@ class Beside:
         return clock() - start - CLOCK_S
 
 
-class Grove:
+class SyntheticTree:
     """A cache engine with one tier in memory and random prompts.
 
     `paces`: see `note_pace`.
@@ -93,8 +93,8 @@ class Grove:
         self.engine = CacheEngine([tier], [self.pool], [], settings, lambda: 0.5)
         self.now_s = 1.0
         self.engine.handle(p.TierUp("dram", self.now_s))
-        self.house = self.engine.residency
-        self._forgetting = Beside(self.house.blocks)
+        self.server = self.engine.residency
+        self._forgetting = Beside(self.server.blocks)
         self.open(0)
         self.num_tokens = 0
         self.paces: list[float] = []
@@ -104,7 +104,7 @@ class Grove:
         digest = number.to_bytes(32, "big")
         event = p.OpenNamespace(digest, self.page, BLOCK_BYTES)
         self.namespace = self.engine.handle(event).answer
-        self.root = self.house.namespaces[self.namespace].root
+        self.root = self.server.namespaces[self.namespace].root
 
     def note_pace(self) -> None:
         """How long a thousand rounds of an empty loop take now. A shared processor runs at half
@@ -139,7 +139,7 @@ class Grove:
 
     def hit(self, tokens: bytes) -> tuple[Path, list[p.TierRun], list[Span]]:
         """Path, residency runs and block ids (as indices into the arrays) of a prompt."""
-        path = self.house.index.match(self.root, tokens, self.step)
+        path = self.server.index.match(self.root, tokens, self.step)
         runs, _ = self.engine.matching.runs(path)
         return path, runs, path.spans(0, path.num_blocks)
 
@@ -157,11 +157,11 @@ class Grove:
 
     def insert(self, tokens: bytes) -> int:
         """The index's part of storing: match and hang in. Returns the number of new blocks."""
-        path = self.house.index.match(self.root, tokens, self.step)
+        path = self.server.index.match(self.root, tokens, self.step)
         count = len(tokens) // self.step - path.num_blocks
         if count:
             symbols = tokens[path.num_blocks * self.step :]
-            node = self.house.index.extend(self.root, path, symbols, self.step)
+            node = self.server.index.extend(self.root, path, symbols, self.step)
             node.touched_s = self.now_s
             self._last = node
             self.num_tokens += count * self.page
@@ -169,10 +169,10 @@ class Grove:
 
     def occupy(self, count: int) -> None:
         """Slots and states of the blocks inserted last."""
-        blocks, span = self.house.blocks, self._last.span
+        blocks, span = self.server.blocks, self._last.span
         blocks.fill(0, span, self.pool.allocate(BLOCK_BYTES, count))
         blocks.change(0, span, CopyState.READY)
-        self.house.settle(self._last.block_ids())
+        self.server.settle(self._last.block_ids())
 
     def plant(self, num_prompts: int, step: ProgressStep, what: str) -> list[bytes]:
         """The tree of the docstring. Returns some hundreds of the prompts."""
@@ -200,17 +200,17 @@ class Grove:
     def weigh(self) -> tuple[float, float]:
         """Bytes per token: tokens and tree with its candidates; the same with all per-block
         state."""
-        house = self.house
+        server = self.server
         size = sys.getsizeof
-        tree = size(house.index.nodes)
-        for namespace in house.namespaces:
-            for node in house.index.subtree(namespace.root):
+        tree = size(server.index.nodes)
+        for namespace in server.namespaces:
+            for node in server.index.subtree(namespace.root):
                 tree += size(node) + size(node.children) + size(node.holding) + size(node.span)
                 tree += CANDIDATE_BYTES
                 stem = node.stem
                 if stem.nodes[0] is node:
                     tree += size(stem) + size(stem.nodes) + size(stem.symbols)
-        total = tree + house.blocks.num_bytes()
+        total = tree + server.blocks.num_bytes()
         return round(tree / self.num_tokens, 2), round(total / self.num_tokens, 2)
 
 

@@ -13,7 +13,7 @@ import pytest
 from hicache.bench.report import RpcRow, StoreRow, tell
 from hicache.engine.planner.planner import PlannerSettings
 from tests.bench import planner
-from tests.bench.synthetic_tree import LONG, PROMPT, TURN, Grove
+from tests.bench.synthetic_tree import LONG, PROMPT, TURN, SyntheticTree
 
 
 def test_a_call_beside_its_floor() -> None:
@@ -50,23 +50,23 @@ def test_rows_as_data_and_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.thorough
 def test_what_the_index_is_measured_on_is_a_sound_cache() -> None:
-    grove = Grove(16, 60 * PROMPT)
-    prompts = grove.plant(60, lambda *_: None, "")
-    branched = grove.plant_long(TURN, branched=True)
-    grove.ask(branched)
-    path, runs, spans = grove.hit(branched)
+    planted = SyntheticTree(16, 60 * PROMPT)
+    prompts = planted.plant(60, lambda *_: None, "")
+    branched = planted.plant_long(TURN, branched=True)
+    planted.ask(branched)
+    path, runs, spans = planted.hit(branched)
     assert path.num_blocks == sum(run.num_blocks for run in runs) == LONG // 16
     assert len(path.nodes) > LONG // TURN, "turns with a second try stay nodes of their own"
     assert sum(span.stop - span.start if isinstance(span, slice) else len(span) for span in spans)
-    tree, everything = grove.weigh()
+    tree, everything = planted.weigh()
     assert 4.0 < tree < everything < 8.0
-    used = grove.pool.num_used(4096)
-    grove.make_room(4 * PROMPT)
-    assert grove.pool.num_used(4096) == used - 4 * PROMPT // 16
-    assert grove.insert(grove.random(PROMPT)) == PROMPT // 16
-    grove.occupy(PROMPT // 16)
-    assert grove.hit(prompts[-1])[0].num_blocks == PROMPT // 16
-    grove.engine.validate()
+    used = planted.pool.num_used(4096)
+    planted.make_room(4 * PROMPT)
+    assert planted.pool.num_used(4096) == used - 4 * PROMPT // 16
+    assert planted.insert(planted.random(PROMPT)) == PROMPT // 16
+    planted.occupy(PROMPT // 16)
+    assert planted.hit(prompts[-1])[0].num_blocks == PROMPT // 16
+    planted.engine.validate()
 
 
 def bench(*arguments: str, patience_s: float = 300) -> list[dict[str, Any]]:

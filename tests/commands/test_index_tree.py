@@ -70,9 +70,9 @@ def one(*runs: TreeRun) -> Trunk:
 # --- beside a model -----------------------------------------------------------------------------
 
 
-def prefixes_of(house: Residency, number: int) -> dict[Prefix, int]:
+def prefixes_of(server: Residency, number: int) -> dict[Prefix, int]:
     """Every known prefix of a namespace, and the tiers that its last block is in."""
-    space = house.namespaces[number]
+    space = server.namespaces[number]
     found: dict[Prefix, int] = {}
     pending: list[tuple[Any, Prefix]] = [(space.root, ())]
     while pending:
@@ -80,7 +80,7 @@ def prefixes_of(house: Residency, number: int) -> dict[Prefix, int]:
         for at in range(len(node)):
             symbol = node.symbols(space.step, at, at + 1)
             prefix = (*prefix, int.from_bytes(symbol[:4], "little"))
-            found[prefix] = int(house.blocks.tags[node.block_ids()[at]]) & 0xFF
+            found[prefix] = int(server.blocks.tags[node.block_ids()[at]]) & 0xFF
         pending.extend((child, prefix) for child in node.children.values())
     return found
 
@@ -130,15 +130,15 @@ def rows_of(trunk: Trunk) -> list[tuple[Any, ...]]:
 
 
 def answers(w: World, most: int) -> Iterator[dict[str, Any]]:
-    house = w.engine.residency
+    server = w.engine.residency
     after: int | None = 0
     while after is not None:
-        found = page(house, after, most, w.now_s)
-        spaces = [house.namespaces[number] for number in found.namespaces]
+        found = page(server, after, most, w.now_s)
+        spaces = [server.namespaces[number] for number in found.namespaces]
         named = [
             {**SPACE, "digest": s.digest.hex(), "block_tokens": s.block_tokens} for s in spaces
         ]
-        tiers = [tier.name for tier in house.tiers]
+        tiers = [tier.name for tier in server.tiers]
         yield answer(found.runs, tiers=tiers, namespaces=named, next=found.next, end=found.end)
         after = found.next
 
@@ -160,16 +160,16 @@ def test_the_branches_are_those_of_the_prefixes(
         if number % 3 == 0:
             w.finish_all()
     w.put(tokens_of(3, 3, 3, 3))
-    house = w.engine.residency
+    server = w.engine.residency
     forest = read(*answers(w, most))
     assert forest.num_loose == 0
     assert len(forest.trunks) == 2
     sort(forest, order)
     for trunk in forest.trunks:
-        number = next(n.number for n in house.namespaces if n.digest.hex() == trunk.space.digest)
-        prefixes = prefixes_of(house, number)
-        assert rows_of(trunk) == expected(prefixes, len(house.tiers))
-        assert told(trunk.all) == summed(prefixes, len(house.tiers))
+        number = next(n.number for n in server.namespaces if n.digest.hex() == trunk.space.digest)
+        prefixes = prefixes_of(server, number)
+        assert rows_of(trunk) == expected(prefixes, len(server.tiers))
+        assert told(trunk.all) == summed(prefixes, len(server.tiers))
         assert trunk.ends == sum(not b.children for b in trunk.branches)
         below = trunk.children + [child for b in trunk.branches for child in b.children]
         assert {id(b) for b in below} == {id(b) for b in trunk.branches}

@@ -20,23 +20,23 @@ from tests.connectors.vllm_scenes import (
     tokens,
     until,
 )
-from tests.e2e.household import Household
+from tests.e2e.daemon_process import DaemonProcess
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture
-def house() -> Iterator[Household]:
-    with Household(hbm=None, dram={"size": "16MiB"}) as house:
-        yield house
+def server() -> Iterator[DaemonProcess]:
+    with DaemonProcess(hbm=None, dram={"size": "16MiB"}) as server:
+        yield server
 
 
 @pytest.fixture
-def engine(house: Household) -> Iterator[Make]:
+def engine(server: DaemonProcess) -> Iterator[Make]:
     made: list[Engine] = []
 
     def make(wait_s: float = 10.0, **more: Any) -> Engine:
-        connect = connecting(house.endpoint, timeout_s=wait_s, load_s=wait_s, store_s=wait_s)
+        connect = connecting(server.endpoint, timeout_s=wait_s, load_s=wait_s, store_s=wait_s)
         made.append(Engine(connect, connect, **more))
         return made[-1]
 
@@ -47,45 +47,45 @@ def engine(house: Household) -> Iterator[Make]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_ranks_load_with_the_schedulers_leases(
-    house: Household, engine: Make, num_ranks: int
+    server: DaemonProcess, engine: Make, num_ranks: int
 ) -> None:
     store_and_load(engine(num_ranks=num_ranks), engine(num_ranks=num_ranks))
-    assert house.stats()["leases"] == 0
+    assert server.stats()["leases"] == 0
 
 
-def test_a_daemon_killed_and_started_again(house: Household, engine: Make) -> None:
+def test_a_daemon_killed_and_started_again(server: DaemonProcess, engine: Make) -> None:
     """Absent it costs nothing but time; back, it serves from disk, and is told of new blocks."""
     one, prompt = engine(), tokens(1, 61)
     one.run(request("a", prompt))
-    house.settle()
-    house.kill()
+    server.settle()
+    server.kill()
     one.forget_local()
     check(one.run(request("b", prompt), request("c", tokens(2, 61))))
-    house.start()
+    server.start()
     assert list(repeated(one, prompt))
     (other,) = one.run(request("e", tokens(2, 61)))
     check([other])
 
 
-def test_a_daemon_killed_while_blocks_are_loading(house: Household, engine: Make) -> None:
+def test_a_daemon_killed_while_blocks_are_loading(server: DaemonProcess, engine: Make) -> None:
     one, prompt = engine(num_ranks=2), tokens(1, 121)
     one.run(request("a", prompt))
     one.forget_local()
     loading = request("b", prompt)
     one.add(loading)
     until(one, loading, "loading")
-    house.kill()
+    server.kill()
     one.run()
     check([loading], num_ranks=2)
 
 
-def test_a_daemon_that_is_stopped(house: Household, engine: Make) -> None:
+def test_a_daemon_that_is_stopped(server: DaemonProcess, engine: Make) -> None:
     one, prompt = engine(wait_s=0.2, lookup_s=0.3, load_s=0.3), tokens(1, 61)
     one.run(request("a", prompt))
     one.forget_local()
-    os.kill(house.pid, signal.SIGSTOP)
+    os.kill(server.pid, signal.SIGSTOP)
     try:
         check(one.run(*(request(f"b{i}", prompt) for i in range(3))))
     finally:
-        os.kill(house.pid, signal.SIGCONT)
+        os.kill(server.pid, signal.SIGCONT)
     check(one.run(request("c", prompt)))

@@ -31,7 +31,7 @@ from tests.connectors.vllm_scenes import (
     tokens,
     until,
 )
-from tests.e2e.household import Household, wait_for
+from tests.e2e.daemon_process import DaemonProcess, wait_for
 from tests.e2e.stand_in_gpu import held
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -57,13 +57,13 @@ class Device:
 
 
 @pytest.fixture
-def house(gpu_house: Household) -> Household:
+def server(gpu_house: DaemonProcess) -> DaemonProcess:
     return gpu_house
 
 
 @pytest.fixture
 def engine(
-    house: Household, stand_in_driver: Path, monkeypatch: pytest.MonkeyPatch
+    server: DaemonProcess, stand_in_driver: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Make]:
     """Makes engines on the daemon, with pages in GPU memory, and closes them. However busy this
     machine is, they wait for the worker."""
@@ -71,7 +71,7 @@ def engine(
     made: list[Engine] = []
 
     def make(load_s: float = 30.0, store_s: float = 30.0, **more: Any) -> Engine:
-        connect = connecting(house.endpoint, timeout_s=30.0, load_s=load_s, store_s=store_s)
+        connect = connecting(server.endpoint, timeout_s=30.0, load_s=load_s, store_s=store_s)
         device = Device(stand_in_driver)
         made.append(Engine(connect, connect, load_s=load_s, device=device, **more))
         return made[-1]
@@ -82,24 +82,24 @@ def engine(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_worker_copies(house: Household, engine: Make, num_ranks: int) -> None:
+def test_the_worker_copies(server: DaemonProcess, engine: Make, num_ranks: int) -> None:
     one, two = engine(num_ranks=num_ranks), engine(num_ranks=num_ranks)
     store_and_load(one, two)
-    assert house.stats()["leases"] == 0
+    assert server.stats()["leases"] == 0
     # Each engine's every rank has a client that stores and one that loads, but the first engine
     # loaded nothing.
-    assert house.stats()["pages"]["registrations"] == 3 * num_ranks
-    asked = house.stats()["requests"]
+    assert server.stats()["pages"]["registrations"] == 3 * num_ranks
+    asked = server.stats()["requests"]
     assert asked["load"] >= 4 * num_ranks
     assert asked["save"] >= 4 * num_ranks
     one.close()
     two.close()
-    assert house.stats()["pages"] == {"registrations": 0, "copies": 0}
+    assert server.stats()["pages"] == {"registrations": 0, "copies": 0}
 
 
 @pytest.mark.parametrize(("num_local", "num_ranks"), [(0, 2), (5, 1)])
 def test_pages_in_doubt_are_nobodys_until_they_are_at_rest(
-    house: Household, engine: Make, gate: Path, num_local: int, num_ranks: int
+    server: DaemonProcess, engine: Make, gate: Path, num_local: int, num_ranks: int
 ) -> None:
     """The worker stands still in the middle of a load. Its request begins anew by the deadline, on
     other pages, and the worker goes on writing into pages that nobody has."""
@@ -127,15 +127,15 @@ def test_pages_in_doubt_are_nobodys_until_they_are_at_rest(
         check(others, num_ranks)
         assert [one.pool.blocks[page].ref_cnt for page in pages] == taken
     one.run()
-    wait_for(lambda: house.stats()["pages"]["copies"] == 0, "the copies' end")
+    wait_for(lambda: server.stats()["pages"]["copies"] == 0, "the copies' end")
     one.forget_local()
     (again,) = one.run(request("d", prompt))
     check([again], num_ranks)
     assert again.num_cached == 60
-    assert house.stats()["leases"] == 0
+    assert server.stats()["leases"] == 0
 
 
-def test_a_reset_waits_for_pages_in_doubt(house: Household, engine: Make, gate: Path) -> None:
+def test_a_reset_waits_for_pages_in_doubt(server: DaemonProcess, engine: Make, gate: Path) -> None:
     prompt = tokens(1, 61)
     engine().run(request("a", prompt))
     one = engine(load_s=SHORT_S)
@@ -149,7 +149,7 @@ def test_a_reset_waits_for_pages_in_doubt(house: Household, engine: Make, gate: 
     check([caught])
 
 
-def test_aborted_with_pages_in_doubt(house: Household, engine: Make, gate: Path) -> None:
+def test_aborted_with_pages_in_doubt(server: DaemonProcess, engine: Make, gate: Path) -> None:
     prompt = tokens(1, 61)
     engine().run(request("a", prompt))
     one = engine(load_s=SHORT_S)
@@ -166,68 +166,68 @@ def test_aborted_with_pages_in_doubt(house: Household, engine: Make, gate: Path)
 
 
 def test_a_save_that_is_not_answered_stores_nothing(
-    house: Household, engine: Make, gate: Path
+    server: DaemonProcess, engine: Make, gate: Path
 ) -> None:
     """Later ones are made by this process, until the pages are shared again."""
     one, prompt = engine(store_s=SHORT_S), tokens(1, 61)
     with held(gate):
         check(one.run(request("a", prompt)))
-        assert house.stats()["pages"]["copies"] == 1
-    wait_for(lambda: house.stats()["pages"]["registrations"] == 0, "the worker to let go")
-    assert house.stats()["tickets"] == 0
+        assert server.stats()["pages"]["copies"] == 1
+    wait_for(lambda: server.stats()["pages"]["registrations"] == 0, "the worker to let go")
+    assert server.stats()["tickets"] == 0
     cached = [again.num_cached for again in repeated(one, prompt)]
     assert cached[0] == 0
 
 
 def test_the_worker_killed_in_the_middle_of_a_load(
-    house: Household, engine: Make, gate: Path
+    server: DaemonProcess, engine: Make, gate: Path
 ) -> None:
     """Its copies have ended with it; another worker has the pages anew."""
     prompt = tokens(1, 61)
     one = engine()
     one.run(request("a", prompt))
-    house.settle()
+    server.settle()
     one.forget_local()
-    caught, pid = request("b", prompt), house.worker("gpu")
+    caught, pid = request("b", prompt), server.worker("gpu")
     with held(gate):
         one.add(caught)
         until(one, caught, "loading")
-        wait_for(lambda: house.stats()["pages"]["copies"], "the load")
+        wait_for(lambda: server.stats()["pages"]["copies"], "the load")
         psutil.Process(pid).kill()
         one.run()
         check([caught])
-    wait_for(lambda: house.worker("gpu") != pid, "another worker")
-    wait_for(lambda: house.ask("health")["healthy"], "the tier")
-    loads = house.stats()["requests"]["load"]
+    wait_for(lambda: server.worker("gpu") != pid, "another worker")
+    wait_for(lambda: server.ask("health")["healthy"], "the tier")
+    loads = server.stats()["requests"]["load"]
     assert list(repeated(one, prompt))
-    assert house.stats()["requests"]["load"] > loads
+    assert server.stats()["requests"]["load"] > loads
 
 
 def test_a_daemon_killed_in_the_middle_of_a_load_and_started_again(
-    house: Household, engine: Make, gate: Path
+    server: DaemonProcess, engine: Make, gate: Path
 ) -> None:
     """Its worker ends with it, which settles the doubt; the pages are registered with the next."""
     one, prompt = engine(), tokens(1, 61)
     one.run(request("a", prompt))
-    house.settle()
+    server.settle()
     one.forget_local()
     caught = request("b", prompt)
     with held(gate):
         one.add(caught)
         until(one, caught, "loading")
-        wait_for(lambda: house.stats()["pages"]["copies"], "the load")
-        house.kill()
+        wait_for(lambda: server.stats()["pages"]["copies"], "the load")
+        server.kill()
         one.run()
         check([caught])
-    house.start()
-    wait_for(lambda: house.ask("health")["healthy"], "the GPU worker")
+    server.start()
+    wait_for(lambda: server.ask("health")["healthy"], "the GPU worker")
     assert list(repeated(one, prompt))
-    assert house.stats()["requests"]["load"] >= 1
-    assert house.stats()["pages"]["registrations"] >= 1
+    assert server.stats()["requests"]["load"] >= 1
+    assert server.stats()["pages"]["registrations"] >= 1
 
 
 def test_a_daemon_stopped_in_the_middle_of_a_load(
-    house: Household, engine: Make, gate: Path
+    server: DaemonProcess, engine: Make, gate: Path
 ) -> None:
     """Nobody can say what its worker does: the pages stay held, and everybody else goes on."""
     prompt = tokens(1, 61)
@@ -237,8 +237,8 @@ def test_a_daemon_stopped_in_the_middle_of_a_load(
     with held(gate):
         one.add(caught)
         until(one, caught, "loading")
-        wait_for(lambda: house.stats()["pages"]["copies"], "the load")
-        os.kill(house.pid, signal.SIGSTOP)
+        wait_for(lambda: server.stats()["pages"]["copies"], "the load")
+        os.kill(server.pid, signal.SIGSTOP)
         try:
             until(one, caught, "finished")
             other = request("c", tokens(2, 61))
@@ -246,6 +246,6 @@ def test_a_daemon_stopped_in_the_middle_of_a_load(
             until(one, other, "finished")
             assert one.side.holds_blocks
         finally:
-            os.kill(house.pid, signal.SIGCONT)
+            os.kill(server.pid, signal.SIGCONT)
         check([caught, other])
     one.run()

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hicache.commands.demo import demo
 from hicache.demo import demo_model as model
 from hicache.demo.demo_daemon import DaemonFailed, PrivateDaemon
-from tests.e2e.household import wait_for
+from tests.e2e.daemon_process import wait_for
 
 SMALL = """
 tiers:

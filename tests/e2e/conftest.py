@@ -5,17 +5,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.household import Household
+from tests.e2e.daemon_process import DaemonProcess
 
 
 @pytest.fixture(scope="module")
-def shared_house() -> Iterator[Household]:
-    with Household(limits={"max_message": "1MiB", "max_sessions": 40}) as house:
-        yield house
+def shared_house() -> Iterator[DaemonProcess]:
+    with DaemonProcess(limits={"max_message": "1MiB", "max_sessions": 40}) as server:
+        yield server
 
 
 @pytest.fixture
-def house(shared_house: Household) -> Iterator[Household]:
+def server(shared_house: DaemonProcess) -> Iterator[DaemonProcess]:
     """The shared daemon; its clients are gone after each test, and it must still serve."""
     yield shared_house
     shared_house.forget_clients()

@@ -16,7 +16,7 @@ from hicache.bench.gpu_check.stand_in import BUS_ID, StandIn
 from hicache.client import Client, NamespaceSpec, SharedPages
 from hicache.connectors.common.paged_blocks import PagedCache
 from hicache.transfer.gpu_pages.page_kernels import PageLayout, Plane
-from tests.e2e.household import SPEC, Blocks, Tokens, blocks_of, prompt
+from tests.e2e.daemon_process import SPEC, Blocks, Tokens, blocks_of, prompt
 
 PLANES, PAGES_PER_BLOCK, NUM_PAGES = 8, 2, 64
 PAGE_BYTES = SPEC.block_bytes // (PLANES * PAGES_PER_BLOCK)

@@ -15,7 +15,7 @@ from typing import Final
 import pytest
 
 from hicache.bench.gpu_check.stand_in_host import DRIVER
-from tests.e2e.household import Household, wait_for
+from tests.e2e.daemon_process import DaemonProcess, wait_for
 from tests.shared_library import compiled
 
 STAND_IN: Final = Path(__file__).parent / "stand_in"
@@ -34,15 +34,15 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
 
 
 @contextmanager
-def household(
+def daemon_process(
     monkeypatch: pytest.MonkeyPatch, driver: Path, gate: Path, **more_of_hbm: str
-) -> Iterator[Household]:
+) -> Iterator[DaemonProcess]:
     use_stand_in(monkeypatch, driver)
     monkeypatch.setenv("STAND_IN_GATE", str(gate))
     hbm, dram = {"size": "24MiB", "device": "cuda:0", **more_of_hbm}, {"size": "16MiB"}
-    with Household(hbm=hbm, dram=dram, patience_s=120.0) as house:
-        wait_for(lambda: house.ask("health")["healthy"], "the GPU worker", patience_s=120.0)
-        yield house
+    with DaemonProcess(hbm=hbm, dram=dram, patience_s=120.0) as server:
+        wait_for(lambda: server.ask("health")["healthy"], "the GPU worker", patience_s=120.0)
+        yield server
 
 
 @contextmanager

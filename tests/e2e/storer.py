@@ -10,7 +10,7 @@ import json
 import sys
 
 from hicache.client import Client, NamespaceSpec
-from tests.e2e.household import blocks_of, prompt
+from tests.e2e.daemon_process import blocks_of, prompt
 
 NUM_BLOCKS = 6
 

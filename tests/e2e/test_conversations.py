@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hicache.client import Client
-from tests.e2e.household import SPEC, Household, Tokens, blocks_of, prompt, store
+from tests.e2e.daemon_process import SPEC, DaemonProcess, Tokens, blocks_of, prompt, store
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -24,8 +24,10 @@ def test_nothing_is_lost_while_the_disk_has_room(seed: int) -> None:
     chance = np.random.default_rng(seed)
     shared = chance.integers(0, 50_000, 20 * SPEC.block_tokens).astype(np.uint32)
     end = np.ones(1, np.uint32)
-    with Household(hbm={"size": "8MiB"}, dram={"size": "16MiB"}, disk={"size": "160MiB"}) as house:
-        client = house.client()
+    with DaemonProcess(
+        hbm={"size": "8MiB"}, dram={"size": "16MiB"}, disk={"size": "160MiB"}
+    ) as server:
+        client = server.client()
         agents = [shared, shared]
         others = iter(range(100, 200))
         for turn in range(6):
@@ -43,11 +45,11 @@ def test_nothing_is_lost_while_the_disk_has_room(seed: int) -> None:
                 store(client, prompt(next(others), 8))
         for _ in range(14):
             store(client, prompt(next(others), 8))
-        house.settle()
+        server.settle()
         whole = [len(tokens) // SPEC.block_tokens for tokens in agents]
         assert [held(client, np.concatenate([tokens, end])) for tokens in agents] == whole
-        assert house.stats()["dropped_blocks"] == 0
-        house.stop()
-        house.start()
-        client = house.client()
+        assert server.stats()["dropped_blocks"] == 0
+        server.stop()
+        server.start()
+        client = server.client()
         assert [held(client, np.concatenate([tokens, end])) for tokens in agents] == whole

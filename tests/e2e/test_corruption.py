@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hicache.client import Client
-from tests.e2e.household import SPEC, Household, blocks_of, prompt, read, store, wait_for
+from tests.e2e.daemon_process import SPEC, DaemonProcess, blocks_of, prompt, read, store, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -80,9 +80,9 @@ def lay_back(file: Path, chance: random.Random) -> None:
             data.write(old[2 * PAGE :])
 
 
-def is_durable(house: Household, client: Client, seed: int) -> bool:
+def is_durable(server: DaemonProcess, client: Client, seed: int) -> bool:
     tokens = prompt(seed, NUM_BLOCKS)
-    if not house.ask("health")["healthy"]:
+    if not server.ask("health")["healthy"]:
         return False
     if client.put(tokens, blocks_of(tokens), durable=True).durable:
         return True
@@ -96,35 +96,35 @@ def test_a_damaged_file(damage: Damage, is_open: bool) -> None:
     seed = random.randrange(1 << 32)
     print("seed", seed)
     chance = random.Random(seed)
-    with Household(hbm=None, dram={"size": "12MiB"}) as house:
-        client = house.client()
+    with DaemonProcess(hbm=None, dram={"size": "12MiB"}) as server:
+        client = server.client()
         for number in SEEDS:
             store(client, prompt(number, NUM_BLOCKS), durable=True)
             if number == len(SEEDS) // 2:
-                (file,) = house.disk.glob("class-*/data.mdb")
+                (file,) = server.disk.glob("class-*/data.mdb")
                 shutil.copy(file, file.with_name("old"))
         if not is_open:
-            house.stop()
+            server.stop()
         damage(file, chance)
         if not is_open:
-            house.start()
-            house.forget_clients()
-            client = house.client()
-        pid = house.pid
+            server.start()
+            server.forget_clients()
+            client = server.client()
+        pid = server.pid
         for _ in range(2):
             for number in SEEDS:
                 read(client, prompt(number, NUM_BLOCKS))
-            wait_for(partial(is_durable, house, client, 100), "a durable put")
-        wait_for(lambda: house.ask("health")["healthy"], "a disk tier that is up")
-        assert house.pid == pid
-        house.stop()
-        house.start()
-        house.forget_clients()
-        client = house.client()
+            wait_for(partial(is_durable, server, client, 100), "a durable put")
+        wait_for(lambda: server.ask("health")["healthy"], "a disk tier that is up")
+        assert server.pid == pid
+        server.stop()
+        server.start()
+        server.forget_clients()
+        client = server.client()
         for number in SEEDS:
             read(client, prompt(number, NUM_BLOCKS))
-        wait_for(partial(is_durable, house, client, 101), "a durable put")
-        house.stop()
-        house.start()
-        house.forget_clients()
-        assert read(house.client(), prompt(101, NUM_BLOCKS)) == NUM_BLOCKS
+        wait_for(partial(is_durable, server, client, 101), "a durable put")
+        server.stop()
+        server.start()
+        server.forget_clients()
+        assert read(server.client(), prompt(101, NUM_BLOCKS)) == NUM_BLOCKS

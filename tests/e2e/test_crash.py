@@ -18,7 +18,7 @@ import pytest
 
 from hicache.commands import disk_tools as disk_care
 from hicache.tiers.block import slot_bytes_for
-from tests.e2e.household import ROOT, SPEC, Household, prompt, read, wait_for
+from tests.e2e.daemon_process import ROOT, SPEC, DaemonProcess, prompt, read, wait_for
 from tests.e2e.storer import NUM_BLOCKS
 
 pytestmark = pytest.mark.e2e
@@ -31,9 +31,9 @@ RECENT = 40  # seeds looked at after each round; after the last one, all
 class Storer:
     """The child; its acknowledgements come over a pipe, which outlives it."""
 
-    def __init__(self, house: Household, first_seed: int) -> None:
+    def __init__(self, server: DaemonProcess, first_seed: int) -> None:
         spec = json.dumps(SMALL.to_wire())
-        command = [sys.executable, "-m", "tests.e2e.storer", house.endpoint, spec, str(first_seed)]
+        command = [sys.executable, "-m", "tests.e2e.storer", server.endpoint, spec, str(first_seed)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
         self.acked: list[int] = []
 
@@ -49,41 +49,41 @@ class Storer:
         return self.acked
 
 
-def check(house: Household, acked: set[int], next_seed: int) -> None:
+def check(server: DaemonProcess, acked: set[int], next_seed: int) -> None:
     """All that was promised is there, and nothing that is wrong."""
-    files = disk_care.verify(house.disk, lambda *_: None)
+    files = disk_care.verify(server.disk, lambda *_: None)
     assert all(report.is_clean for report in files), files
-    house.start()
-    disk = house.tier("disk")
+    server.start()
+    disk = server.tier("disk")
     assert disk["blocks"] == sum(report.blocks for report in files)
     assert disk["used_bytes"] == disk["blocks"] * slot_bytes_for(SMALL.block_bytes)
-    client = house.client(SMALL)
+    client = server.client(SMALL)
     for seed in range(max(0, next_seed - RECENT), next_seed + 5):
         came = read(client, prompt(seed, NUM_BLOCKS), SMALL)
         assert came == NUM_BLOCKS or seed not in acked, f"{seed}: {came} of {NUM_BLOCKS} blocks"
-    house.forget_clients()
+    server.forget_clients()
 
 
 def run_rounds(num_rounds: int, seed: int) -> None:
     chance = random.Random(seed)
     durability = chance.choice(["fast", "batched"])
-    with Household(hbm=None, disk={"durability": durability}) as house:
+    with DaemonProcess(hbm=None, disk={"durability": durability}) as server:
         acked: set[int] = set()
         next_seed = 0
         for _ in range(num_rounds):
-            storer = Storer(house, next_seed)
+            storer = Storer(server, next_seed)
             storer.wait_for_acks(chance.randrange(1, 8))
             if chance.random() < 0.5:
-                psutil.Process(house.worker("disk")).kill()
+                psutil.Process(server.worker("disk")).kill()
                 if chance.random() < 0.5:
                     storer.wait_for_acks(chance.randrange(1, 4))
-            house.kill()
+            server.kill()
             acked.update(storer.end())
             next_seed = max(acked) + 2
-            check(house, acked, next_seed)
-        client = house.client(SMALL)
+            check(server, acked, next_seed)
+        client = server.client(SMALL)
         assert all(read(client, prompt(s, NUM_BLOCKS), SMALL) == NUM_BLOCKS for s in acked)
-        wait_for(lambda: house.ask("health")["healthy"], "a healthy daemon")
+        wait_for(lambda: server.ask("health")["healthy"], "a healthy daemon")
 
 
 @pytest.mark.timeout(600)

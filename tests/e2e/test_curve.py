@@ -15,9 +15,9 @@ import zmq
 
 from hicache.client import AsyncClient, Client, CurveKeys, DaemonAbsent, admin_call
 from hicache.client.prefix_mirror import HeldPrefixes
-from tests.e2e.household import (
+from tests.e2e.daemon_process import (
     SPEC,
-    Household,
+    DaemonProcess,
     blocks_of,
     hicache,
     prompt,
@@ -42,8 +42,8 @@ def make_keys(folder: Path, name: str) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-class Castle(Household):
-    """A household whose daemon asks for keys: `server`'s own, and `friend` is listed."""
+class Castle(DaemonProcess):
+    """A daemon whose daemon asks for keys: `server`'s own, and `friend` is listed."""
 
     def __init__(self, keys: Path, **changes: Any) -> None:
         self.keys = keys
@@ -76,8 +76,8 @@ class Castle(Household):
 
 @pytest.fixture(scope="module")
 def castle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Castle]:
-    with Castle(tmp_path_factory.mktemp("curve") / "keys") as house:
-        yield house
+    with Castle(tmp_path_factory.mktemp("curve") / "keys") as server:
+        yield server
 
 
 def test_a_listed_client_works(castle: Castle) -> None:
@@ -143,8 +143,8 @@ def test_keys_for_a_daemon_that_has_none() -> None:
     """A client that asks for CURVE never falls back to plain text."""
     public, secret = zmq.curve_keypair()
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    with Household(endpoint=endpoint, hbm=None, disk=None) as house:
-        client = house.client(curve=CurveKeys(zmq.curve_keypair()[0], public, secret))
+    with DaemonProcess(endpoint=endpoint, hbm=None, disk=None) as server:
+        client = server.client(curve=CurveKeys(zmq.curve_keypair()[0], public, secret))
         assert not client.match(prompt(1, 2)).is_answered
         assert "CURVE keys" in client.last_error
 

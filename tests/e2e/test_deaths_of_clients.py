@@ -11,7 +11,16 @@ import psutil
 import pytest
 
 from hicache.client.session import Transport
-from tests.e2e.household import SPEC, Household, Victim, blocks_of, prompt, read, store, wait_for
+from tests.e2e.daemon_process import (
+    SPEC,
+    DaemonProcess,
+    KilledClient,
+    blocks_of,
+    prompt,
+    read,
+    store,
+    wait_for,
+)
 
 pytestmark = pytest.mark.e2e
 SMALL: dict[str, Any] = {
@@ -24,39 +33,39 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("transport", ["arena", "frames"])
-def test_killed_between_put_and_commit(house: Household, transport: Transport) -> None:
+def test_killed_between_put_and_commit(server: DaemonProcess, transport: Transport) -> None:
     """Half of its slots are written, none committed: nobody ever sees them, and they are free
     again as soon as the process is known to be dead; somebody else stores the same prompt."""
-    client = house.client()
+    client = server.client()
     tokens = prompt(100 + len(transport), 3)  # one message's worth
-    before = house.used()
-    with Victim(house, "put", tokens, transport) as victim:
+    before = server.used()
+    with KilledClient(server, "put", tokens, transport) as victim:
         victim.wait_for("writing")
-        assert house.used() != before
+        assert server.used() != before
         assert client.match(tokens).hit_blocks == 0
         assert client.put(tokens, lambda *_: pytest.fail("two writers")).busy == 3
         victim.kill()
-        wait_for(lambda: house.used() == before, "the slots back")
+        wait_for(lambda: server.used() == before, "the slots back")
     assert client.match(tokens).hit_blocks == 0
     assert store(client, tokens) == 3
     assert read(client, tokens) == 3
 
 
-def test_killed_while_it_holds_a_lease(house: Household) -> None:
+def test_killed_while_it_holds_a_lease(server: DaemonProcess) -> None:
     """Its lease ends with it; until then its blocks cannot be cleared."""
-    client = house.client()
-    house.settle()
+    client = server.client()
+    server.settle()
     client.clear()
     tokens = prompt(101, 4)
     store(client, tokens)
-    with Victim(house, "match", tokens) as victim:
+    with KilledClient(server, "match", tokens) as victim:
         victim.wait_for("leased")
-        assert house.stats()["leases"] == 1
+        assert server.stats()["leases"] == 1
         assert client.clear() == 0
         victim.kill()
-        wait_for(lambda: house.stats()["leases"] == 0, "the lease's end")
-    assert house.stats()["sessions"] == 1
-    house.settle()
+        wait_for(lambda: server.stats()["leases"] == 0, "the lease's end")
+    assert server.stats()["sessions"] == 1
+    server.settle()
     assert client.clear() == 4
 
 
@@ -64,20 +73,20 @@ def test_killed_while_it_holds_a_lease(house: Household) -> None:
 def test_killed_in_the_middle_of_a_fetch() -> None:
     """Its blocks are on their way from a disk that does not answer: the lease and the waiting
     fetch end with the process, and later arrivals find nobody and harm nobody."""
-    with Household(hbm=None, write_policy="write_through") as house:
-        client = house.client()
+    with DaemonProcess(hbm=None, write_policy="write_through") as server:
+        client = server.client()
         tokens = prompt(102, 12)
         assert client.put(tokens, blocks_of(tokens), durable=True).durable
-        house.stop()
-        house.start()
-        disk = psutil.Process(house.worker("disk"))
+        server.stop()
+        server.start()
+        disk = psutil.Process(server.worker("disk"))
         disk.send_signal(signal.SIGSTOP)
-        with Victim(house, "fetch", tokens) as victim:
+        with KilledClient(server, "fetch", tokens) as victim:
             victim.wait_for("fetching")
-            wait_for(lambda: house.stats()["waiting"] == 1, "its fetch")
+            wait_for(lambda: server.stats()["waiting"] == 1, "its fetch")
             victim.kill()
-            wait_for(lambda: house.stats()["leases"] == 0, "the lease's end")
-            assert house.stats()["waiting"] == 0
+            wait_for(lambda: server.stats()["leases"] == 0, "the lease's end")
+            assert server.stats()["waiting"] == 0
         disk.send_signal(signal.SIGCONT)
         assert read(client, tokens) == 12
 
@@ -86,18 +95,18 @@ def test_killed_in_the_middle_of_a_fetch() -> None:
 def test_frozen_between_put_and_commit() -> None:
     """Shared memory cannot be revoked: when the ticket of a stopped process expires its slots are
     set aside, not free, for it may yet write; they are free when it is dead."""
-    with Household(hbm=None, disk=None, limits={"lease_ttl": "500ms"}) as house:
-        client = house.client()
+    with DaemonProcess(hbm=None, disk=None, limits={"lease_ttl": "500ms"}) as server:
+        client = server.client()
         tokens = prompt(103, 6)
-        with Victim(house, "put", tokens) as victim:
+        with KilledClient(server, "put", tokens) as victim:
             victim.wait_for("writing")
             victim.freeze()
-            wait_for(lambda: house.tier("dram")["quarantined_bytes"], "the quarantine")
-            assert house.tier("dram")["quarantined_bytes"] == 6 * (256 << 10)
+            wait_for(lambda: server.tier("dram")["quarantined_bytes"], "the quarantine")
+            assert server.tier("dram")["quarantined_bytes"] == 6 * (256 << 10)
             assert store(client, tokens) == 6  # in other slots
             assert read(client, tokens) == 6
             victim.kill()
-            wait_for(lambda: not house.tier("dram")["quarantined_bytes"], "the slots back")
+            wait_for(lambda: not server.tier("dram")["quarantined_bytes"], "the slots back")
         assert read(client, tokens) == 6
 
 
@@ -106,19 +115,19 @@ def test_resumed_long_after_its_slots_were_taken_from_it() -> None:
     """It was stopped in the middle of a put for longer than its ticket lasts, and others have
     filled all of memory since. It writes into its slots and commits: that is refused, and no block
     of anybody is harmed, then or when its slots are free again."""
-    with Household(**SMALL) as house:
-        client = house.client()
-        with Victim(house, "late-put", prompt(108, 6)) as victim:
+    with DaemonProcess(**SMALL) as server:
+        client = server.client()
+        with KilledClient(server, "late-put", prompt(108, 6)) as victim:
             victim.wait_for("writing")
             victim.freeze()
-            wait_for(lambda: house.tier("dram")["quarantined_bytes"], "the quarantine")
+            wait_for(lambda: server.tier("dram")["quarantined_bytes"], "the quarantine")
             for seed in range(12):  # more than there is room for
                 store(client, prompt(seed, 6))
             victim.go_on()
             victim.wait_for("stored-0")
             assert sum(read(client, prompt(seed, 6)) for seed in range(12)) >= 3 * 6
         assert client.match(prompt(108, 6)).hit_blocks == 0
-        wait_for(lambda: not house.tier("dram")["quarantined_bytes"], "the slots back")
+        wait_for(lambda: not server.tier("dram")["quarantined_bytes"], "the slots back")
         for seed in range(12, 24):
             store(client, prompt(seed, 6))
         assert sum(read(client, prompt(seed, 6)) for seed in range(24)) >= 3 * 6
@@ -129,13 +138,13 @@ def test_resumed_long_after_its_slots_were_taken_from_it() -> None:
 def test_resumed_long_after_its_lease_ended(others: int, word: str) -> None:
     """It was stopped with blocks to read. Where others were stored in their place meanwhile it sees
     that, and uses nothing; where none were, what it reads is its own."""
-    with Household(**SMALL) as house:
-        client, tokens = house.client(), prompt(109, 6)
+    with DaemonProcess(**SMALL) as server:
+        client, tokens = server.client(), prompt(109, 6)
         assert store(client, tokens) == 6
-        with Victim(house, "late-read", tokens) as victim:
+        with KilledClient(server, "late-read", tokens) as victim:
             victim.wait_for("running")
             victim.freeze()
-            wait_for(lambda: house.stats()["leases"] == 0, "the lease's end")
+            wait_for(lambda: server.stats()["leases"] == 0, "the lease's end")
             for seed in range(others):
                 store(client, prompt(seed, 6))
             victim.go_on()
@@ -145,13 +154,13 @@ def test_resumed_long_after_its_lease_ended(others: int, word: str) -> None:
 @pytest.mark.timeout(180)
 def test_frozen_with_a_lease() -> None:
     """A lease that nobody uses ends after its time, though the client lives."""
-    with Household(hbm=None, disk=None, limits={"lease_ttl": "500ms"}) as house:
-        client = house.client()
+    with DaemonProcess(hbm=None, disk=None, limits={"lease_ttl": "500ms"}) as server:
+        client = server.client()
         tokens = prompt(104, 4)
         store(client, tokens)
         match = client.match(tokens)
         assert match.lease
-        wait_for(lambda: house.stats()["leases"] == 0, "the lease's end")
+        wait_for(lambda: server.stats()["leases"] == 0, "the lease's end")
         assert client.fetch(match, blocks_of(tokens)).blocks == 0
         assert read(client, tokens) == 4
 
@@ -162,18 +171,18 @@ def test_dropped_without_a_goodbye() -> None:
     stayed until it ended, and then everybody was refused. Now the silent ones make room; those that
     speak, or hold something, stay; one that comes back says hello again by itself."""
     limits = {"max_sessions": 6, "session_ttl": "3s"}
-    with Household(hbm=None, disk=None, limits=limits) as house:
-        busy, holder, silent = house.client(), house.client(), house.client()
+    with DaemonProcess(hbm=None, disk=None, limits=limits) as server:
+        busy, holder, silent = server.client(), server.client(), server.client()
         tokens = prompt(106, 4)
         assert store(busy, tokens) == 4
         assert read(silent, tokens) == 4
         held = holder.match(tokens)
         assert held.lease
         sessions = [c.greeting.session for c in (busy, holder, silent) if c.greeting]
-        peer = house.peer()
+        peer = server.peer()
         while (reply := peer.hello())["ok"]:
             assert read(busy, tokens) == 4
-            assert house.stats()["sessions"] <= 6
+            assert server.stats()["sessions"] <= 6
         assert "limits.max_sessions" in reply["message"]
 
         def is_let_in() -> bool:
@@ -196,16 +205,16 @@ def test_ended_while_it_may_still_write() -> None:
     """A process that is stopped in the middle of a put loses its session to another one's need. Its
     slots stay set aside all the same, until it is dead."""
     limits = {"max_sessions": 1, "session_ttl": "500ms", "lease_ttl": "500ms"}
-    with Household(hbm=None, disk=None, limits=limits) as house:
+    with DaemonProcess(hbm=None, disk=None, limits=limits) as server:
         tokens = prompt(107, 6)
-        with Victim(house, "put", tokens) as victim:
+        with KilledClient(server, "put", tokens) as victim:
             victim.wait_for("writing")
             victim.freeze()
-            peer = house.peer()
+            peer = server.peer()
             wait_for(lambda: peer.hello()["ok"], "the end of the silent session")
-            assert house.tier("dram")["quarantined_bytes"] == 6 * (256 << 10)
+            assert server.tier("dram")["quarantined_bytes"] == 6 * (256 << 10)
             victim.kill()
-            wait_for(lambda: not house.tier("dram")["quarantined_bytes"], "the slots back")
+            wait_for(lambda: not server.tier("dram")["quarantined_bytes"], "the slots back")
 
 
 @pytest.mark.timeout(180)
@@ -213,15 +222,15 @@ def test_killed_while_the_daemon_is_stopping() -> None:
     """The daemon is told to stop, and waits for a disk that does not answer; meanwhile a client
     with a lease dies. The daemon ends in order, when its time for that is over."""
     deadlines = {"shutdown": "3s"}
-    with Household(hbm=None, deadlines=deadlines) as house:
-        client = house.client()
+    with DaemonProcess(hbm=None, deadlines=deadlines) as server:
+        client = server.client()
         tokens = prompt(105, 6)
         store(client, tokens)
-        disk = psutil.Process(house.worker("disk"))
-        with Victim(house, "match", tokens) as victim:
+        disk = psutil.Process(server.worker("disk"))
+        with KilledClient(server, "match", tokens) as victim:
             victim.wait_for("leased")
             disk.send_signal(signal.SIGSTOP)
-            psutil.Process(house.pid).terminate()
+            psutil.Process(server.pid).terminate()
             wait_for(lambda: not client.match(tokens).is_answered, "the daemon's refusal")
             victim.kill()
-            house.wait()
+            server.wait()

@@ -15,13 +15,13 @@ import zmq
 from hicache.client.prefix_mirror import HeldPrefixes
 from hicache.daemon.upkeep.kv_publisher import topic_of
 from hicache.protocol.kv_events import HEADER_ONLY
-from tests.e2e.household import SPEC, Household, hicache, prompt, store, wait_for
+from tests.e2e.daemon_process import SPEC, DaemonProcess, hicache, prompt, store, wait_for
 from tests.zmtp import RawSubscriber, subscription, unsubscription
 
 pytestmark = pytest.mark.e2e
 
 
-class PublishingHousehold(Household):
+class PublishingHousehold(DaemonProcess):
     """Its daemon tells at `events`."""
 
     def __init__(self, **changes: Any) -> None:
@@ -34,22 +34,22 @@ class PublishingHousehold(Household):
 
 
 @pytest.fixture
-def house() -> Iterator[PublishingHousehold]:
-    with PublishingHousehold() as house:
-        yield house
+def server() -> Iterator[PublishingHousehold]:
+    with PublishingHousehold() as server:
+        yield server
 
 
 @pytest.mark.timeout(240)
-def test_a_router_knows_what_is_held(house: PublishingHousehold) -> None:
+def test_a_router_knows_what_is_held(server: PublishingHousehold) -> None:
     """What it says is what `score` says: before it came and after, over a daemon that was killed,
     one that found on disk what was there, and a `clear`."""
-    house.start()
-    assert stat.S_IMODE(house.events.stat().st_mode) == 0o600
+    server.start()
+    assert stat.S_IMODE(server.events.stat().st_mode) == 0o600
     prompts = [prompt(seed, 6) for seed in range(5)]
-    client = house.client()
+    client = server.client()
     for tokens in prompts[:2]:
         assert store(client, tokens, durable=True) == 6
-    with house.router() as router:
+    with server.router() as router:
 
         def knows_all() -> bool:
             router.poll(0.05)
@@ -62,51 +62,51 @@ def test_a_router_knows_what_is_held(house: PublishingHousehold) -> None:
             assert store(client, tokens) == 6
         wait_for(knows_all, "what was stored since")
         first = router.epoch
-        house.kill()
+        server.kill()
         wait_for(lambda: not router.poll(0.05) and not len(router), "nothing of a dead daemon")
-        house.start()
+        server.start()
         wait_for(lambda: knows_all() and router.epoch not in ("", first), "what was on disk")
         assert len(router) >= 12
         assert client.clear() == len(router)
         wait_for(lambda: knows_all() and not len(router), "nothing")
-        counts = house.stats()["events"]
+        counts = server.stats()["events"]
         assert counts["messages"] >= 1
         assert (counts["dropped"], counts["blocks_pending"]) == (0, 0)
 
 
 @pytest.mark.timeout(180)
-def test_a_daemon_that_starts_again_with_nothing(house: PublishingHousehold) -> None:
+def test_a_daemon_that_starts_again_with_nothing(server: PublishingHousehold) -> None:
     """It has nothing to tell. A router that asks holds nothing, and hears what comes."""
-    house.configure(disk=None, events={"endpoint": f"ipc://{house.events}"})
-    house.start()
+    server.configure(disk=None, events={"endpoint": f"ipc://{server.events}"})
+    server.start()
     tokens = prompt(1, 4)
-    assert store(house.client(), tokens) == 4
-    with house.router() as router:
+    assert store(server.client(), tokens) == 4
+    with server.router() as router:
         wait_for(lambda: router.poll(0.05) and len(router) == 4, "what was stored")
         first = router.epoch
-        house.stop()
-        house.start()
+        server.stop()
+        server.start()
         wait_for(lambda: not router.poll(0.05) and router.epoch not in ("", first), "the other one")
         assert len(router) == 0
-        assert store(house.client(), tokens) == 4
+        assert store(server.client(), tokens) == 4
         wait_for(lambda: router.poll(0.05) and len(router) == 4, "what was stored then")
 
 
 @pytest.mark.timeout(180)
-def test_whatever_is_said_to_the_events_socket(house: PublishingHousehold) -> None:
+def test_whatever_is_said_to_the_events_socket(server: PublishingHousehold) -> None:
     """Bytes that are no ZeroMQ, subscriptions that are too large, and sockets of the wrong kind."""
-    house.start()
-    client = house.client()
-    with house.router() as router, zmq.Context() as context:
+    server.start()
+    client = server.client()
+    with server.router() as router, zmq.Context() as context:
         for number in range(20):
             with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.connect(str(house.events))
+                stranger.connect(str(server.events))
                 stranger.sendall(os.urandom(1 + number * 400))
         peers = [context.socket(kind) for kind in (zmq.DEALER, zmq.PUB, zmq.REQ, zmq.XPUB)]
         for peer in peers:
             peer.linger = 0
-            peer.connect(f"ipc://{house.events}")
-        with RawSubscriber(f"ipc://{house.events}") as raw:
+            peer.connect(f"ipc://{server.events}")
+        with RawSubscriber(f"ipc://{server.events}") as raw:
             raw.send(unsubscription(topic_of(SPEC.digest())) * 1000)
             raw.send(subscription(bytes(1 << 20)))
             raw.wait_for_the_end()
@@ -117,43 +117,43 @@ def test_whatever_is_said_to_the_events_socket(house: PublishingHousehold) -> No
             peer.close(0)
 
 
-def test_the_front_door_says_where_and_from_which_number(house: PublishingHousehold) -> None:
-    house.start()
+def test_the_front_door_says_where_and_from_which_number(server: PublishingHousehold) -> None:
+    server.start()
     digest = SPEC.digest()
-    nothing = house.ask("events", namespace=digest)
+    nothing = server.ask("events", namespace=digest)
     assert (nothing["sequence"], nothing["keys"], nothing["next"]) == (0, b"", None)
-    assert store(house.client(), prompt(1, 3)) == 3
-    wait_for(lambda: house.ask("events", namespace=digest)["sequence"], "what was told")
-    page = house.ask("events", namespace=digest)
-    assert page["endpoint"] == f"ipc://{house.events}"
+    assert store(server.client(), prompt(1, 3)) == 3
+    wait_for(lambda: server.ask("events", namespace=digest)["sequence"], "what was told")
+    page = server.ask("events", namespace=digest)
+    assert page["endpoint"] == f"ipc://{server.events}"
     assert page["topic"] == digest.hex()
     assert (page["tier_names"], page["next"]) == (["hbm", "dram", "disk"], None)
     assert (len(page["keys"]), len(page["tiers"])) == (96, 3)
-    header = house.ask("events", namespace=digest, after=HEADER_ONLY)
+    header = server.ask("events", namespace=digest, after=HEADER_ONLY)
     assert (header["keys"], header["tiers"], header["next"]) == (b"", b"", None)
     assert header["sequence"] == page["sequence"]
-    assert house.ask("stats")["sessions"]
+    assert server.ask("stats")["sessions"]
 
 
 def test_where_nothing_is_published() -> None:
-    with Household(hbm=None, disk=None) as house:
-        page = house.ask("events", namespace=SPEC.digest())
+    with DaemonProcess(hbm=None, disk=None) as server:
+        page = server.ask("events", namespace=SPEC.digest())
         assert (page["endpoint"], page["sequence"], page["keys"], page["next"]) == (
             None,
             0,
             b"",
             None,
         )
-        assert house.stats()["events"] == {}
+        assert server.stats()["events"] == {}
 
 
 def test_a_file_where_the_events_socket_should_be_is_left_alone(
-    house: PublishingHousehold, tmp_path: Path
+    server: PublishingHousehold, tmp_path: Path
 ) -> None:
-    house.log.touch()
+    server.log.touch()
     (precious := tmp_path / "precious.txt").write_text("kept")
-    house.configure(events={"endpoint": f"ipc://{precious}"})
-    ran = hicache("serve", "--config", str(house.file))
+    server.configure(events={"endpoint": f"ipc://{precious}"})
+    ran = hicache("serve", "--config", str(server.file))
     assert ran.returncode != 0
     assert f"{precious} is no socket" in ran.stderr
     assert "events.endpoint" in ran.stderr
@@ -161,15 +161,15 @@ def test_a_file_where_the_events_socket_should_be_is_left_alone(
     assert precious.read_text() == "kept"
 
 
-def test_two_daemons_do_not_publish_at_one_endpoint(house: PublishingHousehold) -> None:
+def test_two_daemons_do_not_publish_at_one_endpoint(server: PublishingHousehold) -> None:
     """The second ends, and the first goes on."""
-    house.start()
-    with Household(autostart=False) as other, socket.socket() as taken:
+    server.start()
+    with DaemonProcess(autostart=False) as other, socket.socket() as taken:
         other.log.touch()
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         for endpoint, why in (
-            (f"ipc://{house.events}", "already serves"),
+            (f"ipc://{server.events}", "already serves"),
             (f"tcp://127.0.0.1:{taken.getsockname()[1]}", "cannot publish at tcp"),
         ):
             other.configure(events={"endpoint": endpoint})
@@ -177,6 +177,6 @@ def test_two_daemons_do_not_publish_at_one_endpoint(house: PublishingHousehold) 
             assert ran.returncode != 0
             assert why in ran.stderr
             assert "Traceback" not in ran.stderr
-    with house.router() as router:
-        assert store(house.client(), prompt(1, 3)) == 3
+    with server.router() as router:
+        assert store(server.client(), prompt(1, 3)) == 3
         wait_for(lambda: router.poll(0.05) and len(router) == 3, "what was stored")

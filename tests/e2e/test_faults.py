@@ -20,8 +20,8 @@ from typing import get_args
 import pytest
 
 from hicache.client import Client
+from tests.e2e.daemon_process import DaemonProcess, blocks_of, prompt, read, store, wait_for
 from tests.e2e.faulty_worker import CONTROL, mark_beside
-from tests.e2e.household import Household, blocks_of, prompt, read, store, wait_for
 from tests.tiers.faults import Kind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -31,8 +31,8 @@ BASE = range(12)  # more than memory holds
 MOST = 60
 
 
-class FaultyHousehold(Household):
-    """A household whose disk worker fails as it is told to."""
+class FaultyHousehold(DaemonProcess):
+    """A daemon whose disk worker fails as it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, control: Path) -> None:
         self.control = control
@@ -63,11 +63,11 @@ def is_durable(client: Client, seeds: itertools.count[int]) -> int:
     return seed if client.put(tokens, blocks_of(tokens), durable=True).durable else 0
 
 
-def check(house: FaultyHousehold, client: Client, acked: list[int]) -> None:
-    wait_for(house.is_healthy, "a healthy daemon", 90.0)
+def check(server: FaultyHousehold, client: Client, acked: list[int]) -> None:
+    wait_for(server.is_healthy, "a healthy daemon", 90.0)
     for seed in acked:
         assert read(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS, seed
-    assert not list(house.disk.glob("aside-*"))
+    assert not list(server.disk.glob("aside-*"))
 
 
 @pytest.mark.parametrize("kind", [pytest.param("write", marks=pytest.mark.slow), "sync"])
@@ -82,17 +82,17 @@ def test_a_volume_that_takes_no_write_for_a_while(
 ) -> None:
     """As after a read-only remount: `health` says so, what is held is served, memory takes what
     comes; when the cause is gone the disk takes blocks again by itself."""
-    with FaultyHousehold(monkeypatch, tmp_path / "fault") as house:
-        house.will_fail("write", 1, errno.EROFS, at_start=False, for_good=True)
-        house.start()
-        client = house.client()
+    with FaultyHousehold(monkeypatch, tmp_path / "fault") as server:
+        server.will_fail("write", 1, errno.EROFS, at_start=False, for_good=True)
+        server.start()
+        client = server.client()
         for seed in BASE:
             assert store(client, prompt(seed, NUM_BLOCKS), durable=True) == NUM_BLOCKS
-        worker = house.worker("disk")
+        worker = server.worker("disk")
         os.kill(worker, signal.SIGUSR1)
         seeds = itertools.count(100)
         assert not is_durable(client, seeds)
-        health = house.ask("health")
+        health = server.ask("health")
         assert health["tiers"]["disk"] == "read-only"
         assert "Read-only file system" in health["problems"]["disk"]
         for seed in BASE:
@@ -100,26 +100,26 @@ def test_a_volume_that_takes_no_write_for_a_while(
         for seed in range(200, 212):
             assert store(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS
             assert read(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS
-        assert house.worker("disk") == worker
+        assert server.worker("disk") == worker
         os.kill(worker, signal.SIGUSR2)
-        wait_for(lambda: is_durable(client, seeds) and house.is_healthy(), "its return", 90.0)
+        wait_for(lambda: is_durable(client, seeds) and server.is_healthy(), "its return", 90.0)
 
 
 def test_the_last_sync_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker cannot leave the disk in order. It is one sentence in the log, and the next daemon
     serves what had been acknowledged."""
-    with FaultyHousehold(monkeypatch, tmp_path / "fault") as house:
-        house.will_fail("sync", 1, errno.EIO, at_start=False, for_good=True)
-        house.start()
-        client = house.client()
+    with FaultyHousehold(monkeypatch, tmp_path / "fault") as server:
+        server.will_fail("sync", 1, errno.EIO, at_start=False, for_good=True)
+        server.start()
+        client = server.client()
         for seed in BASE:
             assert store(client, prompt(seed, NUM_BLOCKS), durable=True) == NUM_BLOCKS
-        os.kill(house.worker("disk"), signal.SIGUSR1)
-        house.stop()
-        assert "sync: mdb_env_sync: Input/output error" in house.said()
-        house.start()
-        house.forget_clients()
-        client = house.client()
+        os.kill(server.worker("disk"), signal.SIGUSR1)
+        server.stop()
+        assert "sync: mdb_env_sync: Input/output error" in server.said()
+        server.start()
+        server.forget_clients()
+        client = server.client()
         for seed in BASE:
             assert read(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS
 
@@ -136,24 +136,24 @@ def test_any_call_fails_in_any_way_while_it_serves(
 def fail_each_while_it_serves(
     kind: Kind, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with FaultyHousehold(monkeypatch, tmp_path / "fault") as house:
-        house.will_fail("write", 1 << 30, error, at_start=True)
-        house.start()
-        client = house.client()
+    with FaultyHousehold(monkeypatch, tmp_path / "fault") as server:
+        server.will_fail("write", 1 << 30, error, at_start=True)
+        server.start()
+        client = server.client()
         for seed in BASE:
             assert store(client, prompt(seed, NUM_BLOCKS), durable=True) == NUM_BLOCKS
         seeds, acked = itertools.count(100), list(BASE)
         for nth in range(1, MOST):
-            house.will_fail(kind, nth, error, at_start=False)
-            os.kill(house.worker("disk"), signal.SIGUSR1)
+            server.will_fail(kind, nth, error, at_start=False)
+            os.kill(server.worker("disk"), signal.SIGUSR1)
             wait = partial(is_durable, client, seeds)
             acked.append(wait_for(wait, "a durable put", 90.0))
-            check(house, client, acked[-16:])
-            if not house.has_failed():
+            check(server, client, acked[-16:])
+            if not server.has_failed():
                 break
         else:
             raise AssertionError("no run passed untouched")
-        check(house, client, acked)
+        check(server, client, acked)
         print(f"{nth - 1} calls failed")
 
 
@@ -163,20 +163,20 @@ def fail_each_while_it_serves(
 def test_a_call_fails_while_it_opens_the_device(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with FaultyHousehold(monkeypatch, tmp_path / "fault") as house:
-        house.will_fail("write", 1 << 30, errno.EIO, at_start=True)
-        house.start()
-        client = house.client()
+    with FaultyHousehold(monkeypatch, tmp_path / "fault") as server:
+        server.will_fail("write", 1 << 30, errno.EIO, at_start=True)
+        server.start()
+        client = server.client()
         for seed in BASE:
             assert store(client, prompt(seed, NUM_BLOCKS), durable=True) == NUM_BLOCKS
         for nth in range(1, 4 * MOST):
-            house.kill()
-            house.forget_clients()
-            house.will_fail(kind, nth, errno.EIO, at_start=True)
-            house.start()
-            client = house.client()
-            check(house, client, list(BASE))
-            has_failed = house.has_failed()
+            server.kill()
+            server.forget_clients()
+            server.will_fail(kind, nth, errno.EIO, at_start=True)
+            server.start()
+            client = server.client()
+            check(server, client, list(BASE))
+            has_failed = server.has_failed()
             assert store(client, prompt(100 + nth, NUM_BLOCKS), durable=True) == NUM_BLOCKS
             if not has_failed:
                 break

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hicache.client import AsyncClient
-from tests.e2e.household import SPEC, Household, prompt, read, store, wait_for
+from tests.e2e.daemon_process import SPEC, DaemonProcess, prompt, read, store, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -16,34 +16,34 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.timeout(180)
 def test_what_is_on_disk_is_warmed_and_read_from_memory() -> None:
     tokens, other = prompt(1, 20), prompt(2, 4)
-    with Household() as house:
-        assert store(house.client(), tokens, durable=True) == 20
-        assert store(house.client(), other, durable=True) == 4
-        house.forget_clients()
-        house.stop()
-        house.start()
-        wait_for(lambda: house.tier("disk")["blocks"] == 24, "what is on disk")
-        operator = house.client()
+    with DaemonProcess() as server:
+        assert store(server.client(), tokens, durable=True) == 20
+        assert store(server.client(), other, durable=True) == 4
+        server.forget_clients()
+        server.stop()
+        server.start()
+        wait_for(lambda: server.tier("disk")["blocks"] == 24, "what is on disk")
+        operator = server.client()
         assert operator.score([tokens])[0].runs == (("disk", 20),)
         warmed = operator.warm(tokens, wait_s=60.0)
         assert warmed
         assert (warmed.held_blocks, warmed.warm_blocks, warmed.refused_blocks) == (20, 20, 0)
         assert not operator.connected
-        assert house.stats()["leases"] == 0
+        assert server.stats()["leases"] == 0
         wait_for(lambda: "disk" not in dict(operator.score([tokens])[0].runs), "reads from memory")
         assert operator.score([other])[0].runs == (("disk", 4),)
-        before = house.tier("disk")["bytes_served"]
+        before = server.tier("disk")["bytes_served"]
         assert read(operator, tokens) == 20
-        assert house.tier("disk")["bytes_served"] == before
+        assert server.tier("disk")["bytes_served"] == before
 
         async def main() -> None:
-            async with AsyncClient(SPEC, house.endpoint) as gateway:
+            async with AsyncClient(SPEC, server.endpoint) as gateway:
                 assert await gateway.warm(other)
 
         asyncio.run(main())
         wait_for(lambda: "disk" not in dict(operator.score([other])[0].runs), "the other, too")
         assert operator.warm(other, wait_s=60.0).warm_blocks == 4
-        house.stop()
+        server.stop()
         assert not operator.warm(tokens)
 
 
@@ -58,29 +58,29 @@ def test_what_is_pinned_outlives_ten_times_the_tiers() -> None:
         "dram": {"size": "16MiB"},
         "disk": {"size": "64MiB"},
     }
-    with Household(limits={"max_pinned": 0.5}, **sizes) as house:
-        client, operator = house.client(), house.client()
+    with DaemonProcess(limits={"max_pinned": 0.5}, **sizes) as server:
+        client, operator = server.client(), server.client()
         assert store(client, kept) == store(client, passing) == 8
         pinned = operator.pin(kept, name="the tools")
-        assert (pinned.blocks, pinned.epoch) == (8, house.ask("ping")["epoch"])
+        assert (pinned.blocks, pinned.epoch) == (8, server.ask("ping")["epoch"])
         assert operator.pin(passing, ttl_s=1.0)
         assert not operator.connected
-        stats = house.stats()
+        stats = server.stats()
         assert [(row["name"], row["blocks"]) for row in stats["pins"]] == [
             ("the tools", 8),
             ("", 8),
         ]
         assert (stats["pinned_blocks"], stats["leases"]) == (16, 0)
-        wait_for(lambda: len(house.stats()["pins"]) == 1, "the end of the short one")
+        wait_for(lambda: len(server.stats()["pins"]) == 1, "the end of the short one")
         for seed in range(100, 100 + 10 * 88 * 4 // 16):
             store(client, prompt(seed, 16))
             if seed % 20 == 0:
                 assert read(client, kept) == 8
         assert read(client, kept) == 8
         assert read(client, passing) == 0
-        for tier in house.stats()["tiers"]:
+        for tier in server.stats()["tiers"]:
             assert tier["pinned_bytes"] <= tier["capacity_bytes"] / 2
-        assert sum(tier["pinned_bytes"] for tier in house.stats()["tiers"]) >= 8 * SPEC.block_bytes
+        assert sum(tier["pinned_bytes"] for tier in server.stats()["tiers"]) >= 8 * SPEC.block_bytes
         client.clear()
         assert read(client, kept) == 8
         assert not operator.pin(prompt(100 + 10 * 88 * 4 // 16 - 1, 16), ttl_s=31 * 86400)
@@ -90,23 +90,23 @@ def test_what_is_pinned_outlives_ten_times_the_tiers() -> None:
         assert read(client, kept) == 0
         assert store(client, kept, durable=True) == 8
         again = operator.pin(kept)
-        house.stop()
-        house.start()
-        wait_for(lambda: house.client().score([kept])[0].hit_blocks == 8, "what was on disk")
-        assert house.stats()["pins"] == []
-        assert not house.client().unpin(again)
+        server.stop()
+        server.start()
+        wait_for(lambda: server.client().score([kept])[0].hit_blocks == 8, "what was on disk")
+        assert server.stats()["pins"] == []
+        assert not server.client().unpin(again)
 
 
 @pytest.mark.timeout(180)
-def test_more_than_the_share_is_refused(house: Household) -> None:
+def test_more_than_the_share_is_refused(server: DaemonProcess) -> None:
     """With a sentence, counted, and nothing of it is held."""
-    client, spec = house.model("too much to pin")
+    client, spec = server.model("too much to pin")
     tokens = prompt(3, 200)
     store(client, tokens[: 4 * 60 + 1], spec)
-    before = house.stats()["pinned_blocks"]
+    before = server.stats()["pinned_blocks"]
     assert not client.pin(tokens)
     assert "limits.max_pinned" in client.last_error
-    stats = house.stats()
+    stats = server.stats()
     assert stats["pinned_blocks"] == before
     (row,) = (row for row in stats["queues"] if row["name"] == "pinned memory")
     assert (row["key"], row["refused"]) == ("limits.max_pinned", 1)

@@ -23,10 +23,10 @@ from zmq.utils.monitor import recv_monitor_message
 from hicache.client import DaemonError, admin_call
 from hicache.protocol.endpoint import ipc_path
 from hicache.protocol.messages import PROTOCOL, pack
-from tests.e2e.household import (
+from tests.e2e.daemon_process import (
     MIB,
     SPEC,
-    Household,
+    DaemonProcess,
     Peer,
     blocks_of,
     hicache,
@@ -42,8 +42,8 @@ WHOLE = prompt(99, 3).tobytes()
 
 
 @pytest.fixture
-def peer(house: Household) -> Peer:
-    return house.peer()
+def peer(server: DaemonProcess) -> Peer:
+    return server.peer()
 
 
 def put(peer: Peer, session: bytes, tokens: bytes = WHOLE, first: int = 0, last: int = 3) -> Any:
@@ -78,7 +78,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_gets_one_error_reply(house: Household, peer: Peer, what: str) -> None:
+def test_garbage_gets_one_error_reply(server: DaemonProcess, peer: Peer, what: str) -> None:
     """Decodable or not: `malformed`, once, with a sentence; the next request is served."""
     reply = peer.send(GARBAGE[what])
     assert (reply["ok"], reply["error"]) == (False, "malformed")
@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_fields_get_one_error_reply(house: Household, peer: Peer, what: str) -> None:
+def test_wrong_fields_get_one_error_reply(server: DaemonProcess, peer: Peer, what: str) -> None:
     """In a good session, a request that is wrong gets its error and the session goes on."""
     session = peer.hello()["session"]
     op, fields, code = WRONG[what]
@@ -125,7 +125,7 @@ def test_wrong_fields_get_one_error_reply(house: Household, peer: Peer, what: st
     assert peer.ask("heartbeat", s=session)["ok"]
 
 
-def test_another_protocol_version(house: Household, peer: Peer) -> None:
+def test_another_protocol_version(server: DaemonProcess, peer: Peer) -> None:
     """`version`, and the sentence says which one is spoken here."""
     for version in (0, 2, 2**40):
         reply = peer.hello(protocol=version)
@@ -133,7 +133,7 @@ def test_another_protocol_version(house: Household, peer: Peer) -> None:
         assert str(PROTOCOL) in reply["message"]
 
 
-def test_without_a_session(house: Household, peer: Peer) -> None:
+def test_without_a_session(server: DaemonProcess, peer: Peer) -> None:
     """No token, or one that was never given: `unknown_session`."""
     assert peer.ask("match", tokens=WHOLE)["error"] == "unknown_session"
     assert peer.ask("match", tokens=WHOLE, s=bytes(16))["error"] == "unknown_session"
@@ -142,7 +142,7 @@ def test_without_a_session(house: Household, peer: Peer) -> None:
     assert peer.ask("heartbeat", s=session)["error"] == "unknown_session"
 
 
-def test_parts_that_nobody_asked_for(house: Household, peer: Peer) -> None:
+def test_parts_that_nobody_asked_for(server: DaemonProcess, peer: Peer) -> None:
     """More parts than blocks, empty parts, parts of the wrong size, parts where none belong: an
     error or none, and the ticket is still good for the right ones."""
     spec = replace(SPEC, model_digest="parts", block_bytes=4096)
@@ -158,10 +158,10 @@ def test_parts_that_nobody_asked_for(house: Household, peer: Peer) -> None:
         assert reply["error"] == "malformed", parts
     right = tuple(row.tobytes() for row in blocks_of(tokens, spec))
     assert peer.ask("commit", right, **commit)["committed"] == 3
-    assert read(house.client(spec), tokens, spec) == 3
+    assert read(server.client(spec), tokens, spec) == 3
 
 
-def test_commit_of_blocks_that_are_not_in_the_ticket(house: Household, peer: Peer) -> None:
+def test_commit_of_blocks_that_are_not_in_the_ticket(server: DaemonProcess, peer: Peer) -> None:
     """Indices beyond the ticket's, or twice the same, make nothing visible that was not written."""
     spec = replace(SPEC, model_digest="foreign indices", block_bytes=4096)
     session = peer.hello(spec, transport="frames")["session"]
@@ -172,12 +172,12 @@ def test_commit_of_blocks_that_are_not_in_the_ticket(house: Household, peer: Pee
     reply = peer.ask("commit", (first,) * 4, s=session, ticket=ticket, indices=indices)
     if reply["ok"]:
         assert reply["committed"] == 1
-    assert read(house.client(spec), tokens, spec) <= 1
+    assert read(server.client(spec), tokens, spec) <= 1
 
 
-def test_an_oversize_message_closes_its_connection(house: Household) -> None:
+def test_an_oversize_message_closes_its_connection(server: DaemonProcess) -> None:
     """A part above max_message: no reply, the connection is gone, the daemon serves the others."""
-    peer = house.peer()
+    peer = server.peer()
     monitor = peer.socket.get_monitor_socket()
     assert peer.ask("ping")["ok"]
     peer.socket.send(b"\x81" + bytes(2 << 20))
@@ -190,12 +190,12 @@ def test_an_oversize_message_closes_its_connection(house: Household) -> None:
 
     wait_for(is_closed, "the end of the connection")
     peer.socket.disable_monitor()
-    assert house.peer().ask("ping")["ok"]
+    assert server.peer().ask("ping")["ok"]
 
 
-def test_bytes_that_are_not_zeromq(house: Household) -> None:
+def test_bytes_that_are_not_zeromq(server: DaemonProcess) -> None:
     """Somebody speaks HTTP, noise, or nothing at all to the socket."""
-    path = ipc_path(house.endpoint)
+    path = ipc_path(server.endpoint)
     assert path is not None
     noise = np.random.default_rng(1).bytes(100_000)
     for data in (b"GET / HTTP/1.1\r\n\r\n", noise, b"\xff" + bytes(8) + b"\x7f" + noise, b""):
@@ -203,10 +203,10 @@ def test_bytes_that_are_not_zeromq(house: Household) -> None:
             stranger.connect(path)
             with suppress(BrokenPipeError, ConnectionResetError):
                 stranger.sendall(data)
-            assert house.peer().ask("ping")["ok"]
+            assert server.peer().ask("ping")["ok"]
 
 
-def test_requests_that_come_too_late(house: Household, peer: Peer) -> None:
+def test_requests_that_come_too_late(server: DaemonProcess, peer: Peer) -> None:
     """Sent ten seconds ago with a second's patience: `expired`, and nothing was done."""
     spec = replace(SPEC, model_digest="late", block_bytes=4096)
     session = peer.hello(spec, transport="frames")["session"]
@@ -217,10 +217,10 @@ def test_requests_that_come_too_late(house: Household, peer: Peer) -> None:
     assert put(peer, session)["ticket"]
 
 
-def test_what_is_given_back_too_late_is_taken_back(house: Household, peer: Peer) -> None:
+def test_what_is_given_back_too_late_is_taken_back(server: DaemonProcess, peer: Peer) -> None:
     """A daemon that stood still for a moment kept the sessions that clients had closed meanwhile,
     and leases until their time was over: their releases had `expired`."""
-    client, spec = house.model("given back late", block_bytes=4096)
+    client, spec = server.model("given back late", block_bytes=4096)
     tokens = prompt(92, 3)
     store(client, tokens, spec)
     session = peer.hello(spec, transport="frames")["session"]
@@ -236,13 +236,13 @@ def test_what_is_given_back_too_late_is_taken_back(house: Household, peer: Peer)
 EXTREMES = (5e-324, 1e-300, 1e-9, 1e6)
 
 
-def test_no_number_spoils_the_planner(house: Household) -> None:
+def test_no_number_spoils_the_planner(server: DaemonProcess) -> None:
     """All that the wire lets through, in every field that is learned from: `hop_bytes` of 5e-324
     made every later reload of the namespace take for ever."""
-    client, spec = house.model("numbers", block_bytes=4096)
+    client, spec = server.model("numbers", block_bytes=4096)
     tokens = prompt(91, 3)
     store(client, tokens, spec)
-    peer = house.peer()
+    peer = server.peer()
     session = peer.hello(spec, transport="frames")["session"]
 
     def match(**more: Any) -> dict[str, Any]:
@@ -263,17 +263,17 @@ def test_no_number_spoils_the_planner(house: Household) -> None:
     decision = match()["decision"]
     seconds = [decision[name] for name in ("reload_s", "prefill_s", "recompute_s")]
     assert all(0.0 <= value < 3600.0 for value in seconds), decision
-    error = house.stats()["planner"]["mean_abs_error_s"]
+    error = server.stats()["planner"]["mean_abs_error_s"]
     assert error is None or error < 3600.0
 
 
 # --- other people's leases and tickets ----------------------------------------------------------
 
 
-def test_foreign_leases_and_tickets(house: Household) -> None:
+def test_foreign_leases_and_tickets(server: DaemonProcess) -> None:
     """Numbers are easily guessed; they are good only in the group that was given them. A session
     that joins the group with its token may use them."""
-    owner, spec = house.peer(), replace(SPEC, model_digest="mine", block_bytes=4096)
+    owner, spec = server.peer(), replace(SPEC, model_digest="mine", block_bytes=4096)
     greeting = owner.hello(spec, transport="frames")
     session = greeting["session"]
     tokens, other = prompt(96, 3).tobytes(), prompt(95, 3).tobytes()
@@ -286,7 +286,7 @@ def test_foreign_leases_and_tickets(house: Household) -> None:
     assert lease
     assert ticket
 
-    thief = house.peer()
+    thief = server.peer()
     stolen = thief.hello(spec, transport="frames")["session"]
     assert thief.ask("fetch", s=stolen, lease=lease)["error"] == "unknown_lease"
     assert thief.ask("release", s=stolen, lease=lease)["released"] is False
@@ -295,53 +295,53 @@ def test_foreign_leases_and_tickets(house: Household) -> None:
     assert thief.ask("abort", s=stolen, ticket=ticket)["error"] == "unknown_ticket"
     assert thief.ask("bye", s=stolen)["ok"]
 
-    friend = house.peer()
+    friend = server.peer()
     joined = friend.hello(spec, transport="frames", group=greeting["group"])["session"]
     assert friend.ask("fetch", s=joined, lease=lease)["blocks"] == 3
     assert friend.ask("commit", blocks, s=joined, **commit)["committed"] == 3
     assert owner.ask("release", s=session, lease=lease)["released"] is True
 
 
-def test_a_group_outlives_one_of_its_sessions(house: Household) -> None:
+def test_a_group_outlives_one_of_its_sessions(server: DaemonProcess) -> None:
     """Leases belong to the group: they go with its last session, not with its first."""
-    first, second = house.peer(), house.peer()
+    first, second = server.peer(), server.peer()
     spec = replace(SPEC, model_digest="a group", block_bytes=4096)
-    client = house.client(spec)
+    client = server.client(spec)
     tokens = prompt(94, 3)
     store(client, tokens, spec)
-    before = house.stats()["leases"]
+    before = server.stats()["leases"]
     greeting = first.hello(spec, transport="frames")
     lease = first.ask("match", s=greeting["session"], tokens=tokens.tobytes())["lease"]
     joined = second.hello(spec, transport="frames", group=greeting["group"])["session"]
     first.ask("bye", s=greeting["session"])
-    assert house.stats()["leases"] == before + 1
+    assert server.stats()["leases"] == before + 1
     assert second.ask("fetch", s=joined, lease=lease)["blocks"] == 3
     second.ask("bye", s=joined)
-    assert house.stats()["leases"] == before
+    assert server.stats()["leases"] == before
 
 
 def test_a_client_that_never_reads_its_frames() -> None:
     """Eight fetches of 50 MiB made the daemon grow by as much as they had asked for. Now a session
     has little on its way; what reads is served whole, however large."""
     limits = {"max_unread": "8MiB"}
-    with Household(hbm=None, disk=None, limits=limits, deadlines={"fetch": "2s"}) as house:
+    with DaemonProcess(hbm=None, disk=None, limits=limits, deadlines={"fetch": "2s"}) as server:
         tokens = prompt(89, 200)
-        reader = house.client(transport="frames")
+        reader = server.client(transport="frames")
         assert store(reader, tokens) == 200
         assert read(reader, tokens) == 200
-        before = psutil.Process(house.pid).memory_info().rss
-        asker = house.peer()
+        before = psutil.Process(server.pid).memory_info().rss
+        asker = server.peer()
         session = asker.hello(transport="frames")["session"]
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         mute = context.socket(zmq.DEALER)
         mute.rcvhwm = 1
         mute.linger = 0
-        mute.connect(house.endpoint)
+        mute.connect(server.endpoint)
         for number in range(8):
             lease = asker.ask("match", s=session, tokens=tokens.tobytes())["lease"]
             mute.send(pack({"op": "fetch", "id": number + 1, "s": session, "lease": lease}))
-        wait_for(lambda: house.stats()["errors"].get("unread") == 8, "the end of all fetches")
-        assert psutil.Process(house.pid).memory_info().rss < before + 40 * MIB
+        wait_for(lambda: server.stats()["errors"].get("unread") == 8, "the end of all fetches")
+        assert psutil.Process(server.pid).memory_info().rss < before + 40 * MIB
         assert read(reader, tokens) == 200
         context.destroy(linger=0)
 
@@ -349,7 +349,7 @@ def test_a_client_that_never_reads_its_frames() -> None:
 # --- hello's limits -----------------------------------------------------------------------------
 
 
-def test_hello_refuses_what_it_cannot_hold(house: Household, peer: Peer) -> None:
+def test_hello_refuses_what_it_cannot_hold(server: DaemonProcess, peer: Peer) -> None:
     """Each with its code and a sentence that says what to do."""
     group = SPEC.groups[0]
     cases = [
@@ -369,7 +369,7 @@ def test_hello_refuses_what_it_cannot_hold(house: Household, peer: Peer) -> None
     assert peer.hello()["ok"]
 
 
-def test_more_sessions_than_the_limit(house: Household, peer: Peer) -> None:
+def test_more_sessions_than_the_limit(server: DaemonProcess, peer: Peer) -> None:
     """The 41st of 40 is `refused`, with the key to raise; one that leaves makes room."""
     tokens = []
     while (reply := peer.hello())["ok"]:
@@ -377,7 +377,7 @@ def test_more_sessions_than_the_limit(house: Household, peer: Peer) -> None:
         assert len(tokens) <= 40
     assert reply["error"] == "refused"
     assert "limits.max_sessions" in reply["message"]
-    client = house.client()
+    client = server.client()
     assert not client.match(prompt(93, 2)).is_answered
     assert "max_sessions" in client.last_error
     assert peer.ask("bye", s=tokens.pop())["ok"]
@@ -390,26 +390,26 @@ def test_more_sessions_than_the_limit(house: Household, peer: Peer) -> None:
 def test_more_namespaces_than_the_limit() -> None:
     """They were never forgotten: a host with many adapters or salts was full for ever. One that
     has neither clients nor blocks makes room for another."""
-    with Household(hbm=None, disk=None, limits={"max_namespaces": 3}) as house:
+    with DaemonProcess(hbm=None, disk=None, limits={"max_namespaces": 3}) as server:
         specs = [
             replace(SPEC, cache_salt=f"salt {number}", block_bytes=4096) for number in range(9)
         ]
         tokens = prompt(90, 3)
-        keeper = house.client(specs[0])
+        keeper = server.client(specs[0])
         assert store(keeper, tokens, specs[0]) == 3
         keeper.close()
         for spec in specs[1:]:
-            client = house.client(spec)
+            client = server.client(spec)
             assert client.match(tokens).is_answered, client.last_error
             assert client.match(tokens).hit_blocks == 0
             assert store(client, tokens, spec) == 3
             assert read(client, tokens, spec) == 3
             client.clear()
             client.close()
-        assert len(house.stats()["namespaces"]) == 3
-        assert read(house.client(specs[0]), tokens, specs[0]) == 3
+        assert len(server.stats()["namespaces"]) == 3
+        assert read(server.client(specs[0]), tokens, specs[0]) == 3
 
-        peer = house.peer()
+        peer = server.peer()
         assert peer.hello(specs[1])["ok"]
         assert peer.hello(specs[2])["ok"]
         reply = peer.hello(specs[3])
@@ -421,35 +421,35 @@ def test_more_namespaces_than_the_limit() -> None:
 # --- the command line ---------------------------------------------------------------------------
 
 
-def test_stats_and_ping_as_processes(house: Household) -> None:
+def test_stats_and_ping_as_processes(server: DaemonProcess) -> None:
     """`--json` is data, and the exit status says whether the daemon is ready."""
-    ran = hicache("ping", "--json", "--endpoint", house.endpoint)
+    ran = hicache("ping", "--json", "--endpoint", server.endpoint)
     assert ran.returncode == 0, ran.stderr
     ping = json.loads(ran.stdout)
     assert ping["ready"] is True
-    assert ping["pid"] == house.pid
-    ran = hicache("stats", "--json", "--endpoint", house.endpoint)
+    assert ping["pid"] == server.pid
+    ran = hicache("stats", "--json", "--endpoint", server.endpoint)
     assert ran.returncode == 0, ran.stderr
     stats = json.loads(ran.stdout)
     assert [tier["name"] for tier in stats["tiers"]] == ["hbm", "dram", "disk"]
     assert stats["tiers"][0]["medium"] == "host memory (emulated)"
-    nobody = hicache("ping", "--json", "--endpoint", f"ipc://{house.root}/nobody.sock")
+    nobody = hicache("ping", "--json", "--endpoint", f"ipc://{server.root}/nobody.sock")
     assert nobody.returncode == 1
     assert json.loads(nobody.stdout)["ready"] is False
 
 
-def test_a_second_daemon_on_the_same_socket(house: Household) -> None:
+def test_a_second_daemon_on_the_same_socket(server: DaemonProcess) -> None:
     """It refuses with a sentence that names the first's pid, and the first does not notice."""
-    second = house.root / "second.yaml"
-    config = json.loads(house.file.read_text())
-    config["tiers"]["disk"]["path"] = str(house.root / "second")
+    second = server.root / "second.yaml"
+    config = json.loads(server.file.read_text())
+    config["tiers"]["disk"]["path"] = str(server.root / "second")
     second.write_text(json.dumps(config))
-    arenas = set(house.arena_folder.iterdir())
+    arenas = set(server.arena_folder.iterdir())
     ran = hicache("serve", "--config", str(second))
     assert ran.returncode == 1
-    assert f"pid {house.pid}" in ran.stderr
+    assert f"pid {server.pid}" in ran.stderr
     assert "Traceback" not in ran.stderr
-    assert set(house.arena_folder.iterdir()) == arenas
+    assert set(server.arena_folder.iterdir()) == arenas
 
 
 MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
@@ -471,9 +471,11 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
 }
 
 
-def test_a_file_where_the_socket_should_be_is_left_alone(house: Household, tmp_path: Path) -> None:
+def test_a_file_where_the_socket_should_be_is_left_alone(
+    server: DaemonProcess, tmp_path: Path
+) -> None:
     (precious := tmp_path / "precious.txt").write_text("kept")
-    ran = hicache("serve", "--config", str(house.file), "--endpoint", f"ipc://{precious}")
+    ran = hicache("serve", "--config", str(server.file), "--endpoint", f"ipc://{precious}")
     assert ran.returncode != 0
     assert f"{precious} is no socket" in ran.stderr
     assert "Traceback" not in ran.stderr
@@ -481,64 +483,64 @@ def test_a_file_where_the_socket_should_be_is_left_alone(house: Household, tmp_p
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_serve_with_a_wrong_configuration(house: Household, tmp_path: Path, what: str) -> None:
+def test_serve_with_a_wrong_configuration(server: DaemonProcess, tmp_path: Path, what: str) -> None:
     """Sentences that name the file and the key, status 2, no traceback, nothing left behind."""
     spoil, words = MISTAKES[what]
-    config = json.loads(house.file.read_text())
-    config["socket"]["endpoint"] = f"ipc://{house.root}/wrong.sock"
+    config = json.loads(server.file.read_text())
+    config["socket"]["endpoint"] = f"ipc://{server.root}/wrong.sock"
     spoil(config)
     file = tmp_path / "wrong.yaml"
     file.write_text(json.dumps(config))
-    arenas = set(house.arena_folder.iterdir())
+    arenas = set(server.arena_folder.iterdir())
     ran = hicache("serve", "--config", str(file))
     assert ran.returncode == 2, ran.stderr
     assert "Traceback" not in ran.stderr
     assert "wrong.yaml" in ran.stderr
     assert all(word in ran.stderr for word in words), ran.stderr
-    assert set(house.arena_folder.iterdir()) == arenas
+    assert set(server.arena_folder.iterdir()) == arenas
 
 
 def test_reload_reads_only_files() -> None:
     """A pipe would stop the daemon's loop for everybody, and a null byte is no path."""
-    with Household() as house:
-        os.mkfifo(house.root / "pipe")
-        for name in (f"{house.root}/pipe", str(house.root), "/dev/zero", "a\0b", "/nowhere"):
+    with DaemonProcess() as server:
+        os.mkfifo(server.root / "pipe")
+        for name in (f"{server.root}/pipe", str(server.root), "/dev/zero", "a\0b", "/nowhere"):
             with pytest.raises(DaemonError, match="no such file"):
-                house.ask("reload", file=name)
-        assert house.is_ready()
+                server.ask("reload", file=name)
+        assert server.is_ready()
 
 
 def test_reload_by_signal_and_by_command() -> None:
     """What can change live does; the rest is named; a broken file changes nothing at all."""
-    with Household(hbm=None, disk=None) as house:
-        client = house.client()
+    with DaemonProcess(hbm=None, disk=None) as server:
+        client = server.client()
         tokens = prompt(92, 4)
         store(client, tokens)
 
         def mode() -> Any:
-            return house.stats()["planner"]["mode"]
+            return server.stats()["planner"]["mode"]
 
-        house.configure(hbm=None, disk=None, planner={"mode": "always_recompute"})
-        psutil.Process(house.pid).send_signal(signal.SIGHUP)
+        server.configure(hbm=None, disk=None, planner={"mode": "always_recompute"})
+        psutil.Process(server.pid).send_signal(signal.SIGHUP)
         wait_for(lambda: mode() == "always_recompute", "the reload")
         assert client.match(tokens).decision.name == "recompute"
 
-        house.configure(hbm=None, disk=None, dram={"size": "96MiB"}, block_tokens=32)
-        ran = hicache("config", "reload", "--json", "--endpoint", house.endpoint)
+        server.configure(hbm=None, disk=None, dram={"size": "96MiB"}, block_tokens=32)
+        ran = hicache("config", "reload", "--json", "--endpoint", server.endpoint)
         assert ran.returncode == 0, ran.stderr
         reply = json.loads(ran.stdout)
         assert reply["live"] == ["planner.mode"]
         assert set(reply["restart"]) == {"tiers.dram.size", "block_tokens"}
         assert mode() == "always_reload"
-        ran = hicache("config", "reload", "--endpoint", house.endpoint)
+        ran = hicache("config", "reload", "--endpoint", server.endpoint)
         assert "needs a restart" in ran.stdout
         assert "tiers.dram.size" in ran.stdout
 
-        house.file.write_text('{"planner": {"mode": "sometimes"}}')
+        server.file.write_text('{"planner": {"mode": "sometimes"}}')
         with pytest.raises(DaemonError, match=r"planner\.mode"):
-            admin_call(house.endpoint, "reload")
-        house.expected_errors.append("the configuration was not reloaded")
-        psutil.Process(house.pid).send_signal(signal.SIGHUP)
-        wait_for(lambda: "was not reloaded" in house.said(), "the complaint")
+            admin_call(server.endpoint, "reload")
+        server.expected_errors.append("the configuration was not reloaded")
+        psutil.Process(server.pid).send_signal(signal.SIGHUP)
+        wait_for(lambda: "was not reloaded" in server.said(), "the complaint")
         assert mode() == "always_reload"
         assert read(client, tokens) == 4

@@ -11,7 +11,7 @@ import pytest
 from hicache.bench.gpu_check.cpu_kernels import CpuRunner
 from hicache.connectors.common import paged_blocks as paged
 from hicache.connectors.common.paged_blocks import PagedCache
-from tests.e2e.household import Household, blocks_of, prompt, read
+from tests.e2e.daemon_process import DaemonProcess, blocks_of, prompt, read
 from tests.e2e.page_engine import PageEngine
 from tests.shared_library import needs_page_kernels
 
@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[Household]:
-    with Household() as house:
-        yield house
+def server() -> Iterator[DaemonProcess]:
+    with DaemonProcess() as server:
+        yield server
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def runner() -> CpuRunner:
 @pytest.mark.parametrize("transport", ["arena", "frames"])
 @pytest.mark.parametrize("staged_blocks", [3, 100])
 def test_it_copies_itself(
-    house: Household,
+    server: DaemonProcess,
     runner: CpuRunner,
     monkeypatch: pytest.MonkeyPatch,
     transport: str,
@@ -42,9 +42,9 @@ def test_it_copies_itself(
     engine = PageEngine()
     monkeypatch.setattr(paged, "STAGING_BYTES", staged_blocks * engine.layout.block_bytes)
     spec_name = f"{transport} {staged_blocks}"
-    client, spec = house.model(spec_name)
+    client, spec = server.model(spec_name)
     client.close()
-    client = house.client(spec, transport=transport)
+    client = server.client(spec, transport=transport)
     cache = PagedCache(client, engine.layout, engine.device, runner, "/no/libcuda.so")
     assert cache.how.startswith("copied by this process itself: /no/libcuda.so: cannot open")
     tokens, pages = prompt(1, 8), engine.pages(8, 1)
@@ -64,7 +64,7 @@ def test_it_copies_itself(
     assert cache.close()
 
 
-def test_no_gpu_worker_is_a_sentence(house: Household, runner: CpuRunner) -> None:
-    client, engine = house.client(), PageEngine()
+def test_no_gpu_worker_is_a_sentence(server: DaemonProcess, runner: CpuRunner) -> None:
+    client, engine = server.client(), PageEngine()
     assert client.share_pages(engine.shared) is None
     assert "no GPU worker here" in client.last_error

@@ -7,7 +7,7 @@ import pytest
 
 from hicache.engine.policies.catalog import POLICIES
 from hicache.engine.policies.hazard.history import REFIT_REQUESTS
-from tests.e2e.household import Household, prompt, read, store
+from tests.e2e.daemon_process import DaemonProcess, prompt, read, store
 
 pytestmark = pytest.mark.e2e
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "lru"])
 def test_tiers_overflow_under(policy: str) -> None:
     chosen = {"eviction": policy}
-    with Household(hbm=chosen, dram=chosen, disk=chosen) as house:
-        client = house.client()
+    with DaemonProcess(hbm=chosen, dram=chosen, disk=chosen) as server:
+        client = server.client()
         shared = prompt(0, 8)
         for number in range(REFIT_REQUESTS + 50 if policy == "hazard" else 60):
             tokens = np.concatenate((shared[:-1], prompt(1 + number % 60, 4)))
             read(client, tokens)
             store(client, tokens)
         assert read(client, shared) > 0
-        assert all(tier["state"] == "up" for tier in house.stats()["tiers"])
+        assert all(tier["state"] == "up" for tier in server.stats()["tiers"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.household import Household, blocks_of, prompt, read, store, wait_for
+from tests.e2e.daemon_process import DaemonProcess, blocks_of, prompt, read, store, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -84,8 +84,8 @@ def test_a_volume_that_turns_read_only(volume: Volume) -> None:
     """`health` says so, what is held is served, memory takes what comes. Once the worker has let go
     of it the volume is mended, and the tier is back by itself with all that was acknowledged."""
     disk = {"size": "128MiB", "path": str(volume.path / "blocks")}
-    with Household(hbm=None, dram={"size": "8MiB"}, disk=disk) as house:
-        client = house.client()
+    with DaemonProcess(hbm=None, dram={"size": "8MiB"}, disk=disk) as server:
+        client = server.client()
         seeds = itertools.count(200)
 
         def is_durable() -> bool:
@@ -101,20 +101,20 @@ def test_a_volume_that_turns_read_only(volume: Volume) -> None:
             assert store(client, prompt(seed, NUM_BLOCKS), durable=True) == NUM_BLOCKS
         volume.fail()
         assert not is_durable()
-        health = house.ask("health")
+        health = server.ask("health")
         assert health["tiers"]["disk"] == "read-only"
         assert "takes no new blocks" in health["problems"]["disk"]
         for seed in SEEDS:
             assert read(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS
         serves_from_memory()
 
-        os.kill(house.worker("disk"), 9)
-        wait_for(lambda: house.ask("health")["tiers"]["disk"] == "down", "a tier that is down")
+        os.kill(server.worker("disk"), 9)
+        wait_for(lambda: server.ask("health")["tiers"]["disk"] == "down", "a tier that is down")
         serves_from_memory()
         wait_for(volume.is_let_go, "a volume that nobody holds")
         volume.repair()
-        wait_for(lambda: house.ask("health")["healthy"] and is_durable(), "its return", 120.0)
+        wait_for(lambda: server.ask("health")["healthy"] and is_durable(), "its return", 120.0)
         for seed in SEEDS:
             assert read(client, prompt(seed, NUM_BLOCKS)) == NUM_BLOCKS
         assert not list((volume.path / "blocks").glob("aside-*"))
-        assert house.stats()["errors"] == {}
+        assert server.stats()["errors"] == {}

@@ -12,15 +12,15 @@ from click.testing import CliRunner
 from hicache.commands.stats import stats
 from hicache.replay.simulate import replay
 from hicache.replay.traces import read_trace
-from tests.e2e.household import SPEC, Household, prompt, store
+from tests.e2e.daemon_process import SPEC, DaemonProcess, prompt, store
 
 pytestmark = pytest.mark.e2e
 
 
 def test_the_record_and_what_if_agree_and_hints_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    with Household(options=["--record", str(path)]) as house:
-        client = house.client()
+    with DaemonProcess(options=["--record", str(path)]) as server:
+        client = server.client()
         for number in range(60):
             tokens = np.concatenate((prompt(number % 7, 6)[:-1], prompt(100 + number, 2)))
             match = client.match(tokens, conversation=f"talk {number}")
@@ -28,9 +28,9 @@ def test_the_record_and_what_if_agree_and_hints_are_kept(tmp_path: Path) -> None
             store(client, tokens)
             client.hint(conversation=f"talk {number}", ended="tool_call", answer_tokens=7)
         client.hint(conversation="talk 59", ended="conversation", return_s=2.0, keep=False)
-        asked = ["--endpoint", house.endpoint, "--what-if", "--json"]
+        asked = ["--endpoint", server.endpoint, "--what-if", "--json"]
         told = json.loads(CliRunner().invoke(stats, asked).stdout)
-        capacities = {tier["name"]: tier["capacity_bytes"] for tier in house.stats()["tiers"]}
+        capacities = {tier["name"]: tier["capacity_bytes"] for tier in server.stats()["tiers"]}
     trace = read_trace(path)
     assert (trace.block_tokens, trace.block_bytes) == (SPEC.block_tokens, SPEC.block_bytes)
     assert told["requests"] == len(trace.requests) == 60

@@ -15,11 +15,11 @@ import pytest
 
 from hicache.client import Client, DaemonAbsent
 from hicache.tiers.disk.disk_tier import DiskTier
-from tests.e2e.household import (
+from tests.e2e.daemon_process import (
     MIB,
     SPEC,
-    Household,
-    Victim,
+    DaemonProcess,
+    KilledClient,
     blocks_of,
     hicache,
     prompt,
@@ -35,8 +35,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 def test_killed_and_started_again() -> None:
     """What was acked as durable is served bit by bit after kill -9; the clients, which lived on,
     say hello again by themselves; what they held of the old epoch is a miss."""
-    with Household() as house:
-        client, other = house.client(), house.client(transport="frames")
+    with DaemonProcess() as server:
+        client, other = server.client(), server.client(transport="frames")
         prompts = [prompt(seed, 6) for seed in range(8)]
         for tokens in prompts:
             assert client.put(tokens, blocks_of(tokens), durable=True).durable
@@ -45,11 +45,11 @@ def test_killed_and_started_again() -> None:
         ping = client.ping()
         assert old.lease
         assert ping is not None
-        house.kill()
+        server.kill()
         assert not client.match(prompts[0]).is_answered
         assert client.fetch(old, blocks_of(prompts[1])).blocks == 0
         client.release(old)
-        house.start()
+        server.start()
         for one in (client, other):
             wait_for(partial(answers, one), "the client's return")
         again = client.ping()
@@ -68,11 +68,11 @@ def answers(client: Client) -> bool:
 def test_killed_while_it_stores() -> None:
     """Killed at any moment of its traffic: afterwards each block is whole or absent, and all that
     was acked as durable is there."""
-    with Household(hbm=None, write_policy="write_through") as house:
+    with DaemonProcess(hbm=None, write_policy="write_through") as server:
         acked: list[int] = []
         seed = 0
         for kill_after in (3, 8):
-            client = house.client()
+            client = server.client()
             for _ in range(kill_after):
                 tokens = prompt(seed, 6)
                 durable = seed % 2 == 0
@@ -80,10 +80,10 @@ def test_killed_while_it_stores() -> None:
                 if durable and result.durable:
                     acked.append(seed)
                 seed += 1
-            house.kill()
-            house.forget_clients()
-            house.start()
-            client = house.client()
+            server.kill()
+            server.forget_clients()
+            server.start()
+            client = server.client()
             for known in range(seed):
                 came = read(client, prompt(known, 6))
                 assert came == 6 or known not in acked
@@ -94,18 +94,18 @@ def test_killed_while_it_stores() -> None:
 def test_stopped_in_order(write_policy: str) -> None:
     """SIGTERM writes down what only memory holds: after the restart everything is a hit, for all
     of it fits on disk."""
-    with Household(write_policy=write_policy) as house:
-        client = house.client()
+    with DaemonProcess(write_policy=write_policy) as server:
+        client = server.client()
         prompts = [prompt(seed, 8) for seed in range(30)]  # 60 MiB
         for tokens in prompts:
             assert store(client, tokens) == 8
-        house.stop()
-        assert not list(house.arena_folder.iterdir())
-        house.start()
-        assert house.tier("disk")["blocks"] == 8 * 30
+        server.stop()
+        assert not list(server.arena_folder.iterdir())
+        server.start()
+        assert server.tier("disk")["blocks"] == 8 * 30
         wait_for(partial(answers, client), "the client's return")
-        house.forget_clients()
-        client = house.client()
+        server.forget_clients()
+        client = server.client()
         for tokens in prompts:
             match = client.match(tokens)
             client.release(match)
@@ -115,20 +115,20 @@ def test_stopped_in_order(write_policy: str) -> None:
 
 def test_uses_outlive_a_stop() -> None:
     """How often blocks were hit is on disk after a stop, and is counted on from there."""
-    with Household(hbm=None) as house:
-        client = house.client()
+    with DaemonProcess(hbm=None) as server:
+        client = server.client()
         for seed in range(3):
             assert client.put(prompt(seed, 4), blocks_of(prompt(seed, 4)), durable=True).durable
         for seed in (1, 1, 2):
             assert read(client, prompt(seed, 4)) == 4
-        house.stop()
-        assert hits_on_disk(house.disk) == [0] * 4 + [1] * 4 + [2] * 4
-        house.start()
-        house.forget_clients()
-        assert read(house.client(), prompt(2, 4)) == 4
-        house.stop()
-        assert hits_on_disk(house.disk) == [0] * 4 + [2] * 8
-        house.start()
+        server.stop()
+        assert hits_on_disk(server.disk) == [0] * 4 + [1] * 4 + [2] * 4
+        server.start()
+        server.forget_clients()
+        assert read(server.client(), prompt(2, 4)) == 4
+        server.stop()
+        assert hits_on_disk(server.disk) == [0] * 4 + [2] * 8
+        server.start()
 
 
 def hits_on_disk(path: Path) -> list[int]:
@@ -141,8 +141,8 @@ def test_another_size_at_the_next_start() -> None:
     keeps all of that and takes more."""
     changes: dict[str, Any] = {"hbm": None, "dram": {"size": "16MiB"}}
     disk = {"batch": "4MiB", "high_watermark": 1.0, "low_watermark": 0.99}
-    with Household(**changes, disk={**disk, "size": "64MiB"}) as house:
-        client = house.client()
+    with DaemonProcess(**changes, disk={**disk, "size": "64MiB"}) as server:
+        client = server.client()
         for seed in range(20):
             assert client.put(prompt(seed, 8), blocks_of(prompt(seed, 8)), durable=True).durable
         stored_s = time.time()
@@ -152,15 +152,15 @@ def test_another_size_at_the_next_start() -> None:
             assert read(client, prompt(seed, 8)) == 8
         hits = [8] * 20
         for size in ("32MiB", "128MiB"):
-            house.stop()
-            house.forget_clients()
-            house.configure(**changes, disk={**disk, "size": size})
-            house.start()
-            wait_for(lambda: house.ask("health")["healthy"], "the disk's blocks")
-            client = house.client()
+            server.stop()
+            server.forget_clients()
+            server.configure(**changes, disk={**disk, "size": size})
+            server.start()
+            wait_for(lambda: server.ask("health")["healthy"], "the disk's blocks")
+            client = server.client()
             before, hits = hits, [held(client, seed) for seed in range(20)]
-            assert sum(hits) == house.tier("disk")["blocks"] > 0
-            assert bytes_under(house.disk) <= int(size[:-3]) << 20
+            assert sum(hits) == server.tier("disk")["blocks"] > 0
+            assert bytes_under(server.disk) <= int(size[:-3]) << 20
             if size == "32MiB":
                 assert hits[5:10] == [8] * 5
                 assert sum(hits) < sum(before)
@@ -169,8 +169,8 @@ def test_another_size_at_the_next_start() -> None:
         assert all(read(client, prompt(seed, 8)) == hits[seed] for seed in range(20))
         for seed in range(100, 120):
             assert client.put(prompt(seed, 8), blocks_of(prompt(seed, 8)), durable=True).durable
-        assert house.tier("disk")["blocks"] == sum(hits) + 20 * 8
-        said = house.said()
+        assert server.tier("disk")["blocks"] == sum(hits) + 20 * 8
+        said = server.said()
         assert "of the coldest blocks went" in said
         assert re.search(r"opening: \d+% of [\d,]+ bytes", said)
 
@@ -188,17 +188,17 @@ def bytes_under(folder: Path) -> int:
 def test_stopped_when_the_disk_is_full() -> None:
     """More than the disk holds: after the restart all blocks that were on disk are hits, in whole
     prefixes, and none is wrong."""
-    with Household(
+    with DaemonProcess(
         hbm={"size": "8MiB"}, dram={"size": "16MiB"}, disk={"size": "32MiB", "batch": "4MiB"}
-    ) as house:
-        client = house.client()
+    ) as server:
+        client = server.client()
         for seed in range(40):
             assert store(client, prompt(seed, 8)) > 0
-        house.stop()
-        house.start()
-        house.forget_clients()
-        client = house.client()
-        on_disk = house.tier("disk")["blocks"]
+        server.stop()
+        server.start()
+        server.forget_clients()
+        client = server.client()
+        on_disk = server.tier("disk")["blocks"]
         assert on_disk > 0
         found = 0
         for seed in range(40):
@@ -214,20 +214,20 @@ def test_stopped_when_the_disk_is_full() -> None:
 def test_a_damaged_disk(damage: str) -> None:
     """Somebody wrote into the file while the daemon was away: never wrong bytes. What cannot be
     read is a miss; what is stored afterwards is found, in this run and the next."""
-    with Household(hbm=None) as house:
-        client = house.client()
+    with DaemonProcess(hbm=None) as server:
+        client = server.client()
         seeds = range(12)
         for seed in seeds:
             store(client, prompt(seed, 4))
-        house.stop()
-        (file,) = house.disk.glob("class-*/data.mdb")
+        server.stop()
+        (file,) = server.disk.glob("class-*/data.mdb")
         spoil(file, damage)
-        house.start()
-        house.forget_clients()
-        client = house.client()
+        server.start()
+        server.forget_clients()
+        client = server.client()
         for seed in seeds:
             read(client, prompt(seed, 4))
-        wait_for(lambda: house.ask("health")["healthy"], "a disk tier that is up")
+        wait_for(lambda: server.ask("health")["healthy"], "a disk tier that is up")
         fresh = prompt(50, 4)
 
         def is_stored() -> bool:
@@ -238,8 +238,8 @@ def test_a_damaged_disk(damage: str) -> None:
             return False
 
         wait_for(is_stored, "a durable put")
-        house.stop()
-        house.start()
+        server.stop()
+        server.start()
         wait_for(partial(answers, client), "the client's return")
         assert read(client, fresh) == 4
         for seed in seeds:
@@ -268,11 +268,11 @@ def spoil(file: Path, how: str) -> None:
 def test_a_second_daemon_on_the_same_disk() -> None:
     """Another socket but the same disk path: its disk tier stays down and its note names who holds
     it; without it the second one serves from memory. The first loses nothing."""
-    with Household(hbm=None) as first:
+    with DaemonProcess(hbm=None) as first:
         client = first.client()
         tokens = prompt(1, 6)
         assert client.put(tokens, blocks_of(tokens), durable=True).durable
-        with Household(hbm=None, disk={"path": str(first.disk)}, autostart=False) as second:
+        with DaemonProcess(hbm=None, disk={"path": str(first.disk)}, autostart=False) as second:
             second.launch()
 
             def is_refused() -> bool:
@@ -303,42 +303,42 @@ def test_a_second_daemon_on_the_same_disk() -> None:
 def test_arenas_of_a_killed_daemon_are_taken_over() -> None:
     """kill -9 leaves its shared memory behind, and clients map it. The next daemon goes on with the
     same files, so that no more memory is taken than before; nothing in them is believed."""
-    with Household(disk=None) as house:
-        client, tokens = house.client(), prompt(1, 6)
+    with DaemonProcess(disk=None) as server:
+        client, tokens = server.client(), prompt(1, 6)
         assert store(client, tokens) == 6
         assert read(client, tokens) == 6
-        left = {path: path.stat().st_ino for path in house.arena_folder.iterdir()}
+        left = {path: path.stat().st_ino for path in server.arena_folder.iterdir()}
         for _ in range(2):
-            house.kill()
-            house.start()
-            now = {path: path.stat().st_ino for path in house.arena_folder.iterdir()}
+            server.kill()
+            server.start()
+            now = {path: path.stat().st_ino for path in server.arena_folder.iterdir()}
             assert now == left
             assert read(client, tokens) == 0
             assert store(client, tokens) == 6
             assert read(client, tokens) == 6
-        assert house.used()["dram"][1] == 0
+        assert server.used()["dram"][1] == 0
 
 
 def test_an_arena_of_another_size_is_emptied_although_a_client_maps_it() -> None:
     """It cannot be taken over. Its memory goes back at once, not when its last client lets go; and
     so it does at a clean stop."""
-    with Household(hbm=None, disk=None) as house:
-        client, tokens = house.client(), prompt(1, 6)
+    with DaemonProcess(hbm=None, disk=None) as server:
+        client, tokens = server.client(), prompt(1, 6)
         assert store(client, tokens) == 6
         (run,) = client.fetch_runs(match := client.match(tokens))
         mapped = client._connection.arenas["dram"]
         assert mapped.memory_bytes > 60 * MIB
-        house.kill()
-        house.configure(hbm=None, disk=None, dram={"size": "48MiB"})
-        house.start()
+        server.kill()
+        server.configure(hbm=None, disk=None, dram={"size": "48MiB"})
+        server.start()
         assert mapped.memory_bytes < MIB
         assert not run.verify()
         client.release(match)
         assert store(client, tokens) == 6
         mapped = client._connection.arenas["dram"]
-        house.stop()
+        server.stop()
         assert mapped.memory_bytes < MIB
-        house.start()
+        server.start()
 
 
 @pytest.mark.timeout(180)
@@ -346,35 +346,35 @@ def test_slots_that_a_client_may_still_write_are_set_aside_by_the_next_daemon() 
     """A client is stopped in the middle of a put, and the daemon is killed. The next one, with the
     same arena, hands out nothing where the client may write: it goes on writing, and no block of
     anybody is harmed. When its process is dead the slabs are room again."""
-    with Household(hbm=None, disk=None, dram={"size": "8MiB"}) as house:
-        with Victim(house, "late-put", prompt(103, 6)) as victim:
+    with DaemonProcess(hbm=None, disk=None, dram={"size": "8MiB"}) as server:
+        with KilledClient(server, "late-put", prompt(103, 6)) as victim:
             victim.wait_for("writing")
-            house.kill()
-            house.start()
-            set_aside = house.tier("dram")["quarantined_bytes"]
+            server.kill()
+            server.start()
+            set_aside = server.tier("dram")["quarantined_bytes"]
             assert set_aside >= 6 * SPEC.block_bytes
-            client = house.client()
+            client = server.client()
             for seed in range(12):  # more than there is room for
                 store(client, prompt(seed, 6))
             victim.go_on()
             victim.wait_for("stored-0")
             assert sum(read(client, prompt(seed, 6)) for seed in range(12)) >= 2 * 6
-            assert house.tier("dram")["quarantined_bytes"] == set_aside
-        wait_for(lambda: not house.tier("dram")["quarantined_bytes"], "the slabs back")
+            assert server.tier("dram")["quarantined_bytes"] == set_aside
+        wait_for(lambda: not server.tier("dram")["quarantined_bytes"], "the slabs back")
         assert store(client, prompt(200, 6)) == 6
 
 
 def test_stopped_while_requests_wait() -> None:
     """Clients in the middle of their calls when the daemon is told to stop: each call ends by its
     deadline, as a miss at worst."""
-    with Household(hbm=None, deadlines={"shutdown": "2s"}) as house:
-        client = house.client(timeout_s=5.0)
+    with DaemonProcess(hbm=None, deadlines={"shutdown": "2s"}) as server:
+        client = server.client(timeout_s=5.0)
         tokens = prompt(1, 6)
         store(client, tokens)
-        psutil.Process(house.pid).terminate()
+        psutil.Process(server.pid).terminate()
         end_s = time.monotonic() + 5.0
         while client.match(tokens).is_answered and time.monotonic() < end_s:
             pass
         assert not client.match(tokens).is_answered
-        house.wait()
-        assert json.loads(hicache("ping", "--json", "--endpoint", house.endpoint).stdout)["error"]
+        server.wait()
+        assert json.loads(hicache("ping", "--json", "--endpoint", server.endpoint).stdout)["error"]

@@ -13,9 +13,9 @@ import pytest
 
 from hicache.client import AsyncClient, Client, PutResult
 from hicache.client.session import Transport
-from tests.e2e.household import (
+from tests.e2e.daemon_process import (
     SPEC,
-    Household,
+    DaemonProcess,
     blocks_of,
     free_port,
     prompt,
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.parametrize("transport", ["arena", "frames"])
-def test_put_match_fetch(house: Household, transport: Transport) -> None:
+def test_put_match_fetch(server: DaemonProcess, transport: Transport) -> None:
     """A prompt is stored, found and read back; a longer one shares its prefix; a shorter one gets
     less than it is long, for its last token is always computed."""
     spec = replace(SPEC, model_digest=f"round trip by {transport}")
-    client = house.client(spec, transport=transport)
+    client = server.client(spec, transport=transport)
     tokens = prompt(1, 6)
     assert client.match(tokens).hit_blocks == 0
     assert client.put(tokens, blocks_of(tokens, spec)) == PutResult(stored=6)
@@ -46,10 +46,10 @@ def test_put_match_fetch(house: Household, transport: Transport) -> None:
     assert read(client, other, spec) == 3
 
 
-def test_what_one_transport_stores_the_other_reads(house: Household) -> None:
+def test_what_one_transport_stores_the_other_reads(server: DaemonProcess) -> None:
     """The bytes are the same however they travelled."""
-    arena, spec = house.model("both ways")
-    frames = house.client(spec, transport="frames")
+    arena, spec = server.model("both ways")
+    frames = server.client(spec, transport="frames")
     first, second = prompt(4, 5), prompt(5, 5)
     assert store(arena, first, spec) == 5
     assert store(frames, second, spec) == 5
@@ -58,7 +58,7 @@ def test_what_one_transport_stores_the_other_reads(house: Household) -> None:
 
 
 @pytest.mark.parametrize("transport", ["arena", "frames"])
-def test_the_asyncio_client(house: Household, transport: Transport) -> None:
+def test_the_asyncio_client(server: DaemonProcess, transport: Transport) -> None:
     """The same names as coroutines; eight prompts at once on one client."""
     spec = replace(SPEC, model_digest=f"asyncio by {transport}")
 
@@ -75,7 +75,7 @@ def test_the_asyncio_client(house: Household, transport: Transport) -> None:
 
     async def main() -> None:
         async with AsyncClient(
-            spec, house.endpoint, transport=transport, timeout_s=10.0, fetch_timeout_s=10.0
+            spec, server.endpoint, transport=transport, timeout_s=10.0, fetch_timeout_s=10.0
         ) as client:
             await asyncio.gather(*(one(client, seed) for seed in range(20, 28)))
             assert (await client.ping()) is not None
@@ -89,20 +89,20 @@ def test_tcp_on_this_machine() -> None:
     """Over tcp the daemon cannot see who calls: blocks travel as frames unless memory is asked for,
     and a session that says nothing for its time to live is taken for dead, leases and all."""
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    with Household(endpoint=endpoint, hbm=None, limits={"session_ttl": "1500ms"}) as house:
-        client = house.client()
+    with DaemonProcess(endpoint=endpoint, hbm=None, limits={"session_ttl": "1500ms"}) as server:
+        client = server.client()
         tokens = prompt(6, 5)
         assert store(client, tokens) == 5
         assert client.greeting is not None
         assert client.greeting.transport == "frames"
         assert read(client, tokens) == 5
-        by_arena = house.client(transport="arena")
+        by_arena = server.client(transport="arena")
         assert read(by_arena, tokens) == 5
         assert client.match(tokens).lease
         assert by_arena.match(tokens).lease
-        assert house.stats()["leases"] == 2
-        wait_for(lambda: house.stats()["sessions"] == 0, "the end of both silent sessions")
-        assert house.stats()["leases"] == 0
+        assert server.stats()["leases"] == 2
+        wait_for(lambda: server.stats()["sessions"] == 0, "the end of both silent sessions")
+        assert server.stats()["leases"] == 0
         assert read(client, tokens) == 5  # it says hello again by itself
 
 
@@ -110,31 +110,31 @@ def test_tcp_on_this_machine() -> None:
 def test_planner_modes() -> None:
     """always_recompute finds but never reloads; measured decides by what it was told and says why:
     dear prefill reloads, nearly free prefill recomputes."""
-    with Household(planner={"mode": "always_recompute", "probe_links": True}) as house:
-        client = house.client()
+    with DaemonProcess(planner={"mode": "always_recompute", "probe_links": True}) as server:
+        client = server.client()
         tokens = prompt(7, 8)
         assert store(client, tokens) == 8
         match = client.match(tokens)
         assert (match.hit_blocks, match.decision.name, match.lease) == (8, "recompute", 0)
         measured = {"mode": "measured", "exploration": 0, "probe_links": True}
-        house.configure(planner={**measured, "prior_per_token": "1s"})
-        house.ask("reload")
-        dear, spec = house.model("a dear model")
+        server.configure(planner={**measured, "prior_per_token": "1s"})
+        server.ask("reload")
+        dear, spec = server.model("a dear model")
         assert store(dear, tokens, spec) == 8
         assert dear.match(tokens).decision.name == "reload"
         assert read(dear, tokens, spec) == 8
-        cheap, spec = house.model("a cheap model")
+        cheap, spec = server.model("a cheap model")
         for tokens_new in (64, 256, 1024, 4096) * 4:
             cheap.observe(sum_n=tokens_new, sum_nc=tokens_new**2 / 2, seconds=1e-9 * tokens_new)
         assert store(cheap, tokens, spec) == 8
         match = cheap.match(tokens)
         assert (match.hit_blocks, match.decision.name) == (8, "recompute")
         assert match.decision.sentence
-        assert house.stats()["planner"]["decisions"]["reload"] >= 2
-        house.configure(planner={**measured, "prior_flop_rate": "1TFLOP/s"})
-        house.ask("reload")
+        assert server.stats()["planner"]["decisions"]["reload"] >= 2
+        server.configure(planner={**measured, "prior_flop_rate": "1TFLOP/s"})
+        server.ask("reload")
         for shape, reason in (({"flop_per_token": 10**12}, "faster"), ({}, "unmeasured")):
-            told, spec = house.model(f"a model: {reason}", **shape)
+            told, spec = server.model(f"a model: {reason}", **shape)
             assert store(told, tokens, spec) == 8
             assert told.match(tokens).decision.reason == reason
 
@@ -157,13 +157,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_nothing_crosses_a_namespace(house: Household, what: str) -> None:
+def test_nothing_crosses_a_namespace(server: DaemonProcess, what: str) -> None:
     """Whoever differs in anything that changes KV bytes never hits what another stored."""
-    owner = house.client()
+    owner = server.client()
     tokens = prompt(8, 4)
     assert store(owner, tokens) == 4
     stranger_spec = replace(SPEC, **CHANGES[what])
-    stranger = house.client(stranger_spec)
+    stranger = server.client(stranger_spec)
     match = stranger.match(tokens)
     assert match.is_answered
     assert (match.hit_blocks, match.lease, match.runs) == (0, 0, ())
@@ -173,19 +173,19 @@ def test_nothing_crosses_a_namespace(house: Household, what: str) -> None:
     assert read(owner, tokens) == 4
 
 
-def test_a_name_is_not_part_of_the_namespace(house: Household) -> None:
+def test_a_name_is_not_part_of_the_namespace(server: DaemonProcess) -> None:
     """`name` is for people: two inference engines that call one model differently share it."""
-    owner, spec = house.model("named")
+    owner, spec = server.model("named")
     tokens = prompt(9, 4)
     assert store(owner, tokens, spec) == 4
-    assert read(house.client(replace(spec, name="as we call it")), tokens, spec) == 4
+    assert read(server.client(replace(spec, name="as we call it")), tokens, spec) == 4
 
 
-def test_two_clients_store_the_same_prefix(house: Household) -> None:
+def test_two_clients_store_the_same_prefix(server: DaemonProcess) -> None:
     """While one writes, the other asks for the same blocks: it is told they are busy, writes
     nothing and waits for nothing; later they are present."""
-    one, spec = house.model("the same prefix")
-    two = house.client(spec)
+    one, spec = server.model("the same prefix")
+    two = server.client(spec)
     tokens = prompt(10, 4)
     blocks = blocks_of(tokens, spec)
     answers: list[PutResult] = []
@@ -202,11 +202,11 @@ def test_two_clients_store_the_same_prefix(house: Household) -> None:
     assert read(two, tokens, spec) == 4
 
 
-def test_two_clients_race_for_the_same_prefixes(house: Household) -> None:
+def test_two_clients_race_for_the_same_prefixes(server: DaemonProcess) -> None:
     """Two threads put the same prompts as fast as they can: each block is stored exactly once."""
     spec = replace(SPEC, model_digest="the race", block_bytes=16 << 10)
     prompts = [prompt(seed, 4) for seed in range(40, 60)]
-    clients = [house.client(spec), house.client(spec)]
+    clients = [server.client(spec), server.client(spec)]
     stored = [0, 0]
 
     def run(number: int, client: Client) -> None:
@@ -224,12 +224,12 @@ def test_two_clients_race_for_the_same_prefixes(house: Household) -> None:
     assert all(read(clients[0], tokens, spec) == 4 for tokens in prompts)
 
 
-def test_a_put_of_blocks_that_are_there(house: Household) -> None:
+def test_a_put_of_blocks_that_are_there(server: DaemonProcess) -> None:
     """No copy and no error, and only what is new is asked for when a prompt has grown."""
-    client, spec = house.model("there already")
+    client, spec = server.model("there already")
     tokens = prompt(11, 4)
     assert store(client, tokens, spec) == 4
-    before = house.used()
+    before = server.used()
     never = lambda *_: pytest.fail("a block that is there was written")  # noqa: E731
     assert client.put(tokens, never) == PutResult(present=4)
     grown = np.concatenate([tokens[:-1], prompt(12, 2)])
@@ -240,35 +240,35 @@ def test_a_put_of_blocks_that_are_there(house: Household) -> None:
         written.append(index)
         view[:] = blocks[index]
 
-    assert house.used() == before
+    assert server.used() == before
     assert client.put(grown, fill) == PutResult(stored=2, present=4)
     assert written == [4, 5]
     assert read(client, grown, spec) == 6
 
 
-def test_what_fill_raises_stores_nothing(house: Household) -> None:
+def test_what_fill_raises_stores_nothing(server: DaemonProcess) -> None:
     """The caller's own fault comes out of `put`; the ticket is given back at once."""
-    client, spec = house.model("a fault of its own")
+    client, spec = server.model("a fault of its own")
     tokens = prompt(13, 4)
-    before = house.used()
+    before = server.used()
 
     def fill(index: int, view: object) -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
         client.put(tokens, fill)
-    wait_for(lambda: house.used() == before, "the slots back")
+    wait_for(lambda: server.used() == before, "the slots back")
     assert store(client, tokens, spec) == 4
 
 
-def test_clear_forgets_one_namespace_only(house: Household) -> None:
+def test_clear_forgets_one_namespace_only(server: DaemonProcess) -> None:
     """What somebody holds stays; the neighbour's blocks are not touched."""
-    client, spec = house.model("to be cleared")
-    neighbour, neighbours = house.model("the neighbour")
+    client, spec = server.model("to be cleared")
+    neighbour, neighbours = server.model("the neighbour")
     kept, gone = prompt(14, 3), prompt(15, 3)
     assert store(client, kept, spec) == store(client, gone, spec) == 3
     assert store(neighbour, gone, neighbours) == 3
-    house.settle()
+    server.settle()
     match = client.match(kept)
     assert match.lease
     assert client.clear() == 3
@@ -278,19 +278,19 @@ def test_clear_forgets_one_namespace_only(house: Household) -> None:
     assert read(neighbour, gone, neighbours) == 3
 
 
-def test_a_durable_put_is_on_disk_when_it_is_answered(house: Household) -> None:
+def test_a_durable_put_is_on_disk_when_it_is_answered(server: DaemonProcess) -> None:
     """Its acknowledgement comes after the commit: the disk has as many blocks more."""
-    client, spec = house.model("durable")
-    before = house.tier("disk")["blocks"]
+    client, spec = server.model("durable")
+    before = server.tier("disk")["blocks"]
     tokens = prompt(16, 5)
     result = client.put(tokens, blocks_of(tokens, spec), durable=True)
     assert (result.stored, result.durable) == (5, True)
-    assert house.tier("disk")["blocks"] == before + 5
+    assert server.tier("disk")["blocks"] == before + 5
 
 
-def test_one_request_asked_twice_has_one_lease(house: Household) -> None:
+def test_one_request_asked_twice_has_one_lease(server: DaemonProcess) -> None:
     """The same id and prompt get the same lease; another prompt under it another one."""
-    client, spec = house.model("idempotent")
+    client, spec = server.model("idempotent")
     tokens = prompt(17, 4)
     store(client, tokens, spec)
     one, again = client.match(tokens, request="r1"), client.match(tokens, request="r1")
@@ -304,15 +304,17 @@ def test_what_is_cleared_is_cleared_on_disk_too(tmp_path: Path) -> None:
     """Prompts that branch, on disk: what they share goes with them, and does not come back."""
     shared = prompt(1, 4)
     prompts = [np.concatenate([shared[:16], prompt(seed, 4)]) for seed in range(2, 40)]
-    with Household(disk={"path": str(tmp_path / "disk"), "size": "96MiB"}) as house:
-        client = house.client()
+    with DaemonProcess(disk={"path": str(tmp_path / "disk"), "size": "96MiB"}) as server:
+        client = server.client()
         for tokens in prompts:
             client.put(tokens, blocks_of(tokens), durable=True)
-        house.settle()
+        server.settle()
         assert client.clear() == 4 + 4 * len(prompts)
         assert [client.match(tokens).hit_blocks for tokens in prompts] == [0] * len(prompts)
-        wait_for(lambda: not house.stats()["tiers"][-1]["blocks"], "records deleted")
-        house.stop()
-        house.start()
-        house.forget_clients()
-        assert [house.client().match(tokens).hit_blocks for tokens in prompts] == [0] * len(prompts)
+        wait_for(lambda: not server.stats()["tiers"][-1]["blocks"], "records deleted")
+        server.stop()
+        server.start()
+        server.forget_clients()
+        assert [server.client().match(tokens).hit_blocks for tokens in prompts] == [0] * len(
+            prompts
+        )

@@ -21,10 +21,10 @@ import pytest
 from hicache.client import AdminLine
 from hicache.commands.index_tree import Reading
 from hicache.protocol.messages import MAX_TREE_NODES
-from tests.e2e.household import (
+from tests.e2e.daemon_process import (
     ROOT,
     SPEC,
-    Household,
+    DaemonProcess,
     Tokens,
     free_port,
     hicache,
@@ -43,8 +43,8 @@ def with_tail(beginning: Tokens, seed: int, num_blocks: int) -> Tokens:
     return np.concatenate([beginning[:-1], prompt(seed, num_blocks)])
 
 
-def tree_of(house: Household, *more: str) -> Any:
-    ran = hicache("tree", "--json", "--endpoint", house.endpoint, *more)
+def tree_of(server: DaemonProcess, *more: str) -> Any:
+    ran = hicache("tree", "--json", "--endpoint", server.endpoint, *more)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
@@ -52,14 +52,16 @@ def tree_of(house: Household, *more: str) -> Any:
 def test_the_sums_are_those_of_stats() -> None:
     """Two models with slots of two sizes, and more blocks than memory holds: what the tree tells of
     each tier is what `stats` says is used of it, and distinct blocks are those of the index."""
-    with Household(hbm={"size": "2MiB"}, dram={"size": "4MiB"}, disk={"size": "64MiB"}) as house:
-        client, small = house.client(NAMED), house.client(SMALL)
+    with DaemonProcess(
+        hbm={"size": "2MiB"}, dram={"size": "4MiB"}, disk={"size": "64MiB"}
+    ) as server:
+        client, small = server.client(NAMED), server.client(SMALL)
         beginning = prompt(1, 3)
         for seed in range(2, 10):
             assert store(client, with_tail(beginning, seed, 3), NAMED) == 6
             assert store(small, prompt(seed, 5, SMALL.block_tokens), SMALL) == 5
-        house.settle()
-        told, stats = tree_of(house), house.stats()
+        server.settle()
+        told, stats = tree_of(server), server.stats()
         used = {tier["name"]: tier["used_bytes"] for tier in stats["tiers"]}
         sums = [space["tiers"] for space in told["namespaces"]]
         assert {name: sum(one[name] for one in sums) for name in used} == used
@@ -78,8 +80,8 @@ def test_the_sums_are_those_of_stats() -> None:
 
 
 def test_the_text() -> None:
-    with Household(hbm=None, disk=None) as house:
-        client = house.client(NAMED)
+    with DaemonProcess(hbm=None, disk=None) as server:
+        client = server.client(NAMED)
         beginning = np.arange(2001, 2001 + 3 * SPEC.block_tokens + 1, dtype=np.uint32)
         for first, num_blocks in ((301, 4), (401, 2), (501, 1)):
             tail = np.arange(first, first + num_blocks * SPEC.block_tokens + 1, dtype=np.uint32)
@@ -87,7 +89,7 @@ def test_the_text() -> None:
         longest = np.concatenate([beginning[:-1], np.arange(301, 318, dtype=np.uint32)])
         match = client.match(longest)
         assert match.hit_blocks == 7
-        ran = hicache("tree", "--endpoint", house.endpoint, "--top", "2")
+        ran = hicache("tree", "--endpoint", server.endpoint, "--top", "2")
         assert re.sub(r"used \d+ s ago", "used N s ago", ran.stdout) == (
             f"llama ({NAMED.digest().hex()[:16]})  3 branches  2.5 MiB  dram 2.5 MiB  "
             "used N s ago, leased\n"
@@ -100,50 +102,50 @@ def test_the_text() -> None:
         )
         client.release(match)
         client.ping()  # answered behind the release
-        assert "leased" not in hicache("tree", "--endpoint", house.endpoint).stdout
-        nobody = hicache("tree", "--endpoint", house.endpoint, "--namespace", "lama")
+        assert "leased" not in hicache("tree", "--endpoint", server.endpoint).stdout
+        nobody = hicache("tree", "--endpoint", server.endpoint, "--namespace", "lama")
         assert (nobody.returncode, nobody.stdout) == (2, "")
         assert "there are llama (" in nobody.stderr
 
 
 def test_an_empty_one_and_none() -> None:
-    with Household(hbm=None, disk=None) as house:
-        assert hicache("tree", "--endpoint", house.endpoint).stdout == "Nothing is held yet.\n"
-        assert house.client().match(prompt(1, 2)).hit_blocks == 0
-        said = hicache("tree", "--endpoint", house.endpoint).stdout
+    with DaemonProcess(hbm=None, disk=None) as server:
+        assert hicache("tree", "--endpoint", server.endpoint).stdout == "Nothing is held yet.\n"
+        assert server.client().match(prompt(1, 2)).hit_blocks == 0
+        said = hicache("tree", "--endpoint", server.endpoint).stdout
         assert said == "Nothing is held of 1 namespace.\n"
-        house.stop()
-        ran = hicache("tree", "--endpoint", house.endpoint)
+        server.stop()
+        ran = hicache("tree", "--endpoint", server.endpoint)
         assert (ran.returncode, ran.stdout) == (1, "")
         assert "no daemon answers" in ran.stderr
 
 
-def test_a_page_asks_for_nothing_and_moves_nothing(house: Household) -> None:
+def test_a_page_asks_for_nothing_and_moves_nothing(server: DaemonProcess) -> None:
     """Neither a session nor a use; what is asked in between goes on."""
-    client, spec = house.model("tree: unmoved")
+    client, spec = server.model("tree: unmoved")
     store(client, prompt(31, 4), spec)
-    house.settle()
-    before = house.used()
-    with AdminLine(house.endpoint) as line:
+    server.settle()
+    before = server.used()
+    with AdminLine(server.endpoint) as line:
         for most in (1, 7, MAX_TREE_NODES):
             reply = line.call("tree", {"namespace": spec.digest()[:9], "after": 0, "most": most})
             assert reply["end"] >= len(reply["nodes"])
         assert line.call("ping")["ready"]
-    assert house.used() == before
+    assert server.used() == before
     assert read(client, prompt(31, 4), spec) == 4
 
 
-def test_a_tree_that_grows_and_shrinks_while_it_is_read(house: Household) -> None:
+def test_a_tree_that_grows_and_shrinks_while_it_is_read(server: DaemonProcess) -> None:
     """One number a page, while another client stores, splits, reads and clears: what nobody touches
     is told as it is, every time."""
-    client, spec = house.model("tree: quiet", block_bytes=4096)
+    client, spec = server.model("tree: quiet", block_bytes=4096)
     for seed in range(4):
         store(client, prompt(seed, 3), spec)
-    house.settle()
+    server.settle()
     is_over = threading.Event()
 
     def disturb() -> None:
-        loud, its = house.model("tree: loud", block_bytes=4096)
+        loud, its = server.model("tree: loud", block_bytes=4096)
         beginning = prompt(77, 6)
         seed = 100
         while not is_over.is_set():
@@ -159,7 +161,7 @@ def test_a_tree_that_grows_and_shrinks_while_it_is_read(house: Household) -> Non
     try:
         for _ in range(5):
             reading = Reading()
-            with AdminLine(house.endpoint) as line:
+            with AdminLine(server.endpoint) as line:
                 while reading.after is not None:
                     reading.take(line.call("tree", {"after": reading.after, "most": 1}))
             forest = reading.forest()
@@ -175,19 +177,19 @@ def test_a_tree_that_grows_and_shrinks_while_it_is_read(house: Household) -> Non
 def test_over_tcp_without_keys_no_tokens_are_told() -> None:
     """Anybody on this machine may connect there."""
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    with Household(endpoint=endpoint, hbm=None, disk=None) as house:
-        store(house.client(), prompt(1, 3))
-        (row,) = tree_of(house)["branches"]
+    with DaemonProcess(endpoint=endpoint, hbm=None, disk=None) as server:
+        store(server.client(), prompt(1, 3))
+        (row,) = tree_of(server)["branches"]
         assert (row["tokens"], row["token_ids"]) == (12, [])
 
 
 def test_on_a_terminal() -> None:
     """Lines fit in it, and how far it is shows on stderr where there are several pages."""
-    with Household(hbm=None, disk=None) as house:
-        client, spec = house.model("tree: wide", block_bytes=4096)
+    with DaemonProcess(hbm=None, disk=None) as server:
+        client, spec = server.model("tree: wide", block_bytes=4096)
         for seed in range(MAX_TREE_NODES + 20):
             store(client, prompt(seed, 1), spec)
-        out, errors = on_a_terminal(["tree", "--endpoint", house.endpoint], columns=36)
+        out, errors = on_a_terminal(["tree", "--endpoint", server.endpoint], columns=36)
         lines = out.splitlines()
         assert max(map(len, lines)) <= 36
         assert lines[-1] == "└─ … and 524 more branches, 2.0 MiB"
@@ -196,13 +198,13 @@ def test_on_a_terminal() -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_into_a_pipe_that_nobody_reads_any_more(house: Household, as_json: bool) -> None:
+def test_into_a_pipe_that_nobody_reads_any_more(server: DaemonProcess, as_json: bool) -> None:
     """As with `| head`: it ends, and complains of nothing."""
-    client, spec = house.model("tree: piped")
+    client, spec = server.model("tree: piped")
     store(client, prompt(5, 2), spec)
     readable, writable = os.pipe()
     os.close(readable)
-    command = [sys.executable, "-m", "hicache", "tree", "--endpoint", house.endpoint]
+    command = [sys.executable, "-m", "hicache", "tree", "--endpoint", server.endpoint]
     ran = subprocess.run(
         [*command, "--json"] if as_json else command,
         stdout=writable,

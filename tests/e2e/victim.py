@@ -1,4 +1,4 @@
-"""A client that stops at a chosen moment and waits to be killed. Run by `household.Victim`.
+"""A client that stops at a chosen moment, to be killed there. Run by `daemon_process.KilledClient`.
 
     python -m tests.e2e.victim put|match|fetch|late-put|late-read ENDPOINT TRANSPORT SPEC TOKENS
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.client import Client, NamespaceSpec
-from tests.e2e.household import Tokens, blocks_of
+from tests.e2e.daemon_process import Tokens, blocks_of
 
 
 def halt(word: str) -> None:

@@ -147,16 +147,16 @@ class EngineMachine(RuleBasedStateMachine):
         """What is leased stays, and nothing is forgotten for it."""
         tokens, namespace = data.draw(st.sampled_from(self.offered))
         self.world.engine.matching.settle()
-        house = self.world.engine.residency
-        leased = np.flatnonzero(house.blocks.leases)
-        held = leased[house.blocks.tags[leased] != 0]
+        residency = self.world.engine.residency
+        leased = np.flatnonzero(residency.blocks.leases)
+        held = leased[residency.blocks.tags[leased] != 0]
         now_s = self.world.now_s
         warmed = self.world.do(p.Warm(namespace, tokens, now_s, ttl_s, by_worker))
         keys = self.keys(tokens, namespace)
         assert all(key in self.committed for key in keys[: warmed.held]), "a false hit"
         assert 0 <= warmed.warm + warmed.refused <= warmed.held
         assert bool(warmed.warming) == (warmed.warm + warmed.refused < warmed.held)
-        assert (house.blocks.tags[held] != 0).all(), "a leased block is gone"
+        assert (residency.blocks.tags[held] != 0).all(), "a leased block is gone"
 
     @precondition(lambda self: self.offered)
     @rule(data=st.data(), ttl_s=st.sampled_from([50.0, 1e6]))
@@ -181,14 +181,14 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_pinned_is_held(self) -> None:
         """Whatever happens, but for a copy that is corrupt and a tier that dies."""
-        house = self.world.engine.residency
-        assert house.leases.pins.keys() == self.pins.keys()
+        residency = self.world.engine.residency
+        assert residency.leases.pins.keys() == self.pins.keys()
         self.world.engine.matching.settle()
         for pin, (tokens, namespace, blocks, _) in self.pins.items():
             assert self.hit_blocks(tokens, namespace) >= blocks, f"pin {pin} has lost blocks"
-        for tier, spec in enumerate(house.tiers):
+        for tier, spec in enumerate(residency.tiers):
             most = self.max_pinned * spec.capacity_bytes
-            assert self.has_lost or pinned_bytes(house, tier) <= most
+            assert self.has_lost or pinned_bytes(residency, tier) <= most
 
     def hit_blocks(self, tokens: bytes, namespace: int) -> int:
         question = p.MatchPrompt(namespace, tokens, 1, self.world.now_s, 1.0)
@@ -326,17 +326,19 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(tokens=prompts, namespace=namespaces, data=st.data())
     def reshape(self, tokens: bytes, namespace: int, data: st.DataObject) -> None:
         """A node is split, or merged with its parent, under leases and moves in flight."""
-        house = self.world.engine.residency
+        residency = self.world.engine.residency
         self.world.engine.matching.settle()
-        space = house.namespaces[namespace % self.num_namespaces]
-        path = house.index.match(space.root, tokens, space.step)
+        space = residency.namespaces[namespace % self.num_namespaces]
+        path = residency.index.match(space.root, tokens, space.step)
         if not path.nodes:
             return
         node = data.draw(st.sampled_from(path.nodes))
         if len(node) > 1 and data.draw(st.booleans()):
-            house.queue(house.index.split(node, data.draw(st.integers(1, len(node) - 1)), STEP))
+            residency.queue(
+                residency.index.split(node, data.draw(st.integers(1, len(node) - 1)), STEP)
+            )
         else:
-            house.index.try_merge(node, space.step)
+            residency.index.try_merge(node, space.step)
         self.world.engine.validate()
 
     @rule(most_blocks=st.integers(1, 20), begins=st.booleans())
@@ -356,17 +358,17 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(num_slabs=st.integers(1, 3), in_haste=st.booleans())
     def shed(self, num_slabs: int, in_haste: bool) -> None:
         """The machine is short of memory. What is leased stays."""
-        house = self.world.engine.residency
+        residency = self.world.engine.residency
         self.world.engine.matching.settle()
-        leased = np.flatnonzero(house.blocks.leases)
-        held = leased[house.blocks.tags[leased] != 0]
+        leased = np.flatnonzero(residency.blocks.leases)
+        held = leased[residency.blocks.tags[leased] != 0]
         self.world.do(p.Shed("dram", num_slabs, in_haste))
-        assert (house.blocks.tags[held] != 0).all(), "a leased block is gone"
+        assert (residency.blocks.tags[held] != 0).all(), "a leased block is gone"
 
     @rule()
     def regain(self) -> None:
-        house = self.world.engine.residency
-        for page in sorted(house.pools[house.number_of("dram")].withheld):
+        residency = self.world.engine.residency
+        for page in sorted(residency.pools[residency.number_of("dram")].withheld):
             self.world.do(p.Regain("dram", page))
 
     @rule()
@@ -404,11 +406,11 @@ class EngineMachine(RuleBasedStateMachine):
         now_s = self.world.now_s
         said = p.Hint(namespace, tokens, now_s, ended, finish_reason, return_s, keep, answer_tokens)
         self.world.engine.matching.settle()
-        house = self.world.engine.residency
-        ids = [block for lease in house.leases.leases.values() for block in lease.ids.tolist()]
-        held = [block for block in ids if house.blocks.tags[block]]
+        residency = self.world.engine.residency
+        ids = [block for lease in residency.leases.leases.values() for block in lease.ids.tolist()]
+        held = [block for block in ids if residency.blocks.tags[block]]
         self.world.do(said)
-        assert all(house.blocks.tags[block] for block in held), "a leased block is gone"
+        assert all(residency.blocks.tags[block] for block in held), "a leased block is gone"
 
     @precondition(lambda self: self.world.engine.history is not None)
     @rule(seed=st.integers(0, 99), num_kinds=st.integers(0, 20))
@@ -429,31 +431,31 @@ class EngineMachine(RuleBasedStateMachine):
         for owner in (1, 2):
             self.world.do(p.WriterGone(owner, self.world.now_s))
         self.world.finish_all()
-        house = self.world.engine.residency
+        residency = self.world.engine.residency
         for _ in range(20):  # what was begun at the last outcome goes on at the next tick
-            if not (house.leases.leases or sum(house.draining_bytes)):
+            if not (residency.leases.leases or sum(residency.draining_bytes)):
                 break
             self.world.do(p.Tick(self.world.now_s))
             self.world.finish_all()
-        assert not house.moves
-        assert not house.moves_of
-        assert not house.leases.leases
+        assert not residency.moves
+        assert not residency.moves_of
+        assert not residency.leases.leases
         assert not self.world.engine.fetching.waiters
         assert not self.world.engine.fetching.unplaced
-        assert sum(house.draining_bytes) == 0
-        for tier, spec in enumerate(house.tiers):
-            if spec.mapped and house.is_up(tier):
+        assert sum(residency.draining_bytes) == 0
+        for tier, spec in enumerate(residency.tiers):
+            if spec.mapped and residency.is_up(tier):
                 self.make_room(tier)
 
     def make_room(self, tier: int) -> None:
         """The free list never starves: what nobody holds makes room for one block more."""
-        house, evictor = self.world.engine.residency, self.world.engine.evictor
+        residency, evictor = self.world.engine.residency, self.world.engine.evictor
         for _ in range(50):
             if evictor.make_room(tier, BLOCK_BYTES, 1):
                 return
             self.world.do(p.Tick(self.world.now_s))
             self.world.finish_all()
-        raise AssertionError(f"{house.tiers[tier].name} is full and nothing goes")
+        raise AssertionError(f"{residency.tiers[tier].name} is full and nothing goes")
 
 
 class WriteThroughMachine(EngineMachine):

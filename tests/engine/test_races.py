@@ -877,9 +877,9 @@ def test_a_path_that_waits_is_merged_with_what_hangs_below_it() -> None:
     ticket = w.store(tokens_of(1, 2), durable=True).ticket
     w.store(tokens_of(1, 2, 3))
     w.release(w.match(tokens_of(1, 2, 3, 9)).lease)
-    house = w.engine.residency
-    assert len(house.namespaces[0].root.children) == 1
-    assert len(next(iter(house.namespaces[0].root.children.values()))) == 3, "one node"
+    residency = w.engine.residency
+    assert len(residency.namespaces[0].root.children) == 1
+    assert len(next(iter(residency.namespaces[0].root.children.values()))) == 3, "one node"
     w.finish_all()
     assert w.tiers_of(tokens_of(1, 2, 3)) == ["dram+disk", "dram+disk", "dram"]
     assert ticket in w.durable
@@ -893,10 +893,10 @@ def test_a_child_waits_while_its_parents_record_is_deleted() -> None:
     a, b = tokens_of(1), tokens_of(1, 2)
     w.store(a, durable=True)
     w.finish_all()
-    house = w.engine.residency
-    block = house.index.match(house.namespaces[0].root, a, STEP).ids()
-    house.start_giving_up(house.namespaces[0], block, 1)
-    house.settle(block)
+    residency = w.engine.residency
+    block = residency.index.match(residency.namespaces[0].root, a, STEP).ids()
+    residency.start_giving_up(residency.namespaces[0], block, 1)
+    residency.settle(block)
     ticket = w.store(b, durable=True).ticket
     (deletion,) = w.moving("disk", None)
     assert not w.moving("dram", "disk")

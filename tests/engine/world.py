@@ -156,13 +156,13 @@ class World:
     def tiers_of(self, tokens: bytes, namespace: int = 0) -> list[str]:
         """Per known block of the prompt, the tiers it can be read from, as in "hbm+disk"; "-" where
         there is none. Asks the index, so that nothing is touched."""
-        house = self.engine.residency
-        root = house.namespaces[namespace].root
-        ids = house.index.match(root, tokens, STEP).ids()
-        names = [tier.name for tier in house.tiers]
+        residency = self.engine.residency
+        root = residency.namespaces[namespace].root
+        ids = residency.index.match(root, tokens, STEP).ids()
+        names = [tier.name for tier in residency.tiers]
         return [
             "+".join(name for n, name in enumerate(names) if tag >> n & 1) or "-"
-            for tag in house.blocks.tags[ids].tolist()
+            for tag in residency.blocks.tags[ids].tolist()
         ]
 
     def moving(self, src: str, dst: str | None) -> list[int]:

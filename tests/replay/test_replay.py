@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from hicache.commands.replay import replay as replay_command
 from hicache.engine.policies.catalog import POLICIES
 from hicache.replay.bound import hit_blocks
-from hicache.replay.simulate import Household, replay
+from hicache.replay.simulate import ReplayedEngine, replay
 from hicache.replay.traces import Trace, TraceError, TraceRequest, read_trace
 
 
@@ -55,9 +55,9 @@ def random_trace(seed: int, num_requests: int = 60) -> Trace:
 @pytest.mark.parametrize("hints", [True, False])
 def test_hints_are_left_out_and_how_long_answers_were_is_not(hints: bool) -> None:
     request = replace(trace_of([1, 2]).requests[0], stop="tool_use")
-    household = Household({"hbm": 8}, ["hazard"], 512)
-    household.serve(request, hints)
-    history = household.engine.history
+    replayed = ReplayedEngine({"hbm": 8}, ["hazard"], 512)
+    replayed.serve(request, hints)
+    history = replayed.engine.history
     assert history is not None
     (run,) = history.ghost.runs()
     assert run.context is not None

@@ -28,9 +28,9 @@ import numpy as np
 import psutil
 
 from hicache.config.units import parse_seconds
-from tests.e2e.household import Household, prompt, read, store, wait_for
+from tests.e2e.daemon_process import DaemonProcess, prompt, read, store, wait_for
 from tests.soak import load
-from tests.soak.chaos import Chaos, SoakHousehold
+from tests.soak.chaos import Chaos, SoakDaemon
 from tests.soak.clock import CLOCK
 
 SETTLED_S: Final = 300.0
@@ -50,39 +50,43 @@ class Soak:
 
     def run(self) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="hicache-soak-") as folder:
-            house = SoakHousehold(Path(folder))
+            server = SoakDaemon(Path(folder))
             result: dict[str, Any] = {"seed": self.seed, "troubles": self.troubles}
             try:
-                house.start()
-                with house:
-                    result |= self._run(house, Path(folder))
-            except AssertionError as error:  # what the household found wrong, also when it closed
+                server.start()
+                with server:
+                    result |= self._run(server, Path(folder))
+            except (
+                AssertionError
+            ) as error:  # what the daemon was found to do wrong, also when it closed
                 self.troubles.append(str(error))
             with suppress(AssertionError):
-                wait_for(lambda: not _left_running(house), "the end of all processes")
-            self.troubles += [f"still runs: {process}" for process in _left_running(house)]
+                wait_for(lambda: not _left_running(server), "the end of all processes")
+            self.troubles += [f"still runs: {process}" for process in _left_running(server)]
             return result
 
-    def _run(self, house: SoakHousehold, folder: Path) -> dict[str, Any]:
-        _warm_up(house)
-        before = _holdings(house)
-        with Chaos(house, self.num_clients, folder, self.seed) as chaos:
-            return self._soak(house, chaos, before)
+    def _run(self, server: SoakDaemon, folder: Path) -> dict[str, Any]:
+        _warm_up(server)
+        before = _holdings(server)
+        with Chaos(server, self.num_clients, folder, self.seed) as chaos:
+            return self._soak(server, chaos, before)
 
-    def _soak(self, house: Household, chaos: Chaos, before: Mapping[str, int]) -> dict[str, Any]:
+    def _soak(
+        self, server: DaemonProcess, chaos: Chaos, before: Mapping[str, int]
+    ) -> dict[str, Any]:
         began_s = time.monotonic()
         # A long soak has a second half in which one daemon lives on and its memory is looked at.
         spare_after_s = self.duration_s / 3 if self.duration_s > 2 * SETTLED_S else self.duration_s
         rng = random.Random(self.seed)
         look_s = daemon_s = began_s
-        pid = house.pid
+        pid = server.pid
         while (now_s := time.monotonic()) < began_s + self.duration_s:
             chaos.step(spare_daemon=now_s > began_s + spare_after_s)
-            if house.pid != pid:
-                pid, daemon_s = house.pid, now_s
+            if server.pid != pid:
+                pid, daemon_s = server.pid, now_s
             if now_s >= look_s:
                 look_s = now_s + LOOK_S
-                self._look(house, now_s - daemon_s)
+                self._look(server, now_s - daemon_s)
                 _show(chaos, began_s, self.duration_s)
             time.sleep(rng.uniform(0.05, 1.0))
             chaos.watch()
@@ -90,7 +94,7 @@ class Soak:
         self.troubles += chaos.troubles
         totals, slowest_s = _totals(chaos.files)
         self._judge_totals(totals)
-        self._judge_leaks(house, chaos, before)
+        self._judge_leaks(server, chaos, before)
         growth = self._judge_memory()
         return {
             "seed": self.seed,
@@ -106,9 +110,9 @@ class Soak:
             "troubles": self.troubles,
         }
 
-    def _look(self, house: Household, age_s: float) -> None:
+    def _look(self, server: DaemonProcess, age_s: float) -> None:
         try:
-            self.memory.append((age_s, _private_bytes(house.pid)))
+            self.memory.append((age_s, _private_bytes(server.pid)))
         except psutil.NoSuchProcess:
             return
 
@@ -120,12 +124,12 @@ class Soak:
             if not totals.get(what):
                 self.troubles.append(f"nothing was {what}: the soak proved nothing")
 
-    def _judge_leaks(self, house: Household, chaos: Chaos, before: Mapping[str, int]) -> None:
+    def _judge_leaks(self, server: DaemonProcess, chaos: Chaos, before: Mapping[str, int]) -> None:
         """With all clients gone nothing may be held, and all that is held must be right. `before`:
         what the first daemon had when it was ready and nobody had come."""
-        wait_for(lambda: house.ask("health")["healthy"], "all tiers up")
+        wait_for(lambda: server.ask("health")["healthy"], "all tiers up")
         for spec in load.MODELS:
-            with house.client(spec) as client:
+            with server.client(spec) as client:
                 for number in range(load.NUM_CONVERSATIONS):
                     tokens = load.prompt(number, load.MAX_TURNS)
                     match = client.match(tokens)
@@ -140,12 +144,12 @@ class Soak:
         self.troubles += [f"a router is wrong: {what}" for what in chaos.astray()]
         chaos.end_routers()
         with suppress(AssertionError):
-            wait_for(lambda: not _held(house), "nothing held by anybody")
-        if held := _held(house):
+            wait_for(lambda: not _held(server), "nothing held by anybody")
+        if held := _held(server):
             self.troubles.append(f"held by nobody who lives: {held}")
         with suppress(AssertionError):
-            wait_for(lambda: not _left_over(house, before), "nothing left over")
-        for what, count in _left_over(house, before).items():
+            wait_for(lambda: not _left_over(server, before), "nothing left over")
+        for what, count in _left_over(server, before).items():
             self.troubles.append(f"{what}: {before[what]} at the start, {count} at the end")
 
     def _judge_memory(self) -> float | None:
@@ -165,9 +169,9 @@ class Soak:
         return round(growth, 4)
 
 
-def _held(house: Household) -> dict[str, int]:
+def _held(server: DaemonProcess) -> dict[str, int]:
     """What clients hold, by what it is."""
-    stats = house.stats()
+    stats = server.stats()
     held = {what: stats[what] for what in ("sessions", "leases", "tickets", "waiting")}
     held["pins"] = len(stats["pins"])
     for tier in stats["tiers"]:
@@ -177,28 +181,28 @@ def _held(house: Household) -> dict[str, int]:
     return {what: count for what, count in held.items() if count}
 
 
-def _warm_up(house: Household) -> None:
+def _warm_up(server: DaemonProcess) -> None:
     """What is made once and kept: a first answer in frames gives ZeroMQ a thread for their ends."""
-    with house.client(transport="frames") as client:
+    with server.client(transport="frames") as client:
         store(client, prompt(1, 4))
         read(client, prompt(1, 4))
         client.clear()
-    wait_for(lambda: not _held(house), "nothing held")
+    wait_for(lambda: not _held(server), "nothing held")
 
 
-def _holdings(house: Household) -> dict[str, int]:
-    process = psutil.Process(house.pid)
+def _holdings(server: DaemonProcess) -> dict[str, int]:
+    process = psutil.Process(server.pid)
     return {"file descriptors": process.num_fds(), "threads": process.num_threads()}
 
 
-def _left_over(house: Household, before: Mapping[str, int]) -> dict[str, int]:
+def _left_over(server: DaemonProcess, before: Mapping[str, int]) -> dict[str, int]:
     """What the daemon has more of than at the start."""
-    return {what: count for what, count in _holdings(house).items() if count > before[what]}
+    return {what: count for what, count in _holdings(server).items() if count > before[what]}
 
 
-def _left_running(house: SoakHousehold) -> list[str]:
+def _left_running(server: SoakDaemon) -> list[str]:
     """Every process that was started for this soak, whoever started it."""
-    mark = {CLOCK: str(house.clock)}.items()
+    mark = {CLOCK: str(server.clock)}.items()
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -26,8 +26,8 @@ import zmq
 
 from hicache.client import DaemonAbsent
 from hicache.client.prefix_mirror import HeldPrefixes
+from tests.e2e.daemon_process import ROOT, DaemonProcess, Peer
 from tests.e2e.faulty_worker import CONTROL, mark_beside
-from tests.e2e.household import ROOT, Household, Peer
 from tests.soak import load
 from tests.soak.client import WRONG_BYTES
 from tests.soak.clock import CLOCK
@@ -41,12 +41,12 @@ START_S: Final = 120.0
 class Hand:
     """A client process, and what it said."""
 
-    def __init__(self, house: Household, number: int, serial: int, folder: Path) -> None:
+    def __init__(self, server: DaemonProcess, number: int, serial: int, folder: Path) -> None:
         self.may_be_stopped = number % 3 == 2
         transport = "frames" if number % 4 == 3 else "arena"
         self.said = folder / f"client-{serial}.jsonl"
         self._sink: IO[bytes] = self.said.open("wb")
-        command = [sys.executable, "-m", "tests.soak.client", house.endpoint, str(serial)]
+        command = [sys.executable, "-m", "tests.soak.client", server.endpoint, str(serial)]
         self.process = subprocess.Popen(
             [*command, transport, str(int(not self.may_be_stopped))],
             stdout=self._sink,
@@ -62,8 +62,8 @@ class Hand:
         self._sink.close()
 
 
-class SoakHousehold(Household):
-    """A household whose disk can be made to fail, and whose wall clock jumps. Files in `folder` say
+class SoakDaemon(DaemonProcess):
+    """A daemon whose disk can be made to fail, and whose wall clock jumps. Files in `folder` say
     so; the processes find them by their environment."""
 
     def __init__(self, folder: Path) -> None:
@@ -87,8 +87,8 @@ class SoakHousehold(Household):
 class Chaos:
     """`deeds` counts what was done."""
 
-    def __init__(self, house: SoakHousehold, num_clients: int, folder: Path, seed: int) -> None:
-        self.house = house
+    def __init__(self, server: SoakDaemon, num_clients: int, folder: Path, seed: int) -> None:
+        self.server = server
         self.rng = random.Random(seed)
         self.deeds: Counter[str] = Counter()
         self.troubles: list[str] = []
@@ -99,7 +99,7 @@ class Chaos:
         self._to_heal: list[tuple[float, int]] = []
         self.hands = [self._hire(number) for number in range(num_clients)]
         self.routers = [
-            HeldPrefixes(house.endpoint, spec.digest(), spec.block_tokens, request_s=0.1)
+            HeldPrefixes(server.endpoint, spec.digest(), spec.block_tokens, request_s=0.1)
             for spec in load.MODELS
         ]
 
@@ -124,7 +124,7 @@ class Chaos:
         for spec, router in zip(load.MODELS, self.routers, strict=True):
             router.poll(0.1)
             prompts = [load.conversation(number) for number in range(load.NUM_CONVERSATIONS)]
-            with self.house.client(spec) as client:
+            with self.server.client(spec) as client:
                 scores = client.score(prompts)
             for number, (tokens, score) in enumerate(zip(prompts, scores, strict=True)):
                 believed = sum(count for _, count in router.match(tokens))
@@ -165,7 +165,7 @@ class Chaos:
     def finish(self) -> None:
         """Wake everybody, let every trouble end, and let the clients go home."""
         self._heal([pid for _, pid in self._to_heal])
-        self.house.clock.write_text("0")
+        self.server.clock.write_text("0")
         self._configure()
         for _, pid in self._to_wake:
             if psutil.pid_exists(pid):
@@ -183,7 +183,7 @@ class Chaos:
 
     def _hire(self, number: int) -> Hand:
         self._serial += 1
-        hand = Hand(self.house, number, self._serial, self._folder)
+        hand = Hand(self.server, number, self._serial, self._folder)
         self.files.append(hand.said)
         return hand
 
@@ -209,14 +209,14 @@ class Chaos:
         self._put_to_sleep(self._worker(), 0.2, 3.0)
 
     def _worker(self) -> int:
-        workers = self.house.stats()["workers"]
+        workers = self.server.stats()["workers"]
         if not workers:
             raise ProcessLookupError
         return int(self.rng.choice(list(workers.values())))
 
     def _garbage(self) -> None:
         """From a stranger: what is no message, no operation, or too large."""
-        peer = Peer(self.house.endpoint)
+        peer = Peer(self.server.endpoint)
         peer.socket.rcvtimeo = 200
         frames = [self.rng.randbytes(self.rng.randint(0, 200)) for _ in range(3)]
         try:
@@ -244,9 +244,9 @@ class Chaos:
 
     def _fail_disk(self) -> None:
         """For some seconds: a write or sync fails, once or each time."""
-        disk = self.house.worker("disk")
+        disk = self.server.worker("disk")
         kind, error = self.rng.choice(["write", "sync"]), self.rng.choice([errno.EIO, errno.ENOSPC])
-        self.house.will_fail(kind, self.rng.randint(1, 6), error, self.rng.random() < 0.5)
+        self.server.will_fail(kind, self.rng.randint(1, 6), error, self.rng.random() < 0.5)
         os.kill(disk, signal.SIGUSR1)
         self._to_heal.append((time.monotonic() + self.rng.uniform(0.5, 4.0), disk))
 
@@ -263,12 +263,12 @@ class Chaos:
 
     def _jump_clock(self) -> None:
         """Somebody sets the date."""
-        self.house.clock.write_text(str(self.rng.uniform(-DAY_S, DAY_S)))
+        self.server.clock.write_text(str(self.rng.uniform(-DAY_S, DAY_S)))
 
     def _configure(self, **changes: Any) -> None:
-        self.house.configure(**{**CONFIG, **changes})
-        if self.house.process is not None:
-            self.house.process.send_signal(signal.SIGHUP)
+        self.server.configure(**{**CONFIG, **changes})
+        if self.server.process is not None:
+            self.server.process.send_signal(signal.SIGHUP)
 
     def _policy(self) -> str:
         return self.rng.choice(["write_back", "write_through", "write_through_selective"])
@@ -276,7 +276,7 @@ class Chaos:
     def _clear(self) -> None:
         """Answered when records are deleted, by the deadline of a put at the latest: who said
         nothing more before that would leave his session behind."""
-        peer = Peer(self.house.endpoint)
+        peer = Peer(self.server.endpoint)
         peer.socket.rcvtimeo = 10_000
         try:
             spec = self.rng.choice(load.MODELS)
@@ -289,20 +289,20 @@ class Chaos:
             peer.close()
 
     def _stop_daemon(self) -> None:
-        pid = self.house.pid
+        pid = self.server.pid
         os.kill(pid, signal.SIGSTOP)
         time.sleep(self.rng.uniform(0.1, 2.0))
         os.kill(pid, signal.SIGCONT)
 
     def _kill_daemon(self) -> None:
         self._to_wake = [e for e in self._to_wake if e[1] in {h.process.pid for h in self.hands}]
-        self.house.kill()
-        self.house.start()
+        self.server.kill()
+        self.server.start()
 
     def _restart_daemon(self) -> None:
         self.watch()
-        self.house.stop()
-        self.house.start()
+        self.server.stop()
+        self.server.start()
 
 
 CONFIG: Final[dict[str, Any]] = {

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, cast
 import numpy as np
 
 from hicache.client import Client, Match
-from tests.e2e.household import Tokens
+from tests.e2e.daemon_process import Tokens
 from tests.soak import load
 
 CALL_S: Final = 1.0

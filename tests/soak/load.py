@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from hicache.client import LayerGroup, NamespaceSpec
-from tests.e2e.household import SPEC, Blocks, Tokens
+from tests.e2e.daemon_process import SPEC, Blocks, Tokens
 
 KIB: Final = 1 << 10
 NUM_CONVERSATIONS: Final = 60

@@ -22,7 +22,15 @@ from typing import Any, Final
 import numpy as np
 
 from hicache.client import Client
-from tests.e2e.household import SPEC, Household, Victim, blocks_of, prompt, read, store
+from tests.e2e.daemon_process import (
+    SPEC,
+    DaemonProcess,
+    KilledClient,
+    blocks_of,
+    prompt,
+    read,
+    store,
+)
 
 LIMIT_S: Final = 0.010
 HANDS: Final = (("late-put", "writing", "arena"), ("match", "leased", "arena"))
@@ -46,25 +54,25 @@ def cycles(client: Client, count: int, first: int) -> list[float]:
     return seconds
 
 
-def stop_some(house: Household, stack: ExitStack, number: int) -> None:
+def stop_some(server: DaemonProcess, stack: ExitStack, number: int) -> None:
     """Each with a prompt of its own, held for as long as the round lasts."""
     for position, (what, word, transport) in enumerate(HANDS):
         tokens = prompt(1_000_000 + 10 * number + position, 6)
         if what == "match":
-            store(house.client(), tokens)
-        victim = stack.enter_context(Victim(house, what, tokens, transport))
+            store(server.client(), tokens)
+        victim = stack.enter_context(KilledClient(server, what, tokens, transport))
         victim.wait_for(word)
         victim.freeze()
     tokens = prompt(1_000_000 + 10 * number + 9, 6)
-    store(house.client(), tokens)
-    victim = stack.enter_context(Victim(house, "fetch", tokens, "frames"))
+    store(server.client(), tokens)
+    victim = stack.enter_context(KilledClient(server, "fetch", tokens, "frames"))
     victim.wait_for("fetching")
     victim.freeze()
 
 
-def used_s(house: Household) -> float:
+def used_s(server: DaemonProcess) -> float:
     """Processor time of the daemon's main thread so far."""
-    schedstat = Path(f"/proc/{house.pid}/task/{house.pid}/schedstat").read_text()
+    schedstat = Path(f"/proc/{server.pid}/task/{server.pid}/schedstat").read_text()
     return int(schedstat.split()[0]) / 1e9
 
 
@@ -78,21 +86,21 @@ def run(num_rounds: int, num_cycles: int) -> dict[str, Any]:
     beside: list[float] = []
     used = {"alone": 0.0, "beside": 0.0}
     limits = {"lease_ttl": "1s"}
-    with Household(hbm=None, debug={"check": False}, limits=limits) as house:
-        client = house.client()
+    with DaemonProcess(hbm=None, debug={"check": False}, limits=limits) as server:
+        client = server.client()
         for number in range(16):
             store(client, prompt(number, NUM_BLOCKS))
         cycles(client, num_cycles, 50_000)
         for number in range(num_rounds):
             first = 100_000 + 2 * number * num_cycles
-            before_s = used_s(house)
+            before_s = used_s(server)
             alone += cycles(client, num_cycles, first)
-            used["alone"] += used_s(house) - before_s
+            used["alone"] += used_s(server) - before_s
             with ExitStack() as stack:
-                stop_some(house, stack, number)
-                before_s = used_s(house)
+                stop_some(server, stack, number)
+                before_s = used_s(server)
                 beside += cycles(client, num_cycles, first + num_cycles)
-                used["beside"] += used_s(house) - before_s
+                used["beside"] += used_s(server) - before_s
         assert read(client, prompt(100_000, NUM_BLOCKS)) >= 0
     cost_s = (figures(beside)["p99_ms"] - figures(alone)["p99_ms"]) / 1e3
     return {

@@ -33,7 +33,7 @@ from hicache.client import Client, DaemonAbsent
 from hicache.connectors.transformers import CachedModel
 from hicache.demo.conversation import SCRIPTS, shared_tokens
 from hicache.demo.demo_model import DemoModel, load_smollm2
-from tests.e2e.household import Household
+from tests.e2e.daemon_process import DaemonProcess
 
 MATCH_S: Final = 0.25
 FETCH_S: Final = 0.5
@@ -46,9 +46,9 @@ QUIET_S: Final = (0.5, 4.0)
 class Chaos:
     """A thread that does one thing after another to the daemon. `deeds` counts them."""
 
-    def __init__(self, house: Household, seed: int) -> None:
+    def __init__(self, server: DaemonProcess, seed: int) -> None:
         self.deeds: Counter[str] = Counter()
-        self._house, self._rng = house, random.Random(seed)
+        self._house, self._rng = server, random.Random(seed)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos")
 
@@ -132,18 +132,18 @@ def run(num_requests: int, seed: int) -> dict[str, Any]:
     began_s = time.monotonic()
     without, _ = measured(bare, asked[:half], "without, before")
     tiers: dict[str, Any] = {"hbm": None, "dram": {"size": "256MiB"}, "disk": {"size": "1GiB"}}
-    with Household(**tiers, planner={"mode": "measured"}, debug={"check": False}) as house:
-        house.expected_errors = ["worker", "disk", "host"]
+    with DaemonProcess(**tiers, planner={"mode": "measured"}, debug={"check": False}) as server:
+        server.expected_errors = ["worker", "disk", "host"]
 
         def connect(spec: Any) -> Client:
-            return Client(spec, house.endpoint, timeout_s=MATCH_S, fetch_timeout_s=FETCH_S)
+            return Client(spec, server.endpoint, timeout_s=MATCH_S, fetch_timeout_s=FETCH_S)
 
         served = CachedModel(words.model, connect)
-        with Chaos(house, seed) as chaos:
+        with Chaos(server, seed) as chaos:
             with_it, hit_tokens = measured(served, asked, "with hicache, under chaos")
         served.close()
-        if house.process is None:
-            house.start()
+        if server.process is None:
+            server.start()
     without += measured(bare, asked[half:], "without, after")[0]
     bound_s = ALLOWED * figures(without)["p99_s"] + MATCH_S + FETCH_S
     return {

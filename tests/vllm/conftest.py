@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.household import Household
+from tests.e2e.daemon_process import DaemonProcess
 from tests.vllm.checkpoint import write_checkpoint
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
@@ -32,8 +32,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def house() -> Iterator[Household]:
+def daemon() -> Iterator[DaemonProcess]:
     """A daemon whose memory holds most prompts, so that leases do not fill it, and its disk all."""
     tiers: dict[str, Any] = {"dram": {"size": "1GiB"}, "disk": {"size": "4GiB"}}
-    with Household(hbm=None, patience_s=300.0, deadlines={"fetch": "2m"}, **tiers) as house:
-        yield house
+    with DaemonProcess(hbm=None, patience_s=300.0, deadlines={"fetch": "2m"}, **tiers) as daemon:
+        yield daemon

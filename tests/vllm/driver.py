@@ -24,7 +24,7 @@ from typing import IO, Any, Final, Self
 import msgpack
 import zmq
 
-from tests.e2e.household import free_port, wait_for
+from tests.e2e.daemon_process import free_port, wait_for
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 ANSWER: Final = "ANSWER "

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.client.scripted_daemon import ScriptedDaemon
-from tests.e2e.household import Household, wait_for
+from tests.e2e.daemon_process import DaemonProcess, wait_for
 from tests.vllm.driver import Driver, Said
 from tests.vllm.small_models import write_model
 from tests.vllm.test_reload import prompts, whole_blocks
@@ -31,8 +31,8 @@ WARNING = "vLLM goes on without it"
 class Story:
     """vLLM and its daemon. The first answer is given without a daemon; all others must equal it."""
 
-    def __init__(self, driver: Driver, house: Household) -> None:
-        self.driver, self.house = driver, house
+    def __init__(self, driver: Driver, daemon: DaemonProcess) -> None:
+        self.driver, self.daemon = driver, daemon
         self.expected = driver.generate(ASKED)
 
     def ask(self) -> Said:
@@ -53,15 +53,15 @@ class Story:
         assert self.driver.metric("vllm:hicache_troubles") > 0
 
     def there(self) -> None:
-        self.house.start()
+        self.daemon.start()
         self.ask_until_served()
 
     def drive_to_disk(self) -> int:
         """Others fill the memory. The pid of the disk's worker."""
-        self.house.settle()
+        self.daemon.settle()
         self.driver.generate(OTHERS)
-        self.house.settle()
-        return self.house.worker("disk")
+        self.daemon.settle()
+        return self.daemon.worker("disk")
 
     def disk_stands_still(self) -> None:
         """Each load ends by its deadline, and what did not come is computed."""
@@ -79,46 +79,46 @@ class Story:
         os.kill(disk, signal.SIGSTOP)
         try:
             self.driver.reset()
-            fetches = self.house.stats()["requests"].get("fetch", 0)
+            fetches = self.daemon.stats()["requests"].get("fetch", 0)
             self.driver.begin(ASKED)
-            wait_for(lambda: self.house.stats()["requests"].get("fetch", 0) > fetches, "a fetch")
+            wait_for(lambda: self.daemon.stats()["requests"].get("fetch", 0) > fetches, "a fetch")
         finally:
-            assert self.house.process is not None
-            self.house.process.kill()
+            assert self.daemon.process is not None
+            self.daemon.process.kill()
             os.kill(disk, signal.SIGCONT)
         said = self.check(self.driver.end())
         assert said.cached != ALL
-        self.house.kill()
+        self.daemon.kill()
 
     def back_from_disk(self) -> None:
-        self.house.start()
+        self.daemon.start()
         self.ask_until_served()
 
     def stands_still(self) -> None:
-        os.kill(self.house.pid, signal.SIGSTOP)
+        os.kill(self.daemon.pid, signal.SIGSTOP)
         try:
             said = self.ask()
             assert sum(said.cached) == 0
         finally:
-            os.kill(self.house.pid, signal.SIGCONT)
+            os.kill(self.daemon.pid, signal.SIGCONT)
         self.ask_until_served()
 
     def damaged_on_disk(self) -> None:
         """Every block of the file is bad: all are computed, and stored anew."""
-        self.house.settle()
-        self.house.stop()
-        (file,) = self.house.disk.glob("class-*/data.mdb")
+        self.daemon.settle()
+        self.daemon.stop()
+        (file,) = self.daemon.disk.glob("class-*/data.mdb")
         with file.open("r+b") as data:
             for start in range(1 << 20, file.stat().st_size, 1 << 20):
                 data.seek(start)
                 data.write(b"\x55" * 64)
-        self.house.start()
+        self.daemon.start()
         assert sum(self.ask().cached) < sum(ALL)
         self.ask_until_served()
 
     def talks_garbage(self) -> None:
-        self.house.stop()
-        impostor = ScriptedDaemon(self.house.endpoint)
+        self.daemon.stop()
+        impostor = ScriptedDaemon(self.daemon.endpoint)
         for op in ("hello", "match", "put", "ping", "heartbeat"):
             impostor.on(op, b"\xc1 this is no message")
         impostor.start()
@@ -129,11 +129,11 @@ class Story:
 
     def is_full(self) -> None:
         """Room for three blocks of the twelve."""
-        self.house.configure(hbm=None, dram={"size": "14MiB"}, disk=None)
-        self.house.start()
+        self.daemon.configure(hbm=None, dram={"size": "14MiB"}, disk=None)
+        self.daemon.start()
         self.ask()
         self.ask()
-        assert self.house.stats()["leases"] == 0
+        assert self.daemon.stats()["leases"] == 0
 
 
 CHAPTERS = (
@@ -153,15 +153,15 @@ def test_what_can_become_of_a_daemon(checkpoint: Path, tmp_path: Path) -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
     model = write_model(tmp_path / "model", "llama", **heads)  # 4 MiB a block
     tiers: dict[str, Any] = {"dram": {"size": "56MiB"}, "disk": {"size": "1GiB"}}
-    house = Household(hbm=None, autostart=False, patience_s=300.0, **tiers)
+    daemon = DaemonProcess(hbm=None, autostart=False, patience_s=300.0, **tiers)
     log = tmp_path / "vllm.log"
     options: dict[str, Any] = {
         "extra": {"lookup_s": 3.0, "load_s": 6.0, "store_s": 3.0},
         "tokenizer": str(checkpoint),
         "max_model_len": 4096,
     }
-    with house, Driver(model, house.endpoint, log, **options) as driver:
-        story = Story(driver, house)
+    with daemon, Driver(model, daemon.endpoint, log, **options) as driver:
+        story = Story(driver, daemon)
         for chapter in CHAPTERS:
             print("now:", chapter.__name__)
             chapter(story)

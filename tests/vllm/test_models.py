@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.household import Household
+from tests.e2e.daemon_process import DaemonProcess
 from tests.vllm.driver import Driver
 from tests.vllm.small_models import HIDDEN, write_adapter, write_model
 from tests.vllm.test_reload import prompts
@@ -30,13 +30,13 @@ ASKED = [*twins(200), *twins(700)]
 ALL = [(len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in ASKED]
 
 
-def start(model: Path, checkpoint: Path, house: Household, log: Path, **more: Any) -> Driver:
+def start(model: Path, checkpoint: Path, daemon: DaemonProcess, log: Path, **more: Any) -> Driver:
     small = {"max_model_len": 2048, "max_num_batched_tokens": 2048, "block_size": BLOCK_TOKENS}
-    return Driver(model, house.endpoint, log, tokenizer=str(checkpoint), **{**small, **more})
+    return Driver(model, daemon.endpoint, log, tokenizer=str(checkpoint), **{**small, **more})
 
 
 def test_adapters_and_embedded_prompts_on_two_ranks(
-    house: Household, checkpoint: Path, tmp_path: Path
+    daemon: DaemonProcess, checkpoint: Path, tmp_path: Path
 ) -> None:
     """An adapter is known by its files, whatever its name, number and path."""
     model = write_model(tmp_path / "model", "llama")
@@ -50,7 +50,7 @@ def test_adapters_and_embedded_prompts_on_two_ranks(
         "enable_prompt_embeds": True,
     }
     vectors = [200, HIDDEN]
-    with start(model, checkpoint, house, tmp_path / "vllm.log", **options) as vllm:
+    with start(model, checkpoint, daemon, tmp_path / "vllm.log", **options) as vllm:
         plain = vllm.generate(ASKED)
         adapted = vllm.generate(ASKED, lora=["one", 1, str(one)])
         embedded = vllm.generate([], embedded=vectors)
@@ -63,16 +63,16 @@ def test_adapters_and_embedded_prompts_on_two_ranks(
         assert (again.cached, again.outputs) == (ALL, plain.outputs)
         assert sum(vllm.generate(ASKED, lora=["other", 3, str(other)]).cached) == 0
     assert len({tuple(said) for said in plain.outputs + adapted.outputs}) == 2 * len(ASKED)
-    stats = house.stats()
+    stats = daemon.stats()
     assert (len(stats["namespaces"]), stats["leases"]) == (3 * 2, 0)
 
 
 def test_layers_with_windows_and_what_ends_the_weights(
-    house: Household, checkpoint: Path, tmp_path: Path
+    daemon: DaemonProcess, checkpoint: Path, tmp_path: Path
 ) -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     model = write_model(tmp_path / "model", "gemma3_text", layer_types=kinds, sliding_window=WINDOW)
-    with start(model, checkpoint, house, tmp_path / "vllm.log") as vllm:
+    with start(model, checkpoint, daemon, tmp_path / "vllm.log") as vllm:
         cold = vllm.generate(ASKED)
 
         def again() -> list[int]:
@@ -90,14 +90,16 @@ def test_layers_with_windows_and_what_ends_the_weights(
         assert sum(again()) == 0
     assert len({tuple(said) for said in cold.outputs}) == len(ASKED)
     assert "serves without it" not in vllm.said()
-    assert house.stats()["leases"] == 0
+    assert daemon.stats()["leases"] == 0
 
 
-def test_windows_alone_are_left_to_vllm(house: Household, checkpoint: Path, tmp_path: Path) -> None:
+def test_windows_alone_are_left_to_vllm(
+    daemon: DaemonProcess, checkpoint: Path, tmp_path: Path
+) -> None:
     model = write_model(tmp_path / "model", "mistral", sliding_window=WINDOW)
-    with start(model, checkpoint, house, tmp_path / "vllm.log") as vllm:
+    with start(model, checkpoint, daemon, tmp_path / "vllm.log") as vllm:
         cold = vllm.generate(ASKED)
         vllm.reset()
         assert vllm.generate(ASKED).outputs == cold.outputs
     assert "vLLM serves without it: the model has sliding-window" in vllm.said()
-    assert not house.stats()["namespaces"]
+    assert not daemon.stats()["namespaces"]

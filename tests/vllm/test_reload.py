@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.household import Household
+from tests.e2e.daemon_process import DaemonProcess
 from tests.vllm.driver import Driver, Events
 
 pytestmark = pytest.mark.timeout(1800)
@@ -34,32 +34,32 @@ def whole_blocks(prompt: list[int]) -> int:
 
 
 def test_store_in_one_process_load_in_a_fresh_one(
-    house: Household, checkpoint: Path, tmp_path: Path
+    daemon: DaemonProcess, checkpoint: Path, tmp_path: Path
 ) -> None:
     """Twenty prompts in fp32. The first vLLM has room for all. The second has forty blocks, for
     requests of up to 32, and computes 512 tokens a step: prompts are computed in chunks, pages
     change hands all the time, and requests that grow are preempted and resumed."""
     asked = prompts(LENGTHS)
     crowd = [prompt[:CROWDED] for prompt in asked if len(prompt) > CROWDED]
-    with Driver(checkpoint, house.endpoint, tmp_path / "store.log") as first:
+    with Driver(checkpoint, daemon.endpoint, tmp_path / "store.log") as first:
         cold = first.generate(asked, max_tokens=40)
         apart = first.generate(crowd, max_tokens=40)
         several_requests(first, asked[10])
     assert cold.cached == [0] * len(asked)
-    house.settle()
+    daemon.settle()
     small: dict[str, Any] = {
         "num_gpu_blocks_override": 41,
         "max_num_batched_tokens": 512,
         "max_num_seqs": 8,
     }
-    with Driver(checkpoint, house.endpoint, tmp_path / "load.log", **small) as second:
+    with Driver(checkpoint, daemon.endpoint, tmp_path / "load.log", **small) as second:
         warm = second.generate(asked, max_tokens=40)
         crowded = second.generate(crowd, max_tokens=40)
         assert second.metric("vllm:num_preemptions") > 0
     assert crowded.outputs == apart.outputs
     assert warm.cached == [whole_blocks(prompt) for prompt in asked]
     assert warm.outputs == cold.outputs
-    assert house.stats()["leases"] == 0
+    assert daemon.stats()["leases"] == 0
     print(f"cold {cold.seconds:.1f} s, from hicache {warm.seconds:.1f} s")
 
 
@@ -82,7 +82,7 @@ def several_requests(vllm: Driver, prompt: list[int]) -> None:
 
 
 def test_bf16_says_what_a_local_hit_says(
-    house: Household, checkpoint: Path, tmp_path: Path
+    daemon: DaemonProcess, checkpoint: Path, tmp_path: Path
 ) -> None:
     """In bf16 vLLM's own hits differ from a cold run now and then, so they are what is compared;
     and what else is computed in the same step changes the last bits, so each prompt is asked alone.
@@ -93,11 +93,11 @@ def test_bf16_says_what_a_local_hit_says(
     options["kv_events_config"] = events.config
     with (
         closing(events),
-        Driver(checkpoint, house.endpoint, tmp_path / "vllm.log", **options) as vllm,
+        Driver(checkpoint, daemon.endpoint, tmp_path / "vllm.log", **options) as vllm,
     ):
         vllm.generate(asked)
         local = [vllm.generate([prompt]) for prompt in asked]
-        house.settle()
+        daemon.settle()
         vllm.reset()
         external = [vllm.generate([prompt]) for prompt in asked]
         told = events.take()

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import pytest
 
-from tests.e2e.household import Household, free_port, wait_for
+from tests.e2e.daemon_process import DaemonProcess, free_port, wait_for
 from tests.vllm.driver import ENVIRONMENT, PATIENT, ROOT, Events, end_family, transfer_config
 from tests.vllm.test_reload import BLOCK_TOKENS, hashes
 
@@ -30,7 +30,7 @@ SYSTEM = "You are a careful assistant. " + " ".join(
 class Server:
     """`python -m vllm.entrypoints.openai.api_server`, as an operator starts it."""
 
-    def __init__(self, model: Path, house: Household, log: Path) -> None:
+    def __init__(self, model: Path, daemon: DaemonProcess, log: Path) -> None:
         self.port = free_port()
         self.events = Events()
         self.log = log
@@ -43,7 +43,7 @@ class Server:
             "--dtype": "float32",
             "--max-model-len": "4608",
             "--max-num-seqs": "4",
-            "--kv-transfer-config": json.dumps(transfer_config(house.endpoint, **PATIENT)),
+            "--kv-transfer-config": json.dumps(transfer_config(daemon.endpoint, **PATIENT)),
             "--kv-events-config": json.dumps(self.events.config),
         }
         words = [word for pair in options.items() for word in pair]
@@ -128,24 +128,24 @@ def cached_of(answer: dict[str, Any]) -> int:
 
 
 def test_chat_after_a_restart_of_everything(
-    house: Household, checkpoint: Path, tmp_path: Path
+    daemon: DaemonProcess, checkpoint: Path, tmp_path: Path
 ) -> None:
     """The second server has its model by another path; the daemon has nothing left in memory. At
     the end it is killed, and the server goes on."""
     questions = ["What is the capital of France?", "How many legs has a spider?"]
-    with Server(checkpoint, house, tmp_path / "first.log") as server:
+    with Server(checkpoint, daemon, tmp_path / "first.log") as server:
         first = [words_of(server.chat(question)) for question in questions]
         prompt_tokens = server.chat(questions[0])["usage"]["prompt_tokens"]
         server.hang_up_early("Tell me a long story about rule one.")
         assert server.metric("vllm:external_prefix_cache_hits_total") == 0
         names = hashes(server.events.take(), "GPU")
-    house.stop()
-    house.start()
+    daemon.stop()
+    daemon.start()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for file in checkpoint.iterdir():
         (elsewhere / file.name).symlink_to(file)
-    with Server(elsewhere, house, tmp_path / "second.log") as server:
+    with Server(elsewhere, daemon, tmp_path / "second.log") as server:
         answers = [server.chat(question) for question in questions]
         assert [words_of(answer) for answer in answers] == first
         assert cached_of(answers[0]) == (prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS > 0
@@ -160,7 +160,7 @@ def test_chat_after_a_restart_of_everything(
         assert len(words_of(several)) == 2
         server.hang_up_early("Tell me another long story.")
         assert words_of(server.chat(questions[1])) == first[1]
-        wait_for(lambda: house.stats()["leases"] == 0, "no lease")
-        house.kill()
+        wait_for(lambda: daemon.stats()["leases"] == 0, "no lease")
+        daemon.kill()
         assert words_of(server.chat(questions[0], cache_salt="mine")) == first[0]
         assert server.metric("vllm:hicache_troubles_total") >= 1

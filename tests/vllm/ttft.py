@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.household import Household, wait_for
+from tests.e2e.daemon_process import DaemonProcess, wait_for
 from tests.vllm.checkpoint import write_checkpoint
 from tests.vllm.driver import Driver
 from tests.vllm.test_reload import prompts, whole_blocks
@@ -37,9 +37,9 @@ class Cell:
     daemon_ms: float = 0.0
 
 
-def measure(house: Household, vllm: Driver, asked: list[list[int]], column: str) -> Cell:
+def measure(daemon: DaemonProcess, vllm: Driver, asked: list[list[int]], column: str) -> Cell:
     seconds = []
-    daemon_ns = cpu_ns(house.pid)
+    daemon_ns = cpu_ns(daemon.pid)
     for prompt in asked:
         said = vllm.generate([prompt], max_tokens=1)
         expected = 0 if column == "cold" else whole_blocks(prompt)
@@ -48,8 +48,8 @@ def measure(house: Household, vllm: Driver, asked: list[list[int]], column: str)
     first_token_ms = 1e3 * statistics.median(seconds)
     if column in ("cold", "local"):
         return Cell(first_token_ms)
-    daemon_ms = (cpu_ns(house.pid) - daemon_ns) / 1e6 / len(asked)
-    loads = wait_for(lambda: load_seconds(house, len(asked)), "what the loads took")
+    daemon_ms = (cpu_ns(daemon.pid) - daemon_ns) / 1e6 / len(asked)
+    loads = wait_for(lambda: load_seconds(daemon, len(asked)), "what the loads took")
     return Cell(first_token_ms, 1e3 * statistics.median(loads), daemon_ms)
 
 
@@ -59,9 +59,9 @@ def cpu_ns(pid: int) -> int:
     return sum(int(schedule.read_text().split()[0]) for schedule in schedules)
 
 
-def load_seconds(house: Household, last: int) -> list[float]:
+def load_seconds(daemon: DaemonProcess, last: int) -> list[float]:
     """What the last loads took; nothing until vLLM has told of all of them."""
-    rows = house.ask("explain", last=last)["decisions"]
+    rows = daemon.ask("explain", last=last)["decisions"]
     seconds = [row["actual"]["reload_s"] for row in rows]
     return [] if None in seconds else seconds
 
@@ -74,25 +74,28 @@ def main(model: Path, log: Path) -> None:
         "dram": {"size": ROOM},
         "disk": {"size": "4GiB"},
     }
-    with Household(**tiers) as house, Driver(model, house.endpoint, log, dtype="bfloat16") as vllm:
+    with (
+        DaemonProcess(**tiers) as daemon,
+        Driver(model, daemon.endpoint, log, dtype="bfloat16") as vllm,
+    ):
         vllm.generate(prompts([4097], seed=1), max_tokens=2)  # the first call of a shape is slow
         for column in ("cold", "local", "hbm (emulated)", "disk", "dram"):
             if column == "dram":
-                house.stop()
-                house.configure(**{**tiers, "hbm": None})
-                house.start()
+                daemon.stop()
+                daemon.configure(**{**tiers, "hbm": None})
+                daemon.start()
                 vllm.reset()
                 for n in LENGTHS:  # up from disk
                     for prompt in asked[n]:
                         vllm.generate([prompt], max_tokens=1)
             elif column == "disk":
-                house.stop()
-                house.start()
+                daemon.stop()
+                daemon.start()
             for n in LENGTHS:
-                house.settle()
+                daemon.settle()
                 if column not in ("cold", "local"):
                     vllm.reset()
-                cells[n][column] = measure(house, vllm, asked[n], column)
+                cells[n][column] = measure(daemon, vllm, asked[n], column)
     report(cells)
 
 

@@ -37,7 +37,7 @@ class Engine:
     """Tensors in one allocation, a page a block and layer, and what they should hold. `driver`: its
     library, or what stands for it."""
 
-    def __init__(self, check: Check, house: PrivateDaemon, driver: str, blocks: int) -> None:
+    def __init__(self, check: Check, server: PrivateDaemon, driver: str, blocks: int) -> None:
         self.layers = 4 if _is_small(check) else 32
         self.blocks, self.num_pages = blocks, blocks * 5 // 4 if blocks > BLOCKS else 8 * blocks
         self.block_bytes = self.layers * PAGE_BYTES
@@ -58,7 +58,7 @@ class Engine:
             block_bytes=self.block_bytes,
         )
         self.client = Client(
-            spec, house.endpoint, timeout_s=5.0, fetch_timeout_s=12.0, put_timeout_s=12.0
+            spec, server.endpoint, timeout_s=5.0, fetch_timeout_s=12.0, put_timeout_s=12.0
         )
         self.right: dict[int, Bytes] = {}
 
@@ -121,9 +121,9 @@ def _run_all(check: Check, driver: str) -> None:
 def _run(check: Check, driver: str, kernels: str) -> None:
     size = 32 if _is_small(check) else 512
     gpu = GpuUse(page_kernels=kernels)
-    with daemon(check, gpu, hbm=size, dram=size // 2, disk=4 * size) as house:
-        check.tell(f"{kernels}: copied", _how(house))
-        engine = Engine(check, house, driver, BLOCKS)
+    with daemon(check, gpu, hbm=size, dram=size // 2, disk=4 * size) as server:
+        check.tell(f"{kernels}: copied", _how(server))
+        engine = Engine(check, server, driver, BLOCKS)
         with check.step(f"{kernels}: registered") as part:
             started_s = time.perf_counter()
             share = _shared(engine)
@@ -131,13 +131,13 @@ def _run(check: Check, driver: str, kernels: str) -> None:
         with check.step(f"{kernels}: a registration that lies about its size") as part:
             part.value = _lying(engine)
         with check.step(f"{kernels}: saved from pages and loaded into others") as part:
-            part.value = _there_and_back(house, engine, share, size)
+            part.value = _there_and_back(server, engine, share, size)
         with check.step(f"{kernels}: loaded layer by layer") as part:
             part.value = _by_layer(engine, share)
         with check.step(f"{kernels}: the same, copied by this process itself") as part:
             part.value = _by_layer_here(engine)
         with check.step(f"{kernels}: the worker killed in the middle of loads") as part:
-            part.value = _killed(house, engine, share)
+            part.value = _killed(server, engine, share)
         engine.client.close()
 
 
@@ -147,8 +147,8 @@ def _handover(check: Check, driver: str, step: CheckStep) -> None:
     What the client waits is that, and the messages."""
     blocks = 64 if _is_small(check) else HANDOVER_BLOCKS
     mib = {"hbm": 48, "dram": 48, "disk": 64} if _is_small(check) else HANDOVER_MIB
-    with daemon(check, GpuUse(page_kernels="always"), **mib) as house:
-        engine = Engine(check, house, driver, blocks)
+    with daemon(check, GpuUse(page_kernels="always"), **mib) as server:
+        engine = Engine(check, server, driver, blocks)
         share, pages = _shared(engine), engine.pages()
         engine.fill(1, pages)
         result = engine.client.save_pages(engine.prompt(1), share, pages)
@@ -169,7 +169,7 @@ def _handover(check: Check, driver: str, step: CheckStep) -> None:
         value = (
             f"{blocks * engine.block_bytes >> 20} MiB in {worker:.2f} ms by the worker's clock "
             f"(best {min(worker_ms):.2f}), target {HANDOVER_TARGET_MS} for 1 GiB; {client:.2f} ms "
-            f"as the client sees it; the last one right; {_how(house)}"
+            f"as the client sees it; the last one right; {_how(server)}"
         )
         step.judge(worker < HANDOVER_TARGET_MS, value, worker_ms=worker_ms, client_ms=client_ms)
         engine.client.close()
@@ -189,9 +189,9 @@ def _is_small(check: Check) -> bool:
     return check.is_small or check.is_dry
 
 
-def _how(house: PrivateDaemon) -> str:
+def _how(server: PrivateDaemon) -> str:
     """What the worker says of pages."""
-    (hbm,) = (tier for tier in house.stats()["tiers"] if tier["name"] == "hbm")
+    (hbm,) = (tier for tier in server.stats()["tiers"] if tier["name"] == "hbm")
     return next(part for part in str(hbm["note"]).split("; ") if part.startswith("pages "))
 
 
@@ -209,7 +209,7 @@ def _lying(engine: Engine) -> str:
     return engine.client.last_error
 
 
-def _there_and_back(house: PrivateDaemon, engine: Engine, share: PageShare, mib: int) -> str:
+def _there_and_back(server: PrivateDaemon, engine: Engine, share: PageShare, mib: int) -> str:
     """More than both memory tiers hold, then all of it again; every byte compared."""
     prompt_bytes = BLOCKS * engine.block_bytes
     num_prompts = (mib + mib // 2) * (1 << 20) * 5 // 4 // prompt_bytes
@@ -235,7 +235,7 @@ def _there_and_back(house: PrivateDaemon, engine: Engine, share: PageShare, mib:
         f"{tiers} {prompt_bytes / min(seconds) / 1e9:.1f}"
         for tiers, seconds in sorted(loaded.items())
     ]
-    told = house.stats()["pages"]
+    told = server.stats()["pages"]
     return (
         f"{came} of {2 * num_prompts * BLOCKS} blocks came, every byte right; GB/s with all "
         f"requests, best: saved {prompt_bytes / min(saved_s) / 1e9:.1f}, loaded from "
@@ -294,7 +294,7 @@ def _by_layer_here(engine: Engine) -> str:
     return f"{cache.how[:40]}…; the first layer after {told[0]:.1f} ms, each compared when it came"
 
 
-def _killed(house: PrivateDaemon, engine: Engine, share: PageShare) -> str:
+def _killed(server: PrivateDaemon, engine: Engine, share: PageShare) -> str:
     """Its copies end with it; the client sees that, and shares its pages with the next one."""
     number = max(engine.right)
     match = _matched(engine, number)
@@ -310,7 +310,7 @@ def _killed(house: PrivateDaemon, engine: Engine, share: PageShare) -> str:
     assert again is not None
     blocks, _, _ = _load(engine, again, number)
     assert engine.client.unshare_pages(again), engine.client.last_error
-    left = house.stats()["pages"]
+    left = server.stats()["pages"]
     assert not any(left.values()), f"left over: {left}"
     seen = len(rest) + (first is not None)
     return f"after {seen} parts; {blocks} of {BLOCKS} blocks loaded by the next worker, bytes right"

@@ -27,11 +27,11 @@ def run(check: Check) -> None:
     check.tell("libraries", f"torch {torch.__version__}, transformers {transformers.__version__}")
     sizes = (16, 8, 64) if check.is_dry else (128, 96, 512)
     mib = dict(zip(("hbm", "dram", "disk"), sizes, strict=True))
-    with check.step("a daemon for the model") as whole, daemon(check, **mib) as house:
+    with check.step("a daemon for the model") as whole, daemon(check, **mib) as server:
         for dtype in (torch.float32, torch.bfloat16):
             name = str(dtype).removeprefix("torch.")
             with check.step(f"outputs in {name}, with hits and without") as step:
-                _compare(check, house, _model(check, dtype), step, is_judged=name == "float32")
+                _compare(check, server, _model(check, dtype), step, is_judged=name == "float32")
         whole.value = "ran to its end"
 
 
@@ -55,7 +55,7 @@ def _model(check: Check, dtype: Any) -> Any:
 
 
 def _compare(
-    check: Check, house: PrivateDaemon, model: Any, step: CheckStep, is_judged: bool
+    check: Check, server: PrivateDaemon, model: Any, step: CheckStep, is_judged: bool
 ) -> None:
     """Conversations of growing prompts: turn by turn, then all of them again, which by then lie on
     every tier. A wrong token is counted, and the first place of it told."""
@@ -67,7 +67,7 @@ def _compare(
     prompts = [text[: length * (turn + 1)] for turn in range(turns) for text in texts]
     plain = CachedModel(model, None)
     expected = [plain.generate(prompt, NEW_TOKENS).tokens for prompt in prompts]
-    served = CachedModel(model, lambda spec: Client(spec, house.endpoint, timeout_s=5.0))
+    served = CachedModel(model, lambda spec: Client(spec, server.endpoint, timeout_s=5.0))
     hits: Counter[str] = Counter()
     wrong: list[str] = []
     for number, prompt in enumerate([*prompts, *prompts]):

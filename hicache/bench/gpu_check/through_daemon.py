@@ -54,39 +54,41 @@ def daemon(check: Check, gpu: GpuUse | None = None, /, **mib: int) -> Iterator[P
     }
     file.write_text(yaml.safe_dump(config))
     device = "auto" if has_gpu else "host"
-    house = PrivateDaemon(file, hbm_device=device, own_group=False)
+    server = PrivateDaemon(file, hbm_device=device, own_group=False)
     try:
-        house.start()
-        wait_for(lambda: _pid(house), "the GPU worker")
-        wait_for(lambda: all(t["state"] == "up" for t in house.stats()["tiers"]), "all tiers")
+        server.start()
+        wait_for(lambda: _pid(server), "the GPU worker")
+        wait_for(lambda: all(t["state"] == "up" for t in server.stats()["tiers"]), "all tiers")
         if has_gpu:
-            (hbm,) = (tier for tier in house.stats()["tiers"] if tier["name"] == "hbm")
+            (hbm,) = (tier for tier in server.stats()["tiers"] if tier["name"] == "hbm")
             assert hbm["medium"] == "GPU 0", f"auto chose {hbm}"
-        yield house
+        yield server
     finally:
         with (check.folder / f"{check.name}-daemon.log").open("a") as log:
-            log.write(house.said())
-        house.close()
+            log.write(server.said())
+        server.close()
 
 
 def run(check: Check) -> None:
     size, block_bytes = (64, 256 << 10) if check.is_dry else (512, 2 << 20)
     with check.step("a daemon with the GPU's memory") as step:
         started_s = time.monotonic()
-        with daemon(check, hbm=size, dram=size // 2, disk=4 * size) as house:
-            notes = [f"{t['name']}: {t.get('note') or t['medium']}" for t in house.stats()["tiers"]]
+        with daemon(check, hbm=size, dram=size // 2, disk=4 * size) as server:
+            notes = [
+                f"{t['name']}: {t.get('note') or t['medium']}" for t in server.stats()["tiers"]
+            ]
             check.tell("ready after", f"{time.monotonic() - started_s:.1f} s; {'; '.join(notes)}")
-            traffic = DaemonTraffic(house, block_bytes)
+            traffic = DaemonTraffic(server, block_bytes)
             with check.step("stored, promoted, read back") as part:
-                part.value = _promoted(house, traffic)
+                part.value = _promoted(server, traffic)
             with check.step("squeezed through all tiers and back") as part:
-                part.value = _squeezed(house, traffic, size + size // 2)
+                part.value = _squeezed(server, traffic, size + size // 2)
             with check.step("its GPU worker killed in the middle of the traffic") as part:
-                part.value = _killed(house, traffic)
+                part.value = _killed(server, traffic)
             with check.step("stopped by SIGTERM") as part:
                 traffic.client.close()
-                seconds = house.stop()
-                bad = [line for line in house.said().splitlines() if _is_bad(line)]
+                seconds = server.stop()
+                bad = [line for line in server.said().splitlines() if _is_bad(line)]
                 assert not bad, bad[0]
                 part.value = f"in {seconds:.1f} s, nothing bad in its log"
         step.value = "ran to its end"
@@ -96,7 +98,7 @@ class DaemonTraffic:
     """Prompts by number; what is stored under them follows from the number. `by_tier`: the blocks
     found by `read`, by where their fastest copy was."""
 
-    def __init__(self, house: PrivateDaemon, block_bytes: int) -> None:
+    def __init__(self, server: PrivateDaemon, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.num_prompts = 0
         shape = (BLOCKS, block_bytes)
@@ -111,7 +113,7 @@ class DaemonTraffic:
             block_bytes=block_bytes,
         )
         self.client = Client(
-            spec, house.endpoint, timeout_s=5.0, fetch_timeout_s=12.0, put_timeout_s=12.0
+            spec, server.endpoint, timeout_s=5.0, fetch_timeout_s=12.0, put_timeout_s=12.0
         )
 
     def store(self) -> int:
@@ -144,16 +146,16 @@ class DaemonTraffic:
         return rows
 
 
-def _promoted(house: PrivateDaemon, traffic: DaemonTraffic) -> str:
+def _promoted(server: PrivateDaemon, traffic: DaemonTraffic) -> str:
     for number in range(4):
         assert traffic.store() == BLOCKS
         assert traffic.read(number) == BLOCKS
-    wait_for(lambda: _used(house)["hbm"] >= 4 * BLOCKS * traffic.block_bytes, "promotions")
+    wait_for(lambda: _used(server)["hbm"] >= 4 * BLOCKS * traffic.block_bytes, "promotions")
     assert all(traffic.read(number) == BLOCKS for number in range(4))
-    return f"used MiB: {_mib(_used(house))}"
+    return f"used MiB: {_mib(_used(server))}"
 
 
-def _squeezed(house: PrivateDaemon, traffic: DaemonTraffic, both_mib: int) -> str:
+def _squeezed(server: PrivateDaemon, traffic: DaemonTraffic, both_mib: int) -> str:
     """Store half again as much as both memory tiers hold, reading as it goes, then all of it."""
     want = both_mib * 3 // 2 * (1 << 20) // (BLOCKS * traffic.block_bytes)
     held = 0
@@ -168,32 +170,32 @@ def _squeezed(house: PrivateDaemon, traffic: DaemonTraffic, both_mib: int) -> st
     assert found.get("hbm"), f"nothing came back from HBM: {found}"
     return (
         f"{sum(came)} of {len(came) * BLOCKS} blocks came, found in {found}; used MiB: "
-        f"{_mib(_used(house))}; batches {_moved(house)}"
+        f"{_mib(_used(server))}; batches {_moved(server)}"
     )
 
 
-def _killed(house: PrivateDaemon, traffic: DaemonTraffic) -> str:
+def _killed(server: PrivateDaemon, traffic: DaemonTraffic) -> str:
     """Its blocks are misses, never wrong; the next worker serves."""
     pids = []
     for _ in range(2):
-        pid = wait_for(lambda: _pid(house), "the GPU worker")
+        pid = wait_for(lambda: _pid(server), "the GPU worker")
         for step in range(12):
             traffic.store()
             traffic.read(traffic.num_prompts - 1 - step % 5)
             if step == 6:
                 os.kill(pid, signal.SIGKILL)
         pids.append(pid)
-        wait_for(lambda old=pid: _pid(house) not in (0, old), "another GPU worker")  # type: ignore[misc]
-        wait_for(lambda: all(t["state"] == "up" for t in house.stats()["tiers"]), "all tiers")
+        wait_for(lambda old=pid: _pid(server) not in (0, old), "another GPU worker")  # type: ignore[misc]
+        wait_for(lambda: all(t["state"] == "up" for t in server.stats()["tiers"]), "all tiers")
     came = sum(traffic.read(number) for number in range(traffic.num_prompts))
     first = traffic.num_prompts
     for number in range(first, first + 4):
         assert traffic.store() == BLOCKS
         assert traffic.read(number) == BLOCKS
-    wait_for(lambda: _used(house)["hbm"] > 0, "promotions into the new pool")
+    wait_for(lambda: _used(server)["hbm"] > 0, "promotions into the new pool")
     return (
         f"twice (pids {pids}); {came} of {first * BLOCKS} blocks were still there; used MiB: "
-        f"{_mib(_used(house))}"
+        f"{_mib(_used(server))}"
     )
 
 
@@ -206,21 +208,21 @@ def wait_for(ask: Callable[[], T], what: str) -> T:
     return answer
 
 
-def _pid(house: PrivateDaemon) -> int:
-    return int(house.stats()["workers"].get(_WORKER, 0))
+def _pid(server: PrivateDaemon) -> int:
+    return int(server.stats()["workers"].get(_WORKER, 0))
 
 
-def _used(house: PrivateDaemon) -> dict[str, int]:
-    return {tier["name"]: tier["used_bytes"] for tier in house.stats()["tiers"]}
+def _used(server: PrivateDaemon) -> dict[str, int]:
+    return {tier["name"]: tier["used_bytes"] for tier in server.stats()["tiers"]}
 
 
 def _mib(used: dict[str, int]) -> str:
     return ", ".join(f"{name} {num_bytes >> 20}" for name, num_bytes in used.items())
 
 
-def _moved(house: PrivateDaemon) -> str:
+def _moved(server: PrivateDaemon) -> str:
     """How many batches each link has carried."""
-    links = house.stats()["links"]
+    links = server.stats()["links"]
     return ", ".join(f"{link['src']}-{link['dst']} {link['measurements']}" for link in links)
 
 

@@ -226,8 +226,8 @@ class Paging:
             raise WireError("malformed", "indices: blocks of this ticket, and pages for each")
         if len(np.unique(indices)) != len(indices):
             raise WireError("malformed", "indices: a block twice")
-        house = self._engine.residency
-        slots: Ids = house.blocks.slot[ticket.tier][ticket.ids[places]]
+        server = self._engine.residency
+        slots: Ids = server.blocks.slot[ticket.tier][ticket.ids[places]]
         copy = _Copy(
             next(self._numbers),
             registration,
@@ -236,7 +236,7 @@ class Paging:
             owner=ticket.owner,
             num_blocks=len(indices),
         )
-        self._start(copy, session, [(house.tiers[ticket.tier].name, slots)], pages, 0)
+        self._start(copy, session, [(server.tiers[ticket.tier].name, slots)], pages, 0)
         self._written_tickets[ticket.id] += 1
         self._written_owners[ticket.owner] += 1
 

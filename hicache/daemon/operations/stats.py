@@ -65,33 +65,33 @@ def tier_rows(
     states: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """One row per tier, fastest first."""
-    house = engine.residency
+    residency = engine.residency
     rows = []
-    for number, spec in enumerate(house.tiers):
-        pool = house.pools[number]
+    for number, spec in enumerate(residency.tiers):
+        pool = residency.pools[number]
         counts = engine.ledger.tiers[spec.name]
-        states_of = house.blocks.counts[number]
-        into = [m for m in house.moves.values() if m.dst == spec.name]
+        states_of = residency.blocks.counts[number]
+        into = [m for m in residency.moves.values() if m.dst == spec.name]
         rows.append(
             {
                 "name": spec.name,
                 "medium": media.get(spec.name, ""),
-                "state": states.get(spec.name, "up" if house.is_up(number) else "down"),
+                "state": states.get(spec.name, "up" if residency.is_up(number) else "down"),
                 "note": notes.get(spec.name, ""),
                 "capacity_bytes": pool.capacity_bytes,
                 "used_bytes": pool.used_bytes,
                 "given_back_bytes": len(pool.withheld) * pool.slab_bytes,
                 "quarantined_bytes": pool.quarantined_bytes,
-                "pinned_bytes": pinned_bytes(house, number),
+                "pinned_bytes": pinned_bytes(residency, number),
                 "blocks": int(states_of[CopyState.READY] + states_of[CopyState.DRAINING]),
                 "hits": counts.hits,
                 "hit_tokens": counts.hit_tokens,
                 "bytes_served": counts.bytes_served,
                 "seconds_saved": counts.seconds_saved,
-                "promotions": house.promoted[number],
-                "demotions": house.demoted[number],
-                "evictions": house.evicted[number],
-                "corrupt": house.corrupt[number],
+                "promotions": residency.promoted[number],
+                "demotions": residency.demoted[number],
+                "evictions": residency.evicted[number],
+                "corrupt": residency.corrupt[number],
                 "queue_depth": len(into),
                 "queue_bytes": sum(move.block_bytes for move in into),
             }
@@ -101,15 +101,15 @@ def tier_rows(
 
 def link_rows(engine: CacheEngine) -> list[dict[str, Any]]:
     """What each link is believed to do, and what is on it."""
-    house = engine.residency
+    residency = engine.residency
     return [
         {
-            "src": house.tiers[src].name,
-            "dst": house.tiers[dst].name,
+            "src": residency.tiers[src].name,
+            "dst": residency.tiers[dst].name,
             "bytes_per_s": cost.bytes_per_s,
             "latency_s": cost.latency_s,
             "measurements": cost.num_measured,
-            "queued_bytes": house.bytes_moving((src, dst), Priority.DEMOTION),
+            "queued_bytes": residency.bytes_moving((src, dst), Priority.DEMOTION),
         }
         for (src, dst), cost in engine.links.items()
     ]
@@ -117,9 +117,9 @@ def link_rows(engine: CacheEngine) -> list[dict[str, Any]]:
 
 def namespace_rows(service: Service) -> list[dict[str, Any]]:
     """One row per namespace, those without a client included."""
-    house = service.engine.residency
+    residency = service.engine.residency
     rows = []
-    for namespace in house.namespaces:
+    for namespace in residency.namespaces:
         spec = service.namespaces.get(namespace.digest)
         prefill = service.engine.prefill[namespace.number]
         rows.append(
@@ -128,7 +128,7 @@ def namespace_rows(service: Service) -> list[dict[str, Any]]:
                 "name": spec.name if spec is not None else "",
                 "block_tokens": namespace.block_tokens,
                 "block_bytes": namespace.block_bytes,
-                "blocks": house.index.num_blocks[namespace.number],
+                "blocks": residency.index.num_blocks[namespace.number],
                 "prefill_tokens_per_s": prefill.tokens_per_s() if prefill.num_observed else None,
                 "loads": _loads(service.engine, namespace.number),
             }
@@ -140,13 +140,13 @@ def tree_rows(
     service: Service, body: Mapping[str, Any], now_s: float, *, with_tokens: bool
 ) -> dict[str, Any]:
     """A page of the index's nodes (engine/index/snapshot.py), and the namespaces that are in it."""
-    house = service.engine.residency
+    residency = service.engine.residency
     after, most, digest = body["after"], body["most"], body["namespace"]
-    found = page(house, after, most, now_s, digest, with_tokens=with_tokens)
-    spaces = [house.namespaces[number] for number in found.namespaces]
+    found = page(residency, after, most, now_s, digest, with_tokens=with_tokens)
+    spaces = [residency.namespaces[number] for number in found.namespaces]
     names = [service.namespaces.get(space.digest) for space in spaces]
     return {
-        "tiers": [tier.name for tier in house.tiers],
+        "tiers": [tier.name for tier in residency.tiers],
         "namespaces": [
             {
                 "digest": space.digest.hex(),
@@ -284,11 +284,13 @@ def history_row(engine: CacheEngine) -> dict[str, Any]:
 def memory_row(service: Service, mover: Mover, index_tokens: int) -> dict[str, Any]:
     """Where the daemon's memory is: shared (the arenas) and its own. The index is estimated; all
     that is its own is in `private_bytes`, libraries included."""
-    house = service.engine.residency
+    residency = service.engine.residency
     symbols = TOKEN_BYTES * index_tokens
     return {
         "arena_bytes": {tier: arena.memory_bytes for tier, arena in service.arenas.items()},
-        "index_bytes": house.blocks.num_bytes() + symbols + NODE_BYTES * house.index.num_nodes,
+        "index_bytes": residency.blocks.num_bytes()
+        + symbols
+        + NODE_BYTES * residency.index.num_nodes,
         "buffer_bytes": {
             "waiting puts": service.waiting.put_bytes(),
             "frames not read": sum(s.unread.num_bytes() for s in service.sessions),
@@ -308,12 +310,12 @@ def _private_bytes() -> int:
 def queue_rows(service: Service, mover: Mover) -> list[dict[str, Any]]:
     """Everything that may grow with what clients ask for: how much there is, at most, by which key
     of the configuration, and how often it was refused for that."""
-    limits, house, waiting = service.limits, service.engine.residency, service.waiting
+    limits, residency, waiting = service.limits, service.engine.residency, service.waiting
     turned = service.turned_away
     rows = [
         ("sessions", len(service.sessions), limits.max_sessions, "max_sessions"),
-        ("namespaces", len(house.namespaces), limits.max_namespaces, "max_namespaces"),
-        ("leases", len(house.leases.leases), limits.max_leases, "max_leases"),
+        ("namespaces", len(residency.namespaces), limits.max_namespaces, "max_namespaces"),
+        ("leases", len(residency.leases.leases), limits.max_leases, "max_leases"),
         ("leased memory", round(service.leased_share, 4), limits.max_leased, "max_leased"),
         ("pinned memory", _pinned_share(service), limits.max_pinned, "max_pinned"),
         ("waiting puts", len(waiting.puts), limits.max_waiting, "max_waiting"),
@@ -333,13 +335,15 @@ def queue_rows(service: Service, mover: Mover) -> list[dict[str, Any]]:
 
 def _pinned_share(service: Service) -> float:
     """Of the tier where it is most."""
-    house = service.engine.residency
-    pools = enumerate(house.pools)
-    return round(max(pinned_bytes(house, n) / max(1, pool.capacity_bytes) for n, pool in pools), 4)
+    residency = service.engine.residency
+    pools = enumerate(residency.pools)
+    return round(
+        max(pinned_bytes(residency, n) / max(1, pool.capacity_bytes) for n, pool in pools), 4
+    )
 
 
 def index_row(engine: CacheEngine, namespaces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The size of the index. `namespaces`: their rows."""
-    house = engine.residency
+    residency = engine.residency
     tokens = sum(row["blocks"] * row["block_tokens"] for row in namespaces)
-    return {"blocks": len(house.blocks), "nodes": house.index.num_nodes, "tokens": tokens}
+    return {"blocks": len(residency.blocks), "nodes": residency.index.num_nodes, "tokens": tokens}

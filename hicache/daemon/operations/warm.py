@@ -134,16 +134,16 @@ def name_of(epoch: str, pin: int) -> str:
 
 def pin_rows(engine: CacheEngine, epoch: str, now_s: float) -> list[dict[str, Any]]:
     """For `stats`: one row per pin, the oldest first."""
-    house = engine.residency
+    server = engine.residency
     return [
         {
             "pin": name_of(epoch, pin.id),
             "name": pin.name,
-            "namespace": house.namespaces[pin.namespace].digest.hex(),
+            "namespace": server.namespaces[pin.namespace].digest.hex(),
             "blocks": pin.num_blocks,
             "ends_in_s": pin.expires_s - now_s,
         }
-        for pin in house.leases.pins.values()
+        for pin in server.leases.pins.values()
     ]
 
 

@@ -75,9 +75,9 @@ class Condition:
         states = {spec.name: "up" for spec in self._parts.tiers}
         for worker in self._parts.workers:
             states[worker.far] = devices[worker.device]
-        house = self._engine.residency
-        for number, spec in enumerate(house.tiers):
-            if house.restoring >> number & 1 and states[spec.name] == "up":
+        server = self._engine.residency
+        for number, spec in enumerate(server.tiers):
+            if server.restoring >> number & 1 and states[spec.name] == "up":
                 states[spec.name] = "starting"
         for tier in self._reluctant():
             if states[tier] == "up":
@@ -100,10 +100,10 @@ class Condition:
 
     def _reluctant(self) -> dict[str, str]:
         """The tiers that took nothing when they were last asked, and why."""
-        house = self._engine.residency
+        server = self._engine.residency
         return {
-            house.tiers[tier].name: f"takes no new blocks, and is asked again in a while: {reason}"
-            for tier, reason in house.backoff.reasons().items()
+            server.tiers[tier].name: f"takes no new blocks, and is asked again in a while: {reason}"
+            for tier, reason in server.backoff.reasons().items()
         }
 
     # --- all of it ------------------------------------------------------------------------------

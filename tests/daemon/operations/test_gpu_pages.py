@@ -465,11 +465,11 @@ def test_no_slot_is_given_to_anybody_while_the_worker_writes_it(
     """Whatever clients do, in whatever order the worker answers: slots named in a save that was
     not told as ended are in no later put. In the end nothing is left over."""
     rng = Random(seed)
-    house = World(PageDesk(tmp_path_factory.mktemp("desk")), rng)
+    server = World(PageDesk(tmp_path_factory.mktemp("desk")), rng)
     for step in steps:
-        getattr(house, step)()
-        house.check()
-    house.finish()
+        getattr(server, step)()
+        server.check()
+    server.finish()
 
 
 class World:
@@ -487,9 +487,9 @@ class World:
     def check(self) -> None:
         """What the worker writes is a ticket's, or set aside."""
         self.desk.world.engine.validate()
-        house = self.desk.world.engine.residency
-        kept = [house.blocks.slot[t.tier][t.ids] for t in house.leases.tickets.values()]
-        kept += [held.slots for held in house.leases.quarantine.values()]
+        server = self.desk.world.engine.residency
+        kept = [server.blocks.slot[t.tier][t.ids] for t in server.leases.tickets.values()]
+        kept += [held.slots for held in server.leases.quarantine.values()]
         slots = set(np.concatenate([np.empty(0, int), *kept]).tolist())
         assert all(written <= slots for written in self.written.values()), "nobody holds them"
 

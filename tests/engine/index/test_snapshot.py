@@ -27,16 +27,16 @@ from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, World, tokens_
 A = tokens_of(1, 2, 3)
 
 
-def nodes_of(house: Residency) -> list[Node]:
+def nodes_of(residency: Residency) -> list[Node]:
     """All but the roots, found by walking the trees."""
-    below = [node for space in house.namespaces for node in house.index.subtree(space.root)]
+    below = [node for space in residency.namespaces for node in residency.index.subtree(space.root)]
     return [node for node in below if not node.is_root]
 
 
-def told(house: Residency, node: Node, now_s: float) -> dict[str, Any]:
+def told(residency: Residency, node: Node, now_s: float) -> dict[str, Any]:
     """What has to be said of a node."""
     assert node.parent is not None
-    space = house.namespaces[node.namespace]
+    space = residency.namespaces[node.namespace]
     return {
         "number": node.number,
         "parent": None if node.parent.is_root else node.parent.number,
@@ -46,27 +46,29 @@ def told(house: Residency, node: Node, now_s: float) -> dict[str, Any]:
         "tiers": node.tiers,
         "leaving": node.leaving,
         "idle_s": None if node.touched_s == DISMISSED_S else max(0.0, now_s - node.touched_s),
-        "is_leased": house.blocks.is_pinned(node.block_ids()),
+        "is_leased": residency.blocks.is_pinned(node.block_ids()),
         "tokens": node.symbols(space.step, 0, 1)[: 4 * MAX_FIRST_TOKENS],
     }
 
 
-def read(house: Residency, run: TreeRun, found: TreePage) -> dict[str, Any]:
+def read(residency: Residency, run: TreeRun, found: TreePage) -> dict[str, Any]:
     """The same of what a page says."""
     fields = {name: getattr(run, name) for name in run.__struct_fields__ if name != "namespace"}
-    return {**fields, "digest": house.namespaces[found.namespaces[run.namespace]].digest}
+    return {**fields, "digest": residency.namespaces[found.namespaces[run.namespace]].digest}
 
 
-def pages(house: Residency, most: int, now_s: float, **more: Any) -> list[TreePage]:
-    found = [page(house, 0, most, now_s, **more)]
+def pages(residency: Residency, most: int, now_s: float, **more: Any) -> list[TreePage]:
+    found = [page(residency, 0, most, now_s, **more)]
     while (after := found[-1].next) is not None:
-        found.append(page(house, after, most, now_s, **more))
+        found.append(page(residency, after, most, now_s, **more))
     return found
 
 
-def all_of(house: Residency, most: int, now_s: float, **more: Any) -> list[dict[str, Any]]:
+def all_of(residency: Residency, most: int, now_s: float, **more: Any) -> list[dict[str, Any]]:
     return [
-        read(house, run, found) for found in pages(house, most, now_s, **more) for run in found.runs
+        read(residency, run, found)
+        for found in pages(residency, most, now_s, **more)
+        for run in found.runs
     ]
 
 
@@ -82,27 +84,27 @@ class Looking:
 
     @invariant()
     def looks(self) -> None:
-        house, now_s = self.world.engine.residency, self.world.now_s
+        residency, now_s = self.world.engine.residency, self.world.now_s
         self.num_looks += 1
         most = self.num_looks % 7 + 1
         before = portrait(self.world.engine) if self.num_looks % 10 == 0 else None
-        found = all_of(house, most, now_s)
+        found = all_of(residency, most, now_s)
         assert before is None or portrait(self.world.engine) == before
-        expected = [told(house, node, now_s) for node in nodes_of(house)]
+        expected = [told(residency, node, now_s) for node in nodes_of(residency)]
         assert found == sorted(expected, key=lambda row: row["number"])
         assert [row for row in found if row["digest"] == DIGEST] == all_of(
-            house, most, now_s, namespace=DIGEST
+            residency, most, now_s, namespace=DIGEST
         )
-        self.go_on(house, now_s)
+        self.go_on(residency, now_s)
 
-    def go_on(self, house: Residency, now_s: float) -> None:
-        now = {node.number: (node, told(house, node, 0.0)) for node in nodes_of(house)}
+    def go_on(self, residency: Residency, now_s: float) -> None:
+        now = {node.number: (node, told(residency, node, 0.0)) for node in nodes_of(residency)}
         if self.after is None:
             self.reading, self.unchanged, self.after = {}, now, 0
         kept = {n: row for n, row in self.unchanged.items() if n in now and now[n][0] is row[0]}
         self.unchanged = {n: row for n, row in kept.items() if now[n][1] == row[1]}
-        found = page(house, self.after, 3, 0.0)
-        self.reading |= {run.number: read(house, run, found) for run in found.runs}
+        found = page(residency, self.after, 3, 0.0)
+        self.reading |= {run.number: read(residency, run, found) for run in found.runs}
         self.after = found.next
         if self.after is None:
             for number, (_, row) in self.unchanged.items():
@@ -130,18 +132,20 @@ def test_any_size_of_page_and_any_beginning(
     w.open(b"m" * 32, BLOCK_BYTES)
     for number, prompt in enumerate(prompts):
         w.store(tokens_of(*prompt), namespace=number % 2)
-    house = w.engine.residency
-    expected = sorted((told(house, n, w.now_s) for n in nodes_of(house)), key=lambda r: r["number"])
-    assert all_of(house, most, w.now_s) == expected
-    assert all_of(house, most, w.now_s, namespace=b"m" * 5) == [
+    residency = w.engine.residency
+    expected = sorted(
+        (told(residency, n, w.now_s) for n in nodes_of(residency)), key=lambda r: r["number"]
+    )
+    assert all_of(residency, most, w.now_s) == expected
+    assert all_of(residency, most, w.now_s, namespace=b"m" * 5) == [
         row for row in expected if row["digest"] == b"m" * 32
     ]
-    assert all_of(house, most, w.now_s, namespace=b"x") == []
-    found = page(house, after, most, w.now_s)
+    assert all_of(residency, most, w.now_s, namespace=b"x") == []
+    found = page(residency, after, most, w.now_s)
     assert [run.number for run in found.runs] == [
         row["number"] for row in expected if after <= row["number"] < after + most
     ]
-    assert found.end == len(house.index.nodes)
+    assert found.end == len(residency.index.nodes)
     assert found.next == (after + most if after + most < found.end else None)
 
 
@@ -205,14 +209,14 @@ def test_a_lease_shows_on_a_node_in_which_it_ends(is_odd: bool) -> None:
     w = World((("dram", 64, True, False),))
     w.store(tokens_of(1, 2, 3, 4))
     w.store(tokens_of(1, 9))
-    house = w.engine.residency
-    (node,) = (n for n in nodes_of(house) if n.depth == 1 and len(n) == 3)
+    residency = w.engine.residency
+    (node,) = (n for n in nodes_of(residency) if n.depth == 1 and len(n) == 3)
     if is_odd:
         node.span = node.block_ids()
     (first, middle, last) = node.block_ids().tolist()
     for held, is_leased in ((slice(first, middle), True), (slice(0, first), False)):
-        with house.pinned([held]):
-            runs = {run.number: run.is_leased for run in page(house, 0, 9, 0.0).runs}
+        with residency.pinned([held]):
+            runs = {run.number: run.is_leased for run in page(residency, 0, 9, 0.0).runs}
         assert runs[node.number] == is_leased
     assert (middle, last) == (first + 1, first + 2)
 

@@ -87,9 +87,9 @@ class LateListener(Listener):
 
 def held_by(w: World) -> Held:
     """What can be read from where, by the index itself."""
-    house = w.engine.residency
+    residency = w.engine.residency
     held: Held = {}
-    for namespace in house.namespaces:
+    for namespace in residency.namespaces:
         stack = [(namespace.root, b"")]
         while stack:
             node, above = stack.pop()
@@ -97,8 +97,8 @@ def held_by(w: World) -> Held:
             stack += [(child, tokens) for child in node.children.values()]
             keys = keys_of(tokens, namespace.digest)[node.depth :]
             for key, block in zip(keys, node.block_ids().tolist(), strict=True):
-                tag = int(house.blocks.tags[block])
-                tiers = {t.name for n, t in enumerate(house.tiers) if tag >> n & 1}
+                tag = int(residency.blocks.tags[block])
+                tiers = {t.name for n, t in enumerate(residency.tiers) if tag >> n & 1}
                 if tiers:
                     held[key] = tiers
     return held
@@ -255,8 +255,8 @@ def test_a_parent_with_a_greater_id_is_told_first() -> None:
         w.store(tokens)
         w.match(parent)
     w.store(path)
-    house = w.engine.residency
-    ids = house.index.match(house.namespaces[0].root, path, STEP).ids().tolist()
+    residency = w.engine.residency
+    ids = residency.index.match(residency.namespaces[0].root, path, STEP).ids().tolist()
     assert ids[0] > ids[1]
     listener = listened(w)
     news = all_of(w, 1)

@@ -46,8 +46,8 @@ def test_the_tightest_look_decides(looks: list[tuple[int, int]], wanted: Wanted)
 
 def room(w: World) -> tuple[int, int]:
     """Slabs of the dram tier in use as room, and withheld."""
-    house = w.engine.residency
-    pool = house.pools[house.number_of("dram")]
+    residency = w.engine.residency
+    pool = residency.pools[residency.number_of("dram")]
     return pool.capacity_bytes // pool.slab_bytes, len(pool.withheld)
 
 

@@ -44,8 +44,8 @@ def filled(tiers: object, num_prompts: int) -> tuple[World, int]:
 
 
 def clearing(w: World, tier: str) -> SlabClearing | None:
-    house = w.engine.residency
-    return house.pools[house.number_of(tier)].clearing
+    residency = w.engine.residency
+    return residency.pools[residency.number_of(tier)].clearing
 
 
 def known(w: World, count: int) -> int:
@@ -91,8 +91,8 @@ def test_three_tiers_each_give_a_slab() -> None:
 
 def test_a_leased_slab_is_not_chosen() -> None:
     w, large = filled(DRAM, 16)
-    house = w.engine.residency
-    slab_of = {n: int(house.blocks.slot[0][_block(w, n)]) // SLAB for n in range(16)}
+    residency = w.engine.residency
+    slab_of = {n: int(residency.blocks.slot[0][_block(w, n)]) // SLAB for n in range(16)}
     held = [next(n for n in range(16) if slab_of[n] == slab) for slab in (0, 1, 3)]
     leases = [w.match(tokens_of(n) + END).lease for n in held]
     assert w.store(tokens_of(1), namespace=large).ticket
@@ -216,6 +216,6 @@ def test_the_old_size_gets_its_room_back() -> None:
 
 
 def _block(w: World, number: int) -> int:
-    house = w.engine.residency
-    root = house.namespaces[0].root
-    return int(house.index.match(root, tokens_of(number), len(tokens_of(number))).ids()[0])
+    residency = w.engine.residency
+    root = residency.namespaces[0].root
+    return int(residency.index.match(root, tokens_of(number), len(tokens_of(number))).ids()[0])

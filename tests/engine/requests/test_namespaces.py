@@ -23,8 +23,8 @@ def world(tiers: object = THREE_TIERS, slab_bytes: int = BLOCK_BYTES) -> World:
 
 
 def used(w: World, tier: str) -> int:
-    house = w.engine.residency
-    return house.pools[house.number_of(tier)].used_bytes
+    residency = w.engine.residency
+    return residency.pools[residency.number_of(tier)].used_bytes
 
 
 def test_the_same_digest_is_the_same_namespace() -> None:

@@ -89,10 +89,10 @@ def test_clear_leaves_what_is_pinned_and_nothing_else() -> None:
     whole = A + B
     w.store(whole)
     assert pin(w, A).pin
-    house = w.engine.residency
+    residency = w.engine.residency
     w.match(whole + END)  # both parts are the youngest: they are one node again
     w.do(p.WriterGone(1, w.now_s))
-    assert len({int(house.blocks.node[block]) for block in range(5)}) == 1
+    assert len({int(residency.blocks.node[block]) for block in range(5)}) == 1
     assert w.do(p.Clear(w.namespace, w.now_s)).blocks == 3
     assert w.tiers_of(whole) == ["dram"] * 2
     w.store(whole)
@@ -190,10 +190,10 @@ def test_a_path_that_has_to_pass_pinned_memory_gives_up() -> None:
     w.fetch(lease)
     w.release(lease)
     w.finish_all()
-    house = w.engine.residency
-    ids = house.index.match(house.namespaces[0].root, A, 8).ids()
-    house.vacate(ids[house.blocks.tags[ids] >> 1 & 1 == 1], 1)
-    house.settle(ids)
+    residency = w.engine.residency
+    ids = residency.index.match(residency.namespaces[0].root, A, 8).ids()
+    residency.vacate(ids[residency.blocks.tags[ids] >> 1 & 1 == 1], 1)
+    residency.settle(ids)
     assert w.tiers_of(A) == ["hbm"] * 2
     full = tokens_of(5, 6, 7, 8)
     w.store(full)
@@ -233,17 +233,17 @@ def test_a_pin_of_what_is_leaving_keeps_it() -> None:
     w = World(TWO_TIERS, EngineSettings(max_pinned=0.5))
     w.store(A)
     w.finish_all()
-    house = w.engine.residency
+    residency = w.engine.residency
     lease = w.match(A + END).lease
     w.fetch(lease)
     w.release(lease)
     w.finish_all()
     tier = 0 if "hbm" in w.tiers_of(A)[0] else 1
-    ids = house.index.match(house.namespaces[0].root, A, 8).ids()
-    house.drain(ids, tier)
-    house.settle(ids)
+    ids = residency.index.match(residency.namespaces[0].root, A, 8).ids()
+    residency.drain(ids, tier)
+    residency.settle(ids)
     assert pin(w, A).pin
-    assert not house.draining_bytes[tier]
+    assert not residency.draining_bytes[tier]
     w.finish_all()
     flood(w, 3)
     assert len(w.tiers_of(A)) == 2
@@ -306,10 +306,10 @@ def test_pins_that_hold_all_that_is_left_of_memory_refuse_nobody() -> None:
     w.store(A)
     assert pin(w, A).pin
     w.do(p.Shed("dram", 6, in_haste=True))
-    house = w.engine.residency
-    assert house.pools[0].capacity_bytes == pinned_bytes(house, 0)
+    residency = w.engine.residency
+    assert residency.pools[0].capacity_bytes == pinned_bytes(residency, 0)
     lease = w.match(A + END).lease
-    assert leased_share(house) == 0
+    assert leased_share(residency) == 0
     assert w.read(0, w.fetch(lease).ready, A) == 2
 
 
@@ -322,8 +322,8 @@ def test_the_short_way_of_making_room_passes_pinned_leaves_by() -> None:
     for number in range(10, 40):
         w.store(tokens_of(number))
         assert w.tiers_of(A) == ["dram"] * 2
-    house = w.engine.residency
-    assert int(np.count_nonzero(house.blocks.tags)) == 8
+    residency = w.engine.residency
+    assert int(np.count_nonzero(residency.blocks.tags)) == 8
 
 
 def test_a_smaller_share_keeps_what_is_pinned_and_takes_no_more() -> None:

@@ -21,8 +21,8 @@ def warm(w: World, tokens: bytes, ttl_s: float = 30.0, *, by_worker: bool = Fals
 
 
 def is_idle(w: World) -> bool:
-    house = w.engine.residency
-    return not (house.leases.leases or house.moves or w.engine.fetching.waiters)
+    residency = w.engine.residency
+    return not (residency.leases.leases or residency.moves or w.engine.fetching.waiters)
 
 
 def test_a_prompt_on_disk_is_read_from_dram_afterwards() -> None:
@@ -199,10 +199,10 @@ def test_the_gpus_worker_reads_hbm_where_it_is() -> None:
     w.fetch(lease := w.match(A + END).lease)
     w.release(lease)
     w.finish_all()
-    house = w.engine.residency
-    ids = house.index.match(house.namespaces[0].root, A, STEP).ids()
-    house.vacate(ids, 1)
-    house.settle(ids)
+    residency = w.engine.residency
+    ids = residency.index.match(residency.namespaces[0].root, A, STEP).ids()
+    residency.vacate(ids, 1)
+    residency.settle(ids)
     assert w.tiers_of(A) == ["hbm"] * 3
     assert warm(w, A, by_worker=True) == p.WarmStarted(0, 3, 3, 0)
     assert not w.in_flight

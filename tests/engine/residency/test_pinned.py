@@ -12,14 +12,14 @@ def test_a_shared_prefix_counts_once() -> None:
     w = World(ONE_TIER)
     tokens = tokens_of(1, 2, 3, 4)
     w.store(tokens)
-    house = w.engine.residency
-    assert leased_share(house) == 0.0
+    residency = w.engine.residency
+    assert leased_share(residency) == 0.0
     leases = [w.match(tokens + END).lease for _ in range(3)]
     assert all(leases)
-    assert leased_share(house) == 4 / 8
+    assert leased_share(residency) == 4 / 8
     for lease in leases:
         w.release(lease)
-    assert leased_share(house) == 0.0
+    assert leased_share(residency) == 0.0
 
 
 def test_the_mapped_tier_that_has_most_left_decides() -> None:

@@ -1,7 +1,7 @@
 """A real daemon process with small tiers, and everything that belongs to it.
 
-    with Household(deadlines={"fetch": "1s"}) as house:      # starts it, waits until it is ready
-        client = house.client()
+    with DaemonProcess(deadlines={"fetch": "1s"}) as server:    # starts it, waits until it is ready
+        client = server.client()
         ...
     # leaving: stopped in order, nothing left behind, nothing bad in its log
 
@@ -96,7 +96,7 @@ def read(client: Client, tokens: Tokens, spec: NamespaceSpec = SPEC) -> int:
     return fetched.blocks
 
 
-class Household:
+class DaemonProcess:
     """One daemon's files, its process, and the clients of a test.
 
     `changes` are laid over the small configuration, section by section; a tier that is None is
@@ -261,7 +261,7 @@ class Household:
     # --- clients --------------------------------------------------------------------------------
 
     def client(self, spec: NamespaceSpec = SPEC, **more: Any) -> Client:
-        """With timeouts that a busy machine keeps; closed with the household."""
+        """With timeouts that a busy machine keeps; closed with the daemon."""
         timeouts = {"timeout_s": 10.0, "fetch_timeout_s": 10.0, "put_timeout_s": 10.0}
         client = Client(spec, self.endpoint, **{**timeouts, **more})
         self.clients.append(client)
@@ -379,11 +379,11 @@ class Peer:
         self._context.destroy(linger=0)
 
 
-class Victim:
+class KilledClient:
     """A client in a process of its own, to be killed at a chosen moment (`tests.e2e.victim`)."""
 
-    def __init__(self, house: Household, what: str, tokens: Tokens, transport: str = "arena"):
-        command = [sys.executable, "-m", "tests.e2e.victim", what, house.endpoint, transport]
+    def __init__(self, server: DaemonProcess, what: str, tokens: Tokens, transport: str = "arena"):
+        command = [sys.executable, "-m", "tests.e2e.victim", what, server.endpoint, transport]
         self.process = subprocess.Popen(
             [*command, json.dumps(SPEC.to_wire()), json.dumps(tokens.tolist())],
             stdin=subprocess.PIPE,
