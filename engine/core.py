@@ -337,7 +337,7 @@ class CacheEngine:
             restoration.cleared.add(namespace.digest)
             clearing.misses_records = True
         for tier, spec in enumerate(residency.tiers):
-            if spec.durable and not residency.is_up(tier):
+            if spec.persistent and not residency.is_up(tier):
                 self._cleared_unseen[tier].add(namespace.digest)
                 clearing.misses_records = True
         cleared = clearing.step(event.most_blocks)
@@ -487,7 +487,7 @@ class CacheEngine:
         residency.up &= ~(1 << tier)
         residency.restoring &= ~(1 << tier)
         self._restorations.pop(tier, None)
-        if residency.tiers[tier].durable:
+        if residency.tiers[tier].persistent:
             for clearing in self._clearings.values():  # what was to be deleted there will be told
                 self._cleared_unseen[tier].add(clearing.namespace.digest)
                 clearing.misses_records = True
@@ -565,7 +565,7 @@ class CacheEngine:
         self.writedown.flush()
         self._make_progress()
         residency = self.residency
-        durable = {tier.name for tier in residency.tiers if tier.durable}
+        durable = {tier.name for tier in residency.tiers if tier.persistent}
         reads = sum([m.src in durable and m.dst is not None for m in residency.moves.values()])
         return len(self.writedown.pending) + len(residency.moves) - reads
 

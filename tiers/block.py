@@ -37,26 +37,49 @@ def slot_bytes_for(block_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class TierTraits:
+    """What kind of medium a tier is. The cache engine asks for these and never for a tier's name.
+
+    `mapped`: clients on this host can read and write its slots through a shared mapping.
+    `persistent`: its blocks are found again after a restart, so each carries its identity.
+    `deletion_is_io`: a copy is given up by a move, and its room is free after the outcome.
+    `keeps_whole_prefixes`: a block is written after its ancestors and deleted before them.
+    `shared_between_hosts`: other hosts read, write and delete there too.
+    """
+
+    mapped: bool = False
+    persistent: bool = False
+    deletion_is_io: bool = False
+    keeps_whole_prefixes: bool = False
+    shared_between_hosts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TierSpec:
     """What the cache engine knows of a tier. Tiers are ordered, fastest first.
 
-    `mapped`: clients on this host can read and write its slots through a shared mapping.
-    `durable`: what is in it is found again after a restart.
     `high_watermark`, `low_watermark`: shares of the capacity; above the first, cold blocks are
     demoted ahead of need until the second is reached.
     """
 
     name: str
     capacity_bytes: int
-    mapped: bool
-    durable: bool = False
+    traits: TierTraits
     high_watermark: float = 0.95
     low_watermark: float = 0.90
+
+    @property
+    def mapped(self) -> bool:
+        return self.traits.mapped
+
+    @property
+    def persistent(self) -> bool:
+        return self.traits.persistent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredRows:
-    """Some of the blocks that a durable tier holds of one namespace, read back after a restart.
+    """Some of the blocks that a persistent tier holds of one namespace, read back after a restart.
 
     They come as chains of blocks that follow one another, and are numbered in the order in which
     they are told, these from `first` on. Of each chain: its `lengths`; `parents`, the number of the

@@ -159,7 +159,7 @@ class Evictor:
             if residency.ranks(tier) and self._is_above_a_mapped_one(tier):
                 continue
             excess = int(staying - spec.low_watermark * pool.capacity_bytes)
-            if spec.durable:
+            if spec.traits.deletion_is_io:
                 # What is being written down path by path is not given up behind its back.
                 with residency.pinned(self.durable.paths() if self.durable is not None else ()):
                     self._give_up_excess(tier, excess)
@@ -214,7 +214,11 @@ class Evictor:
         only, have nowhere to go and nobody holds are forgotten together. Stops at the first that
         is not so plain. Returns the bytes freed."""
         residency = self.residency
-        if residency.tiers[tier].durable or residency.moves or residency.below(tier) is not None:
+        if (
+            residency.tiers[tier].traits.deletion_is_io
+            or residency.moves
+            or residency.below(tier) is not None
+        ):
             return 0
         if residency.dismissed[tier]:
             return 0
@@ -299,7 +303,7 @@ class Evictor:
         elsewhere = node.staying & ~(1 << tier) & residency.up
         is_kept = elsewhere or self.gate.admits(node)
         if below is not None and not node.tiers >> below & 1:
-            if not residency.tiers[below].durable:
+            if not residency.tiers[below].persistent:
                 moved = self._demote(node, tier, below, self._worth_below(node, below))
                 if moved:
                     return moved
@@ -361,7 +365,7 @@ class Evictor:
     def _give_up_copy(self, ids: Ids, tier: int) -> int:
         """Another copy stays: a durable record is deleted first, other copies go at once."""
         residency = self.residency
-        if residency.tiers[tier].durable:
+        if residency.tiers[tier].traits.deletion_is_io:
             namespace = residency.namespace_of(residency.index.node_of(int(ids[0])))
             residency.start_giving_up(namespace, ids, tier)
         else:
@@ -404,7 +408,7 @@ class Evictor:
         self.dropped += len(ids)
         for tier, spec in enumerate(residency.tiers):
             copies = ids[residency.blocks.tags[ids] >> tier & 1 == 1]
-            if spec.durable and residency.is_up(tier) and len(copies):
+            if spec.traits.deletion_is_io and residency.is_up(tier) and len(copies):
                 residency.start_giving_up(
                     namespace, residency.where(copies, tier, CopyState.READY), tier
                 )

@@ -113,7 +113,7 @@ class Evacuations:
         departures = self._cheapest(tier, slot_bytes, below)
         if departures is None:
             return
-        if below is not None and not residency.tiers[below].durable:
+        if below is not None and not residency.tiers[below].persistent:
             if not self._make_room_below(departures.down, below):
                 if self.room.room_is_coming(below):
                     return  # whoever wants this room asks again
@@ -170,7 +170,7 @@ class Evacuations:
         going = residency.where(inside, tier, CopyState.READY)
         if len(residency.where(inside, tier, CopyState.DRAINING)) + len(going) < len(inside):
             return None
-        if residency.tiers[tier].durable:
+        if residency.tiers[tier].traits.keeps_whole_prefixes:
             under = self._with_all_below(going)
             if _is_being_written(state[tier][under]):
                 return None
@@ -264,7 +264,7 @@ class Evacuations:
             self._give_up(namespace, ids, range(len(residency.tiers)))
         for namespace, ids in self._by_namespace(departures.down):
             assert below is not None
-            if residency.tiers[below].durable:
+            if residency.tiers[below].persistent:
                 residency.drain(ids, tier)
                 continue
             slots = residency.pools[below].allocate(namespace.slot_bytes, len(ids))
@@ -272,7 +272,7 @@ class Evacuations:
             residency.drain(leaving, tier)
             residency.start(namespace, leaving, tier, below, slots, Priority.DEMOTION)
         residency.settle(np.concatenate((departures.spare, departures.lost, departures.down)))
-        if below is not None and residency.tiers[below].durable:
+        if below is not None and residency.tiers[below].persistent:
             for node in residency.index.nodes_of(departures.down):
                 self.room.write_down(node)
 
@@ -282,7 +282,7 @@ class Evacuations:
         ids = ids[np.argsort(-residency.blocks.depth[ids], kind="stable")]
         for tier in tiers:
             copies = ids[residency.blocks.state[tier][ids] != CopyState.ABSENT]
-            if residency.tiers[tier].durable and residency.is_up(tier):
+            if residency.tiers[tier].traits.deletion_is_io and residency.is_up(tier):
                 residency.start_giving_up(namespace, copies, tier)
             else:
                 residency.vacate(copies, tier)

@@ -51,7 +51,7 @@ class WriteDown:
         self.evictor = evictor
         self.pending: dict[Node, Ids] = {}
         self.is_flushing = False
-        durable = [number for number, tier in enumerate(residency.tiers) if tier.durable]
+        durable = [number for number, tier in enumerate(residency.tiers) if tier.persistent]
         self.tier = durable[0] if durable else None
 
     def want(self, node: Node) -> None:

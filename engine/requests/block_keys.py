@@ -57,7 +57,7 @@ class Identities:
         self.chains: OrderedDict[int, _Chain] = OrderedDict()
         self.num_hashed = 0
         self._num_new = 0
-        self._durable = {tier.name for tier in residency.tiers if tier.durable}
+        self._durable = {tier.name for tier in residency.tiers if tier.persistent}
 
     def fill(self, moves: Iterable[Move]) -> None:
         """Set `identity` where the source or the destination is durable."""

@@ -145,7 +145,7 @@ class Clearing:
         ids = np.concatenate([node.block_ids()[::-1] for node in nodes])
         for tier, spec in enumerate(residency.tiers):
             held = ids[residency.blocks.tags[ids] >> tier & 1 == 1]
-            if spec.durable and residency.is_up(tier):
+            if spec.traits.deletion_is_io and residency.is_up(tier):
                 residency.start_giving_up(self.namespace, held, tier)
                 for block in held.tolist():
                     self._deleting[residency.moves_of[block][-1].id] = (block, tier)

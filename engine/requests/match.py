@@ -149,7 +149,7 @@ class Matching:
         tags = residency.blocks.tags[ids]
         held, leaving = tags & 0xFF, tags >> LEAVING_SHIFT
         for tier, spec in enumerate(residency.tiers):
-            if spec.durable:  # a record that is being deleted cannot be called back
+            if spec.traits.deletion_is_io:  # a record that is being deleted cannot be called back
                 for place in np.flatnonzero(leaving >> tier & 1).tolist():
                     if residency.is_deleted(int(ids[place]), tier):
                         held[place] ^= 1 << tier

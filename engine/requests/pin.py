@@ -35,7 +35,9 @@ class Pinning:
         self.matching = matching
         tiers = residency.tiers
         landed = {residency.landing[n] for n, tier in enumerate(tiers) if not tier.mapped}
-        self._comes_unasked = (landed - {NO_TIER}) | {n for n, t in enumerate(tiers) if t.durable}
+        self._comes_unasked = (landed - {NO_TIER}) | {
+            n for n, t in enumerate(tiers) if t.persistent
+        }
 
     def pin(self, event: p.PinPrompt) -> p.PinPlaced:
         """What is leaving of the prompt stays. Nothing is held where the share is too small."""

@@ -132,7 +132,7 @@ class Residency:
         """Whether blocks are read where they lie in this tier: by a client where it maps the tier,
         by the GPU's worker wherever it is memory."""
         spec = self.tiers[tier]
-        return spec.mapped or (by_worker and not spec.durable)
+        return spec.mapped or (by_worker and not spec.persistent)
 
     def ranks(self, tier: int) -> bool:
         """Whether the tier's policy tells now which blocks are worth more than others, so that not

@@ -24,7 +24,7 @@ from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.arena import Arena, is_adoptable, remove_stale
-from hicache.tiers.block import TierSpec
+from hicache.tiers.block import TierSpec, TierTraits
 from hicache.tiers.disk.format import record_pages, usable_bytes
 from hicache.tiers.dram import DramTier
 from hicache.tiers.hbm import Device, HostPool
@@ -32,6 +32,7 @@ from hicache.tiers.pool import SlotPool
 from hicache.transfer.worker_messages import WorkerConfig
 
 ARENA_PREFIX = "hicache-"
+_DISK_TRAITS = TierTraits(persistent=True, deletion_is_io=True, keeps_whole_prefixes=True)
 Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)."""
 
@@ -173,7 +174,7 @@ def tier_specs(config: Config, specs: Sequence[TierSpec]) -> list[TierSpec]:
     changed = []
     for spec in specs:
         tier: TierConfig = getattr(config.tiers, spec.name)
-        changed.append(_spec(spec.name, spec.capacity_bytes, tier, spec.mapped, spec.durable))
+        changed.append(_spec(spec.name, spec.capacity_bytes, tier, spec.traits))
     return changed
 
 
@@ -191,7 +192,9 @@ def _add_tiers(
         if device is not None:
             _add_hbm(parts, tiers, device, dram.arena, probe, progress)
     finally:
-        parts.tiers.append(_spec("dram", dram.pool.capacity_bytes, tiers.dram, True, False))
+        parts.tiers.append(
+            _spec("dram", dram.pool.capacity_bytes, tiers.dram, TierTraits(mapped=True))
+        )
         parts.pools.append(dram.pool)
         parts.mapped.append(dram)
         parts.media["dram"] = "shared memory"
@@ -226,7 +229,7 @@ def _add_hbm(
         far = {"kind": "cuda", "gpu": device.index, "page_kernels": tiers.hbm.page_kernels}
     gpu = max(0, device.index)
     capacity = parts.pools[-1].capacity_bytes
-    parts.tiers.append(_spec("hbm", capacity, tiers.hbm, device.kind == "host", False))
+    parts.tiers.append(_spec("hbm", capacity, tiers.hbm, TierTraits(mapped=device.kind == "host")))
     parts.workers.append(
         WorkerConfig(
             device=f"gpu:{gpu}",
@@ -246,7 +249,7 @@ def _add_disk(parts: Parts, tiers: TiersConfig, dram: Arena, probe: bool) -> Non
     assert disk is not None
     pool = SlotPool(usable_bytes(disk.size_bytes, disk.batch_bytes), pages_of=record_pages)
     parts.pools.append(pool)
-    parts.tiers.append(_spec("disk", pool.capacity_bytes, disk, False, True))
+    parts.tiers.append(_spec("disk", pool.capacity_bytes, disk, _DISK_TRAITS))
     parts.media["disk"] = "LMDB"
     parts.workers.append(
         WorkerConfig(
@@ -277,8 +280,8 @@ def _links(tiers: Sequence[TierSpec], workers: Sequence[WorkerConfig]) -> list[t
     return links
 
 
-def _spec(name: str, capacity: int, tier: TierConfig, mapped: bool, durable: bool) -> TierSpec:
-    return TierSpec(name, capacity, mapped, durable, tier.high_watermark, tier.low_watermark)
+def _spec(name: str, capacity: int, tier: TierConfig, traits: TierTraits) -> TierSpec:
+    return TierSpec(name, capacity, traits, tier.high_watermark, tier.low_watermark)
 
 
 def _report(progress: Progress, what: str) -> Callable[[int, int], None]:

@@ -23,7 +23,7 @@ from hicache.engine.settings import EngineSettings
 from hicache.replay import bound
 from hicache.replay import lru_stack as stack
 from hicache.replay.traces import SYMBOL_BYTES, Trace, TraceRequest
-from hicache.tiers.block import PAGE_BYTES, TierSpec
+from hicache.tiers.block import PAGE_BYTES, TierSpec, TierTraits
 from hicache.tiers.pool import SlotPool
 
 A = TypeVar("A")
@@ -34,6 +34,8 @@ MINIMUM: Final = "min"
 LRU_STACK: Final = "lru-stack"
 """Nor is this one: LRU proper over several tiers, to compare with."""
 
+_IN_MEMORY: Final = TierTraits(mapped=True)
+_ON_DISK: Final = TierTraits(persistent=True, deletion_is_io=True, keeps_whole_prefixes=True)
 _OWNER: Final = 1
 _TTL_S: Final = 1e9
 _TAIL: Final = b"\0\0\0\0"
@@ -128,8 +130,7 @@ class ReplayedEngine:
             TierSpec(
                 name,
                 blocks * PAGE_BYTES,
-                mapped=name != "disk" or len(tiers) == 1,
-                durable=name == "disk" and len(tiers) > 1,
+                _ON_DISK if name == "disk" and len(tiers) > 1 else _IN_MEMORY,
             )
             for name, blocks in tiers.items()
         ]

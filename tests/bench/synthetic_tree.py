@@ -22,7 +22,7 @@ from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.residency.block_ids import Span
 from hicache.engine.residency.blocks import BlockTable, CopyState
 from hicache.engine.settings import EngineSettings
-from hicache.tiers.block import TierSpec
+from hicache.tiers.block import TierSpec, TierTraits
 from hicache.tiers.pool import SlotPool
 
 PROMPT: Final = 8192
@@ -87,7 +87,7 @@ class SyntheticTree:
         self.step = page * 4
         self.rng = np.random.default_rng(seed)
         room = (num_tokens + 64 * LONG) // page
-        tier = TierSpec("dram", room * BLOCK_BYTES, mapped=True, high_watermark=1.0)
+        tier = TierSpec("dram", room * BLOCK_BYTES, TierTraits(mapped=True), high_watermark=1.0)
         self.pool = SlotPool(tier.capacity_bytes)
         settings = EngineSettings(planner=planner or PlannerSettings(mode="always_reload"))
         self.engine = CacheEngine([tier], [self.pool], [], settings, lambda: 0.5)

@@ -24,6 +24,7 @@ from hicache.engine.settings import EngineSettings
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 from hicache.protocol.messages import MatchReply, WireError, decode_reply, decode_request, pack
 from hicache.tiers.arena import Arena
+from hicache.tiers.block import TierTraits
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, ONE_TIER, World
 
 SPEC = NamespaceSpec(
@@ -51,7 +52,7 @@ class Desk:
     when the test says so."""
 
     def __init__(
-        self, folder: Path, tiers: Sequence[tuple[str, int, bool, bool]] = ONE_TIER
+        self, folder: Path, tiers: Sequence[tuple[str, int, TierTraits]] = ONE_TIER
     ) -> None:
         settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
         self.world = World(tiers, settings)

@@ -27,12 +27,16 @@ from hicache.engine.policies.hazard.evaluation import unjudged
 from hicache.engine.policies.hazard.model import NUM_BINS, Model
 from hicache.engine.residency.pinned import pinned_bytes
 from hicache.engine.settings import EngineSettings
+from hicache.tiers.block import TierTraits
 from tests.engine.world import (
     BLOCK_BYTES,
+    MAPPED,
+    ON_DISK,
     ONE_TIER,
     STEP,
     THREE_TIERS,
     TWO_TIERS,
+    UNMAPPED,
     World,
     keys_of,
     tokens_of,
@@ -47,7 +51,7 @@ namespaces = st.sampled_from([0, 0, 1])
 
 
 class EngineMachine(RuleBasedStateMachine):
-    tiers: Sequence[tuple[str, int, bool, bool]] = THREE_TIERS
+    tiers: Sequence[tuple[str, int, TierTraits]] = THREE_TIERS
     policy = "write_back"
     eviction = "lru"
     min_return = 0.0
@@ -510,13 +514,13 @@ class TwoSizesInSlabsMachine(EngineMachine):
     prompts_at_start = 24
     num_histories = 12  # a full one takes its time; the campaign has more of them
     slab_bytes = 4 * BLOCK_BYTES
-    tiers = (("dram", 12, True, False), ("disk", 64, False, True))
+    tiers = (("dram", 12, MAPPED), ("disk", 64, ON_DISK))
 
 
 class TwoSizesInMemoryMachine(TwoSizesInSlabsMachine):
     """Nothing durable below: evacuated blocks are forgotten with all that hangs below them."""
 
-    tiers = (("hbm", 8, False, False), ("dram", 12, True, False))
+    tiers = (("hbm", 8, UNMAPPED), ("dram", 12, MAPPED))
 
 
 POLICIES_WITH_HISTORY = sorted(set(POLICIES) - {"lru"})

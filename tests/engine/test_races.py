@@ -11,12 +11,23 @@ from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.policies.hazard.evaluation import unjudged
 from hicache.engine.policies.hazard.model import NUM_BINS, Model
 from hicache.engine.settings import EngineSettings
-from tests.engine.world import BLOCK_BYTES, DIGEST, STEP, THREE_TIERS, World, keys_of, tokens_of
+from tests.engine.world import (
+    BLOCK_BYTES,
+    DIGEST,
+    MAPPED,
+    ON_DISK,
+    STEP,
+    THREE_TIERS,
+    UNMAPPED,
+    World,
+    keys_of,
+    tokens_of,
+)
 
-SMALL = (("hbm", 2, True, False), ("dram", 4, True, False), ("disk", 20, False, True))
-NO_DISK = (("hbm", 2, True, False), ("dram", 3, True, False))
-DRAM_DISK = (("dram", 4, True, False), ("disk", 20, False, True))
-GPU_ONLY_HBM = (("hbm", 4, False, False), ("dram", 6, True, False), ("disk", 20, False, True))
+SMALL = (("hbm", 2, MAPPED), ("dram", 4, MAPPED), ("disk", 20, ON_DISK))
+NO_DISK = (("hbm", 2, MAPPED), ("dram", 3, MAPPED))
+DRAM_DISK = (("dram", 4, MAPPED), ("disk", 20, ON_DISK))
+GPU_ONLY_HBM = (("hbm", 4, UNMAPPED), ("dram", 6, MAPPED), ("disk", 20, ON_DISK))
 END = tokens_of(99)
 """One block that is never stored: with it behind, all of a prompt may be reloaded."""
 
@@ -48,7 +59,7 @@ def test_room_for_the_front_costs_the_end() -> None:
     3. The end has no node any more, and nobody looks for it.
     """
     w = World(
-        (("hbm", 40, True, False), ("dram", 80, True, False)),
+        (("hbm", 40, MAPPED), ("dram", 80, MAPPED)),
         EngineSettings(planner=PlannerSettings(mode="always_reload")),
         eviction="hazard",
     )
@@ -117,7 +128,7 @@ def test_demoted_while_being_promoted() -> None:
     3. The copy in dram is being read: its slot is kept until the outcome is in. The right bytes
     arrive in hbm.
     """
-    w = world((("hbm", 8, True, False), ("dram", 3, True, False)))
+    w = world((("hbm", 8, MAPPED), ("dram", 3, MAPPED)))
     w.lose("hbm")
     a = tokens_of(1, 2)
     w.store(a)
@@ -318,7 +329,7 @@ def test_a_fetch_larger_than_the_room_comes_in_parts() -> None:
 def test_a_fetch_waits_for_what_others_are_reading() -> None:
     """1. All of dram is being read by somebody, the path is on disk. 2. The fetch finds no room,
     and nothing moves; but a reader is done before long. 3. It is: the path comes, whole."""
-    w = World((("dram", 4, True, False), ("disk", 64, False, True)))
+    w = World((("dram", 4, MAPPED), ("disk", 64, ON_DISK)))
     big, small = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)
     on_disk_only(w, big)
     on_disk_only(w, small)
@@ -343,7 +354,7 @@ def test_a_reader_that_keeps_its_lease_is_not_waited_for_long(
     fetch waits for room. 3. It ends after half a second, or half of its time where that is less:
     the rest is for a prefill."""
     settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
-    w = World((("dram", 4, True, False), ("disk", 64, False, True)), settings)
+    w = World((("dram", 4, MAPPED), ("disk", 64, ON_DISK)), settings)
     big, small = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)
     on_disk_only(w, big)
     on_disk_only(w, small)
@@ -360,7 +371,7 @@ def test_a_reader_that_keeps_its_lease_is_not_waited_for_long(
 def test_two_fetches_with_half_the_room_each_do_not_wait_for_each_other() -> None:
     """1. Two paths of four on disk, four slots in dram: two blocks of each come. 2. Nobody
     reads, so nobody is waited for: at least one gives up its end, and nothing waits for ever."""
-    w = World((("dram", 4, True, False), ("disk", 64, False, True)))
+    w = World((("dram", 4, MAPPED), ("disk", 64, ON_DISK)))
     one, other = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)
     on_disk_only(w, one)
     on_disk_only(w, other)
@@ -380,7 +391,7 @@ def test_a_fetch_larger_than_memory_waits_for_its_own_end_to_leave() -> None:
     2. The fetch leases them all, so the end is given up; but it has to be written before it can go.
     3. It is written: as much of the front comes as dram holds, and no more of the lease is lost.
     """
-    w = World((("dram", 4, True, False), ("disk", 64, False, True)))
+    w = World((("dram", 4, MAPPED), ("disk", 64, ON_DISK)))
     big = tokens_of(*range(1, 17))
     while w.store(big).refused:
         w.finish(*list(w.in_flight)[:4])
@@ -396,7 +407,7 @@ def test_a_fetch_larger_than_memory_waits_for_its_own_end_to_leave() -> None:
 def test_a_fetch_that_can_have_no_room_ends_at_once() -> None:
     """1. Somebody else leases all of dram, the path is on disk. 2. The fetch gives up its own end,
     which is of no use, down to nothing. 3. It ends there, and does not wait for its deadline."""
-    w = World((("dram", 4, True, False), ("disk", 64, False, True)))
+    w = World((("dram", 4, MAPPED), ("disk", 64, ON_DISK)))
     big, small = tokens_of(1, 2, 3, 4), tokens_of(5, 6, 7, 8)
     on_disk_only(w, big)
     w.store(small)
@@ -496,7 +507,7 @@ def test_what_a_dead_writer_leaves_is_room_at_once() -> None:
     """1. B in dram is to leave for the disk, after A above it, which is only in hbm and finds no
     room in dram: another writer has it. 2. That writer, who holds no lease, dies. 3. A comes.
     """
-    w = world((("hbm", 2, True, False), ("dram", 4, True, False), ("disk", 9, False, True)))
+    w = world((("hbm", 2, MAPPED), ("dram", 4, MAPPED), ("disk", 9, ON_DISK)))
     w.store(tokens_of(1))
     w.store(tokens_of(1, 2, 3))
     assert w.tiers_of(tokens_of(1, 2, 3)) == ["hbm", "dram", "dram"]
@@ -525,7 +536,7 @@ def test_put_of_a_prefix_that_somebody_is_putting() -> None:
     writes only what follows. 3. Each block is stored once; committed in either order, both are
     hits when both are there.
     """
-    w = world((("hbm", 6, True, False),))
+    w = world((("hbm", 6, MAPPED),))
     short, long = tokens_of(1, 2), tokens_of(1, 2, 3)
     first = w.put(short, owner=1)
     second = w.put(long, owner=2)
@@ -542,7 +553,7 @@ def test_the_first_writer_of_a_prefix_gives_up() -> None:
     """1. As before, but the first writer dies. 2. What the second wrote stays behind a hole.
     3. The prefix is stored by a third: all are hits.
     """
-    w = world((("hbm", 6, True, False),))
+    w = world((("hbm", 6, MAPPED),))
     short, long = tokens_of(1, 2), tokens_of(1, 2, 3)
     w.put(short, owner=1)
     second = w.put(long, owner=2)
@@ -594,7 +605,7 @@ def test_a_block_that_is_being_deleted_is_stored_anew(ok: bool, is_late: bool) -
 
 def test_half_a_put_is_committed() -> None:
     """1. Of three blocks the client wrote two. 2. Those are visible; the third's slot is free."""
-    w = world((("hbm", 6, True, False),))
+    w = world((("hbm", 6, MAPPED),))
     a = tokens_of(1, 2, 3)
     placed = w.put(a)
     w.write(a, placed)
@@ -640,7 +651,7 @@ def test_everything_is_leased() -> None:
     """1. Every slot is leased. 2. A put finds no room, now or soon: refused, nothing has changed.
     3. A lease ends, and the next put is placed.
     """
-    w = world((("hbm", 2, True, False), ("dram", 2, True, False)))
+    w = world((("hbm", 2, MAPPED), ("dram", 2, MAPPED)))
     a, b = tokens_of(1, 2), tokens_of(3, 4)
     leases = []
     for prompt in (a, b):
@@ -666,7 +677,7 @@ def test_full_everywhere_the_coldest_leaf_goes() -> None:
     """1. Prompts fill every tier. 2. One more comes: of the prompts that share a prefix it is the
     leaf used longest ago that is forgotten; the shared prefix stays.
     """
-    w = world((("dram", 5, True, False),))
+    w = world((("dram", 5, MAPPED),))
     w.store(tokens_of(1, 2, 3))
     w.store(tokens_of(1, 2, 4))
     w.match(tokens_of(1, 2, 3) + END)
@@ -685,7 +696,7 @@ def test_ancestors_are_written_before_descendants() -> None:
     are handed over, no block is before its parent: whenever the power goes, what is on disk is
     reachable.
     """
-    w = world((("dram", 16, True, False), ("disk", 20, False, True)))
+    w = world((("dram", 16, MAPPED), ("disk", 20, ON_DISK)))
     for prompt in ((1, 2, 3, 4), (1, 2, 5, 6), (1, 7), (8, 9, 10)):
         w.store(tokens_of(*prompt))
     while w.do(p.Flush(w.now_s)):
@@ -701,7 +712,7 @@ def test_a_conversation_longer_than_memory_loses_nothing(turn: int) -> None:
     pass, and the end may not be written before it: the end is written out of turn. 3. So it goes
     on, and in the end all of it is held, and on disk after a clean stop.
     """
-    w = world((("hbm", 4, True, False), ("dram", 4, True, False), ("disk", 40, False, True)))
+    w = world((("hbm", 4, MAPPED), ("dram", 4, MAPPED), ("disk", 40, ON_DISK)))
     tokens = tokens_of(*range(30))
     for end in range(turn, 31, turn):
         part = tokens[: end * STEP]
@@ -724,9 +735,7 @@ def test_a_conversation_longer_than_memory_loses_nothing(turn: int) -> None:
 def test_a_clean_stop_with_too_small_a_disk_gives_up_the_coldest() -> None:
     """1. What memory holds is more than the disk has room for. 2. Everything is wanted there, what
     is there already too: that holds nobody back, and the coldest goes."""
-    w = world(
-        (("dram", 16, True, False), ("disk", 24, False, True)), max_moving_bytes=2 * BLOCK_BYTES
-    )
+    w = world((("dram", 16, MAPPED), ("disk", 24, ON_DISK)), max_moving_bytes=2 * BLOCK_BYTES)
     other = w.open(b"o" * 32, BLOCK_BYTES)
     for number in range(20):
         while not w.store(tokens_of(2 * number, 2 * number + 1), namespace=other).ticket:
@@ -745,7 +754,7 @@ def test_an_ancestor_only_in_hbm_is_brought_to_dram_first() -> None:
     """1. A is in hbm, its child B in dram. 2. B is to be on disk, so A must be too; there is no
     way from hbm to disk. 3. A is copied to dram and stays in hbm. 4. A is written, then B.
     """
-    w = world((("hbm", 3, True, False), ("dram", 6, True, False), ("disk", 20, False, True)))
+    w = world((("hbm", 3, MAPPED), ("dram", 6, MAPPED), ("disk", 20, ON_DISK)))
     a, b = tokens_of(1, 2), tokens_of(1, 2, 3, 4)
     w.store(a)
     placed = w.put(b)
@@ -823,7 +832,7 @@ def test_the_link_down_is_saturated_above_the_watermark() -> None:
     """1. Hbm is full beyond its watermark; the link to dram takes one block at a time.
     2. Nobody needs the room: cold blocks wait for the link, none is forgotten.
     """
-    w = world((("hbm", 6, True, False), ("dram", 20, True, False)), max_moving_bytes=BLOCK_BYTES)
+    w = world((("hbm", 6, MAPPED), ("dram", 20, MAPPED)), max_moving_bytes=BLOCK_BYTES)
     a = tokens_of(1, 2, 3, 4, 5, 6)
     w.store(a)
     assert len(w.moving("hbm", "dram")) == 1
@@ -836,7 +845,7 @@ def test_a_lone_tier_is_used_to_the_last_slot() -> None:
     """1. There is nothing below dram. 2. Above its watermark nothing is forgotten; a put that needs
     the room takes the coldest leaf's.
     """
-    w = world((("dram", 4, True, False),))
+    w = world((("dram", 4, MAPPED),))
     for prompt in range(4):
         w.store(tokens_of(prompt))
     assert [w.tiers_of(tokens_of(n)) for n in range(4)] == [["dram"]] * 4
@@ -851,7 +860,7 @@ def test_a_path_larger_than_the_memory_it_passes_through() -> None:
     3. The ancestors need a slot in dram, and all of dram drains: nothing moves, for ever.
     4. The end of the path is forgotten, and what is left gets through; a flush ends.
     """
-    world = World((("hbm", 8, True, False), ("dram", 8, True, False), ("disk", 16, False, True)))
+    world = World((("hbm", 8, MAPPED), ("dram", 8, MAPPED), ("disk", 16, ON_DISK)))
     for number in range(24):
         world.store(tokens_of(number % 3, number // 3 % 3, 2, number // 9))
         world.finish_all()
@@ -873,7 +882,7 @@ def test_a_path_that_waits_is_merged_with_what_hangs_below_it() -> None:
     the whole is asked for: their nodes become one. 3. B is written all the same, and whoever waits
     is told.
     """
-    w = world((("dram", 8, True, False), ("disk", 20, False, True)), max_moving_bytes=BLOCK_BYTES)
+    w = world((("dram", 8, MAPPED), ("disk", 20, ON_DISK)), max_moving_bytes=BLOCK_BYTES)
     ticket = w.store(tokens_of(1, 2), durable=True).ticket
     w.store(tokens_of(1, 2, 3))
     w.release(w.match(tokens_of(1, 2, 3, 9)).lease)
@@ -889,7 +898,7 @@ def test_a_child_waits_while_its_parents_record_is_deleted() -> None:
     """1. A's record is being deleted, which cannot be called back. 2. B, below A, is to be durable.
     3. It is written only after A has been written anew: no crash leaves it without its parent.
     """
-    w = world((("dram", 8, True, False), ("disk", 20, False, True)))
+    w = world((("dram", 8, MAPPED), ("disk", 20, ON_DISK)))
     a, b = tokens_of(1), tokens_of(1, 2)
     w.store(a, durable=True)
     w.finish_all()

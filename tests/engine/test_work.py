@@ -18,7 +18,7 @@ from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import TierSpec
 from hicache.tiers.pool import SlotPool
-from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, STEP
+from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, MAPPED, ON_DISK, STEP
 
 pytestmark = pytest.mark.thorough
 
@@ -54,8 +54,8 @@ class Errand:
     def __init__(self, num_blocks: int, num_turns: int) -> None:
         slots = num_blocks * 21 // 20
         tiers = [
-            TierSpec("dram", slots * BLOCK_BYTES, mapped=True),
-            TierSpec("disk", 6 * num_blocks * BLOCK_BYTES, mapped=False, durable=True),
+            TierSpec("dram", slots * BLOCK_BYTES, MAPPED),
+            TierSpec("disk", 6 * num_blocks * BLOCK_BYTES, ON_DISK),
         ]
         slab_bytes = max(1, num_blocks // 64) * BLOCK_BYTES
         self.engine = CacheEngine(

@@ -16,7 +16,7 @@ from hicache.engine.core import CacheEngine
 from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
 from hicache.protocol.keys import chain_keys
-from hicache.tiers.block import PAGE_BYTES, TierSpec
+from hicache.tiers.block import PAGE_BYTES, TierSpec, TierTraits
 from hicache.tiers.disk.restore_order import StoredForest
 from hicache.tiers.pool import SlotPool
 from tests.tiers.blocks import Row, scanned
@@ -32,9 +32,12 @@ ZERO_S = 1_700_000_000
 """When the world's clock stood at 0, in seconds since 1970."""
 MAX_TOLD = 3
 
-THREE_TIERS = (("hbm", 6, True, False), ("dram", 8, True, False), ("disk", 12, False, True))
-ONE_TIER = (("dram", 8, True, False),)
-TWO_TIERS = (("hbm", 6, False, False), ("dram", 8, True, False))
+MAPPED = TierTraits(mapped=True)
+UNMAPPED = TierTraits()
+ON_DISK = TierTraits(persistent=True, deletion_is_io=True, keeps_whole_prefixes=True)
+THREE_TIERS = (("hbm", 6, MAPPED), ("dram", 8, MAPPED), ("disk", 12, ON_DISK))
+ONE_TIER = (("dram", 8, MAPPED),)
+TWO_TIERS = (("hbm", 6, UNMAPPED), ("dram", 8, MAPPED))
 
 
 def tokens_of(*blocks: int) -> bytes:
@@ -51,15 +54,12 @@ class World:
 
     def __init__(
         self,
-        tiers: Sequence[tuple[str, int, bool, bool]] = THREE_TIERS,
+        tiers: Sequence[tuple[str, int, TierTraits]] = THREE_TIERS,
         settings: EngineSettings | None = None,
         slab_bytes: int = BLOCK_BYTES,
         eviction: str = "lru",
     ) -> None:
-        specs = [
-            TierSpec(name, slots * BLOCK_BYTES, mapped, durable)
-            for name, slots, mapped, durable in tiers
-        ]
+        specs = [TierSpec(name, slots * BLOCK_BYTES, traits) for name, slots, traits in tiers]
         pools = [SlotPool(spec.capacity_bytes, slab_bytes) for spec in specs]
         links = [(a, b) for a in range(len(specs)) for b in range(len(specs)) if abs(a - b) == 1]
         new_policy, history = policies_of([eviction] * len(specs))

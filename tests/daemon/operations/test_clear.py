@@ -12,9 +12,9 @@ from hicache.daemon.pending import Peer
 from hicache.engine import plan as p
 from hicache.engine.requests import clear as clearing
 from hicache.protocol.messages import WireError
-from tests.engine.world import World, tokens_of
+from tests.engine.world import MAPPED, ON_DISK, World, tokens_of
 
-TIERS = (("dram", 4 * STEP_BLOCKS, True, False), ("disk", 4 * STEP_BLOCKS, False, True))
+TIERS = (("dram", 4 * STEP_BLOCKS, MAPPED), ("disk", 4 * STEP_BLOCKS, ON_DISK))
 LONG = tokens_of(*range(1, 2 * STEP_BLOCKS + 1))
 OTHER = b"o" * 32
 

@@ -13,7 +13,7 @@ from hicache.engine import plan as p
 from hicache.protocol.messages import MAX_PIN_S, WireError
 from tests.daemon.test_dispatch import Desk
 from tests.engine.test_races import DRAM_DISK, END, on_disk_only
-from tests.engine.world import DIGEST, STEP, tokens_of
+from tests.engine.world import DIGEST, MAPPED, ON_DISK, STEP, tokens_of
 
 A = tokens_of(1, 2, 3)
 
@@ -161,7 +161,7 @@ def test_a_bad_request_gets_one_clear_error(
 
 # --- pins ---------------------------------------------------------------------------------------
 
-ROOMY = (("dram", 8, True, False), ("disk", 20, False, True))
+ROOMY = (("dram", 8, MAPPED), ("disk", 20, ON_DISK))
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from hicache.daemon.upkeep.kv_publisher import (
 )
 from hicache.engine import plan as p
 from tests.client.scripted_daemon import ScriptedDaemon, Seen
-from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, World, keys_of, tokens_of
+from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, MAPPED, World, keys_of, tokens_of
 from tests.zmtp import RawSubscriber, subscription, unsubscription
 
 PATIENCE_S = 60.0
@@ -46,7 +46,7 @@ class Station:
     """An engine, what is published of it, and its front door in another thread."""
 
     def __init__(self, folder: Path, epoch: str = "first", hwm: int = 1000) -> None:
-        self.world = World((("dram", SLOTS, True, False),))
+        self.world = World((("dram", SLOTS, MAPPED),))
         self.lock = threading.Lock()
         self.endpoint = f"ipc://{folder}/events"
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -570,7 +570,7 @@ def test_topics_of_nothing_are_forgotten_and_go_on_with_greater_numbers(
 
 
 def test_a_place_where_nothing_can_be_published(tmp_path: Path) -> None:
-    world = World((("dram", 4, True, False),))
+    world = World((("dram", 4, MAPPED),))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with pytest.raises(OSError, match="cannot publish at"):
         Publisher(context, f"ipc://{tmp_path}/no/where", 9, world.engine.changes, ["dram"], "e")

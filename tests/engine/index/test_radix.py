@@ -22,7 +22,7 @@ from hicache.engine.index.node import Node
 from hicache.engine.index.radix import Index, Path
 from hicache.engine.residency.block_ids import Span, ids_of
 from hicache.engine.residency.blocks import LEAVING_SHIFT, BlockTable, CopyState
-from hicache.tiers.block import Ids, TierSpec
+from hicache.tiers.block import Ids, TierSpec, TierTraits
 from hicache.tiers.pool import SlotPool
 
 TIERS = ("hbm", "dram", "disk")
@@ -37,7 +37,7 @@ class Tree:
     root: Node = field(init=False)
 
     def __post_init__(self) -> None:
-        tiers = [TierSpec(name, 1 << 30, True) for name in TIERS]
+        tiers = [TierSpec(name, 1 << 30, TierTraits(mapped=True)) for name in TIERS]
         pools = [SlotPool(1 << 20, 4096) for _ in tiers]
         self.index = Index(BlockTable(tiers, pools))
         self.root = self.index.add_root(0)

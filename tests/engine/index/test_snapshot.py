@@ -22,7 +22,7 @@ from tests.engine.test_core_stateful import (
     TwoSizesMachine,
 )
 from tests.engine.test_races import END
-from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, World, tokens_of
+from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, MAPPED, World, tokens_of
 
 A = tokens_of(1, 2, 3)
 
@@ -128,7 +128,7 @@ def test_any_size_of_page_and_any_beginning(
     prompts: list[list[int]], most: int, after: int
 ) -> None:
     """Two namespaces, the second with every other prompt; nothing beyond the end."""
-    w = World((("dram", 400, True, False),))
+    w = World((("dram", 400, MAPPED),))
     w.open(b"m" * 32, BLOCK_BYTES)
     for number, prompt in enumerate(prompts):
         w.store(tokens_of(*prompt), namespace=number % 2)
@@ -160,7 +160,7 @@ def test_a_namespace_without_blocks_is_met_by_its_root() -> None:
 
 def test_gaps_of_nodes_that_are_no_more() -> None:
     """A page with nothing in it is not the last one."""
-    w = World((("dram", 64, True, False),))
+    w = World((("dram", 64, MAPPED),))
     for number in range(1, 9):
         w.store(tokens_of(number))
     w.do(p.Clear(0, w.now_s))
@@ -171,7 +171,7 @@ def test_gaps_of_nodes_that_are_no_more() -> None:
 
 
 def test_what_nobody_is_expected_to_ask_for_again() -> None:
-    w = World((("dram", 64, True, False),))
+    w = World((("dram", 64, MAPPED),))
     w.store(A)
     (run,) = page(w.engine.residency, 0, 10, w.now_s + 2.5).runs
     assert run.idle_s == 2.5
@@ -189,7 +189,7 @@ def test_a_clock_that_is_behind_makes_nothing_younger_than_now() -> None:
 
 def test_a_lease_shows_on_what_it_holds_and_on_nothing_else() -> None:
     """Two prompts with the same beginning. The first is leased behind that beginning."""
-    w = World((("dram", 64, True, False),))
+    w = World((("dram", 64, MAPPED),))
     for tail in (3, 4):
         w.store(tokens_of(1, 2, tail))
     w.now_s += 1
@@ -206,7 +206,7 @@ def test_a_lease_shows_on_what_it_holds_and_on_nothing_else() -> None:
 def test_a_lease_shows_on_a_node_in_which_it_ends(is_odd: bool) -> None:
     """As where a prompt ends, or where the part worth reloading does; also where the node's ids are
     no range."""
-    w = World((("dram", 64, True, False),))
+    w = World((("dram", 64, MAPPED),))
     w.store(tokens_of(1, 2, 3, 4))
     w.store(tokens_of(1, 9))
     residency = w.engine.residency

@@ -19,7 +19,17 @@ from tests.engine.test_core_stateful import (
     TwoSizesMachine,
 )
 from tests.engine.test_races import world
-from tests.engine.world import BLOCK_BYTES, DIGEST, ROOT, STEP, World, keys_of, tokens_of
+from tests.engine.world import (
+    BLOCK_BYTES,
+    DIGEST,
+    MAPPED,
+    ON_DISK,
+    ROOT,
+    STEP,
+    World,
+    keys_of,
+    tokens_of,
+)
 
 ALL = 1 << 30
 ONE = COPY_BYTES + STEP
@@ -216,7 +226,7 @@ def test_a_prompt_is_told_in_the_order_of_its_blocks() -> None:
 
 def test_a_long_node_is_told_in_pieces() -> None:
     """No more than was asked for, tokens included, and at least one block."""
-    w = World((("dram", 64, True, False),))
+    w = World((("dram", 64, MAPPED),))
     tokens = tokens_of(*range(50))
     w.store(tokens)
     listener = listened(w)
@@ -231,7 +241,7 @@ def test_a_long_node_is_told_in_pieces() -> None:
 
 def test_a_block_that_keeps_changing_does_not_hold_up_the_others() -> None:
     """Each time one block is told; the first changes again before the others were."""
-    w = World((("dram", 64, True, False), ("disk", 64, False, True)))
+    w = World((("dram", 64, MAPPED), ("disk", 64, ON_DISK)))
     listener = listened(w)
     for number in range(8):
         w.store(tokens_of(number))
@@ -249,7 +259,7 @@ def test_a_block_that_keeps_changing_does_not_hold_up_the_others() -> None:
 
 
 def test_a_parent_with_a_greater_id_is_told_first() -> None:
-    w = World((("dram", 2, True, False),))
+    w = World((("dram", 2, MAPPED),))
     parent, path = tokens_of(1), tokens_of(1, 2)
     for tokens in (tokens_of(5), parent, tokens_of(6)):
         w.store(tokens)
@@ -267,7 +277,7 @@ def test_a_parent_with_a_greater_id_is_told_first() -> None:
 
 def test_an_id_that_names_another_block_before_anybody_looked() -> None:
     """Both were known by the same id: the old one is told as gone, the new one as stored."""
-    w = World((("dram", 2, True, False),))
+    w = World((("dram", 2, MAPPED),))
     listener = listened(w)
     for number in range(6):
         w.store(tokens_of(number, 7))
@@ -279,7 +289,7 @@ def test_an_id_that_names_another_block_before_anybody_looked() -> None:
 def test_a_block_that_comes_back_under_an_id_that_was_paged_already() -> None:
     """Between two pages a block goes and comes back under a smaller id. It stands in no page; it
     was told since the first, though, and that counts."""
-    w = World((("dram", 4, True, False),))
+    w = World((("dram", 4, MAPPED),))
     w.engine.changes.listen()
     one, other = tokens_of(1), tokens_of(2)
     w.store(one)
@@ -298,7 +308,7 @@ def test_a_block_that_comes_back_under_an_id_that_was_paged_already() -> None:
 
 
 def test_a_page_is_what_was_told_and_not_what_is_there() -> None:
-    w = World((("dram", 4, True, False),))
+    w = World((("dram", 4, MAPPED),))
     w.engine.changes.listen()
     w.store(tokens_of(1, 2))
     assert w.engine.changes.page(DIGEST, 0, 10).keys == b""
@@ -314,7 +324,7 @@ def test_a_page_is_what_was_told_and_not_what_is_there() -> None:
 
 
 def test_a_page_is_of_one_namespace() -> None:
-    w = World((("dram", 8, True, False),))
+    w = World((("dram", 8, MAPPED),))
     w.engine.changes.listen()
     other = w.open(b"o" * 32, BLOCK_BYTES)
     w.store(tokens_of(1))
@@ -329,7 +339,7 @@ def test_a_page_is_of_one_namespace() -> None:
 
 def test_a_hole_that_is_filled_again() -> None:
     """Some keys of a run are known from before, when only a block behind them could be read."""
-    w = World((("dram", 8, True, False),))
+    w = World((("dram", 8, MAPPED),))
     tokens = tokens_of(1, 2, 3)
     w.store(tokens)
     w.engine.changes.listen()

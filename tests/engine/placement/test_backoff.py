@@ -7,10 +7,10 @@ import pytest
 from hicache.engine import plan as p
 from hicache.engine.placement.backoff import FIRST_PAUSE_S, LONGEST_PAUSE_S, Backoff
 from hicache.engine.settings import EngineSettings
-from tests.engine.world import World, tokens_of
+from tests.engine.world import MAPPED, ON_DISK, World, tokens_of
 
 DISK = 1
-DRAM_DISK = (("dram", 4, True, False), ("disk", 20, False, True))
+DRAM_DISK = (("dram", 4, MAPPED), ("disk", 20, ON_DISK))
 
 
 def test_pauses_double_up_to_the_longest() -> None:

@@ -9,7 +9,7 @@ from hicache.engine.placement.slab_evacuation import KEEP_S
 from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import SlabClearing
-from tests.engine.world import BLOCK_BYTES, World, tokens_of
+from tests.engine.world import BLOCK_BYTES, MAPPED, ON_DISK, World, tokens_of
 
 pytestmark = pytest.mark.thorough
 
@@ -18,10 +18,10 @@ OTHER = b"o" * 32
 SLAB = 4
 """Blocks of the first size to a slab; one of the second, of three pages, fits in."""
 
-DRAM = (("dram", 16, True, False),)
-DRAM_DISK = (("dram", 16, True, False), ("disk", 64, False, True))
-HBM_DRAM = (("hbm", 16, True, False), ("dram", 32, True, False))
-THREE = (("hbm", 16, True, False), ("dram", 16, True, False), ("disk", 64, False, True))
+DRAM = (("dram", 16, MAPPED),)
+DRAM_DISK = (("dram", 16, MAPPED), ("disk", 64, ON_DISK))
+HBM_DRAM = (("hbm", 16, MAPPED), ("dram", 32, MAPPED))
+THREE = (("hbm", 16, MAPPED), ("dram", 16, MAPPED), ("disk", 64, ON_DISK))
 
 
 def world(tiers: object) -> tuple[World, int]:

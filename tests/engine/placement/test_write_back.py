@@ -10,13 +10,13 @@ import pytest
 from hicache.engine import plan as p
 from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
-from tests.engine.world import BLOCK_BYTES, World, tokens_of
+from tests.engine.world import BLOCK_BYTES, MAPPED, ON_DISK, World, tokens_of
 
 ENOUGH = 60
 
 
 def world(hbm: int, dram: int, disk: int, most_moving: int = 100) -> World:
-    tiers = (("hbm", hbm, True, False), ("dram", dram, True, False), ("disk", disk, False, True))
+    tiers = (("hbm", hbm, MAPPED), ("dram", dram, MAPPED), ("disk", disk, ON_DISK))
     settings = EngineSettings(
         planner=PlannerSettings(mode="always_reload"), max_moving_bytes=most_moving * BLOCK_BYTES
     )

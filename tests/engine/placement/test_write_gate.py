@@ -13,9 +13,9 @@ from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.policies.hazard.history import History
 from hicache.engine.policies.hazard.model import NUM_BINS, Model
 from hicache.engine.settings import EngineSettings
-from tests.engine.world import BLOCK_BYTES, World, tokens_of
+from tests.engine.world import BLOCK_BYTES, MAPPED, ON_DISK, World, tokens_of
 
-DRAM_AND_DISK = (("dram", 8, True, False), ("disk", 40, False, True))
+DRAM_AND_DISK = (("dram", 8, MAPPED), ("disk", 40, ON_DISK))
 
 
 def model_of(returns: float) -> Model:

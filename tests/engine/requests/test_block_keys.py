@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hicache.engine import plan as p
-from tests.engine.world import World, tokens_of
+from tests.engine.world import MAPPED, ON_DISK, World, tokens_of
 
-TIERS = (("dram", 256, True, False), ("disk", 512, False, True))
+TIERS = (("dram", 256, MAPPED), ("disk", 512, ON_DISK))
 
 
 def write_down(w: World, first: int, count: int) -> None:

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from hicache.engine import plan as p
 from hicache.engine.requests import clear as clearing
-from tests.engine.world import DIGEST, World, tokens_of
+from tests.engine.world import DIGEST, MAPPED, ON_DISK, World, tokens_of
 
 END = tokens_of(99)
 OTHER = b"o" * 32
 A, B, C = tokens_of(1, 2, 3), tokens_of(1, 2, 4), tokens_of(1, 5)
-ROOMY = (("dram", 64, True, False), ("disk", 256, False, True))
+ROOMY = (("dram", 64, MAPPED), ("disk", 256, ON_DISK))
 
 
 def clear(w: World, most_blocks: int = 2**62, namespace: int = 0) -> int:

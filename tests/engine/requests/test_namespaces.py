@@ -8,7 +8,16 @@ from hicache.engine import plan as p
 from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import PAGE_BYTES
-from tests.engine.world import BLOCK_BYTES, THREE_TIERS, World, keys_of, row, tokens_of
+from tests.engine.world import (
+    BLOCK_BYTES,
+    MAPPED,
+    ON_DISK,
+    THREE_TIERS,
+    World,
+    keys_of,
+    row,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.thorough
 
@@ -50,7 +59,7 @@ def test_the_same_tokens_never_hit_across_namespaces() -> None:
 
 
 def test_nor_after_a_restart_from_disk() -> None:
-    w = world((("dram", 4, True, False), ("disk", 20, False, True)))
+    w = world((("dram", 4, MAPPED), ("disk", 20, ON_DISK)))
     other = w.open(OTHER, 2 * BLOCK_BYTES)
     w.store(tokens_of(1, 2))
     w.store(tokens_of(3), namespace=other)
@@ -107,7 +116,7 @@ def test_a_size_that_comes_second_gets_room(pages: int) -> None:
 
 def test_a_size_that_comes_second_gets_room_while_the_first_goes_on() -> None:
     """As before, but the first namespace stores a block between any two tries of the second."""
-    w = world((("dram", 16, True, False), ("disk", 40, False, True)), slab_bytes=4 * BLOCK_BYTES)
+    w = world((("dram", 16, MAPPED), ("disk", 40, ON_DISK)), slab_bytes=4 * BLOCK_BYTES)
     for prompt in range(60):
         w.store(tokens_of(prompt))
         w.finish_all()
@@ -143,7 +152,7 @@ def test_a_block_larger_than_any_tier_is_refused() -> None:
 
 def test_a_refused_giant_moves_nobody() -> None:
     """A block that fits no tier must not empty the tiers in the attempt."""
-    w = world((("hbm", 6, True, False), ("dram", 8, True, False), ("disk", 20, False, True)))
+    w = world((("hbm", 6, MAPPED), ("dram", 8, MAPPED), ("disk", 20, ON_DISK)))
     w.store(tokens_of(1, 2))
     huge = w.open(OTHER, 100 * BLOCK_BYTES)
     for _ in range(3):
@@ -155,7 +164,7 @@ def test_a_refused_giant_moves_nobody() -> None:
 def test_a_second_size_gets_room_where_slabs_hold_many_slots() -> None:
     """One slab holds 16 blocks of the first size, touched in a random order: the coldest leaves are
     scattered over the slabs. Each try gives up some of them, and still places nothing."""
-    w = world((("dram", 128, True, False),), slab_bytes=16 * BLOCK_BYTES)
+    w = world((("dram", 128, MAPPED),), slab_bytes=16 * BLOCK_BYTES)
     order = [n * 37 % 128 for n in range(128)]
     for n in range(128):
         w.store(tokens_of(n))

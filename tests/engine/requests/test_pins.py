@@ -9,11 +9,20 @@ from hicache.engine import plan as p
 from hicache.engine.residency.pinned import leased_share, pinned_bytes
 from hicache.engine.settings import EngineSettings
 from tests.engine.test_races import DRAM_DISK, END, GPU_ONLY_HBM, on_disk_only, world
-from tests.engine.world import BLOCK_BYTES, ONE_TIER, TWO_TIERS, World, tokens_of
+from tests.engine.world import (
+    BLOCK_BYTES,
+    MAPPED,
+    ON_DISK,
+    ONE_TIER,
+    TWO_TIERS,
+    UNMAPPED,
+    World,
+    tokens_of,
+)
 
 A = tokens_of(1, 2)
 B = tokens_of(3, 4, 5)
-ROOMY = (("dram", 8, True, False), ("disk", 40, False, True))
+ROOMY = (("dram", 8, MAPPED), ("disk", 40, ON_DISK))
 
 
 def pin(w: World, tokens: bytes, ttl_s: float = 1e6, name: str = "") -> p.PinPlaced:
@@ -123,7 +132,7 @@ def test_what_would_come_unasked_counts() -> None:
 
 def test_no_more_is_promoted_than_pins_may_hold() -> None:
     """A quarter of hbm is one block: the second of A stays in dram, whoever reads it."""
-    w = world((("hbm", 4, False, False), ("dram", 12, True, False), ("disk", 40, False, True)))
+    w = world((("hbm", 4, UNMAPPED), ("dram", 12, MAPPED), ("disk", 40, ON_DISK)))
     w.store(A)
     assert pin(w, A).pin
     for _ in range(3):
@@ -144,7 +153,7 @@ def test_no_more_is_promoted_than_pins_may_hold() -> None:
 
 def test_a_full_share_does_not_stall_demotion() -> None:
     """All that pins may hold is held: the rest of dram goes on as ever, and loses nothing."""
-    w = world((("dram", 8, True, False), ("disk", 400, False, True)))
+    w = world((("dram", 8, MAPPED), ("disk", 400, ON_DISK)))
     w.store(A)
     assert pin(w, A).pin
     prompts = [tokens_of(*range(100 + 4 * n, 104 + 4 * n)) for n in range(40)]
@@ -162,7 +171,7 @@ def test_a_full_share_does_not_stall_demotion() -> None:
 def test_a_flush_ends_and_writes_what_is_pinned() -> None:
     """Memory that is pinned to the last slot: a clean stop waits for nobody to let go."""
     settings = EngineSettings(max_pinned=1.0)
-    w = World((("dram", 4, True, False), ("disk", 20, False, True)), settings)
+    w = World((("dram", 4, MAPPED), ("disk", 20, ON_DISK)), settings)
     w.store(tokens_of(1, 2, 3, 4))
     assert pin(w, tokens_of(1, 2, 3, 4)).pin
     assert w.store(tokens_of(9)).refused == 1
@@ -181,9 +190,7 @@ def test_a_path_that_has_to_pass_pinned_memory_gives_up() -> None:
        for, so the path is given up, and what is pinned stays as it is.
     """
     settings = EngineSettings(max_pinned=1.0)
-    w = World(
-        (("hbm", 4, False, False), ("dram", 4, True, False), ("disk", 20, False, True)), settings
-    )
+    w = World((("hbm", 4, UNMAPPED), ("dram", 4, MAPPED), ("disk", 20, ON_DISK)), settings)
     w.store(A)
     w.release(w.match(A + END).lease)
     lease = w.match(A + END).lease

@@ -11,10 +11,20 @@ from hypothesis import strategies as st
 
 from hicache.engine import plan as p
 from hicache.engine.settings import EngineSettings
-from tests.engine.world import BLOCK_BYTES, ROOT, STEP, World, keys_of, row, tokens_of
+from tests.engine.world import (
+    BLOCK_BYTES,
+    MAPPED,
+    ON_DISK,
+    ROOT,
+    STEP,
+    World,
+    keys_of,
+    row,
+    tokens_of,
+)
 from tests.tiers.blocks import Row
 
-DISK = (("dram", 64, True, False), ("disk", 64, False, True))
+DISK = (("dram", 64, MAPPED), ("disk", 64, ON_DISK))
 
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=12)
 
@@ -66,7 +76,7 @@ def test_little_room_and_blocks_that_are_known(
 ) -> None:
     rows = rows_of(stored)
     random.Random(seed).shuffle(rows)
-    world = World((("dram", 64, True, False), ("disk", room, False, True)))
+    world = World((("dram", 64, MAPPED), ("disk", room, ON_DISK)))
     for blocks in known:
         world.store(tokens_of(*blocks))
     homeless = restored(world, rows)
@@ -105,7 +115,7 @@ def test_rows_of_blocks_that_are_known(
     stored: list[list[int]], seed: int, is_dram_lost: bool
 ) -> None:
     """The tier's worker died and is back; what is known stays where it is and gains its copy."""
-    tiers = (("dram", 128, True, False), ("disk", 128, False, True))
+    tiers = (("dram", 128, MAPPED), ("disk", 128, ON_DISK))
     world = World(tiers, EngineSettings(write_policy="write_through"))
     for blocks in stored:
         world.store(tokens_of(*blocks))

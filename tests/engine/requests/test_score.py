@@ -23,7 +23,7 @@ from tests.engine.test_core_stateful import (
     UnmappedHbmMachine,
 )
 from tests.engine.test_races import END, world
-from tests.engine.world import THREE_TIERS, World, tokens_of
+from tests.engine.world import MAPPED, THREE_TIERS, World, tokens_of
 
 A = tokens_of(1, 2)
 MAX_ASKED = 2
@@ -115,7 +115,7 @@ def test_what_is_being_deleted_is_not_held() -> None:
 
 def test_scored_ones_are_evicted_as_if_nobody_had_asked() -> None:
     """Two prompts fill the only tier, the older one is scored again and again, and goes first."""
-    w = World((("dram", 4, True, False),))
+    w = World((("dram", 4, MAPPED),))
     other, third = tokens_of(3, 4), tokens_of(5, 6)
     w.store(A)
     w.store(other)

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from hicache.engine import plan as p
 from hicache.engine.settings import EngineSettings
-from tests.engine.world import BLOCK_BYTES, ROOT, ZERO_S, World, keys_of, row, tokens_of
+from tests.engine.world import (
+    BLOCK_BYTES,
+    MAPPED,
+    ON_DISK,
+    ROOT,
+    ZERO_S,
+    World,
+    keys_of,
+    row,
+    tokens_of,
+)
 
-TIERS = (("dram", 8, True, False), ("disk", 4, False, True))
+TIERS = (("dram", 8, MAPPED), ("disk", 4, ON_DISK))
 
 
 def world() -> World:
@@ -111,7 +121,7 @@ def test_a_clock_that_was_set_back_makes_nothing_younger_than_now() -> None:
 
 def test_what_is_cleared_while_rows_are_told_stays_cleared() -> None:
     """The rest of the namespace is told afterwards: it comes too late, and is removed."""
-    w = World((("dram", 8, True, False), ("disk", 32, False, True)))
+    w = World((("dram", 8, MAPPED), ("disk", 32, ON_DISK)))
     for number in range(8):
         w.store(tokens_of(number, number))
     while w.do(p.Flush(w.now_s)):

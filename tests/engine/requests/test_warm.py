@@ -8,11 +8,11 @@ from hicache.engine import plan as p
 from hicache.engine.plan import Priority
 from hicache.engine.requests import warm as warming
 from tests.engine.test_races import DRAM_DISK, END, GPU_ONLY_HBM, on_disk_only, world
-from tests.engine.world import BLOCK_BYTES, STEP, World, tokens_of
+from tests.engine.world import BLOCK_BYTES, MAPPED, ON_DISK, STEP, World, tokens_of
 
 A = tokens_of(1, 2, 3)
 B = tokens_of(4, 5, 6)
-WIDE = (("dram", 20, True, False), ("disk", 60, False, True))
+WIDE = (("dram", 20, MAPPED), ("disk", 60, ON_DISK))
 
 
 def warm(w: World, tokens: bytes, ttl_s: float = 30.0, *, by_worker: bool = False) -> p.WarmStarted:
@@ -59,7 +59,7 @@ def test_what_is_warm_or_unknown_starts_nothing() -> None:
 
 def test_a_warmed_prompt_is_the_youngest() -> None:
     """A is older than B; it is warmed where it lies, and B goes first."""
-    w = World((("dram", 6, True, False),))
+    w = World((("dram", 6, MAPPED),))
     w.store(A)
     w.store(B)
     assert warm(w, A) == p.WarmStarted(0, 3, 3, 0)
@@ -103,7 +103,7 @@ def test_what_is_leased_is_not_pushed_out() -> None:
 
 def test_what_has_nowhere_to_go_is_not_forgotten_for_it() -> None:
     """The disk takes nothing, so dram's coldest cannot go there: what does not fit is refused."""
-    w = world((("dram", 8, True, False), ("disk", 20, False, True)))
+    w = world((("dram", 8, MAPPED), ("disk", 20, ON_DISK)))
     on_disk_only(w, A)
     w.store(B)
     w.store(tokens_of(7, 8, 9))

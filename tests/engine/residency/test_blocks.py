@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hicache.engine.residency.block_ids import Span, ids_of
 from hicache.engine.residency.blocks import BlockTable, CopyState, IllegalTransition
-from hicache.tiers.block import Ids, TierSpec
+from hicache.tiers.block import Ids, TierSpec, TierTraits
 from hicache.tiers.pool import SlotPool
 
 A, F, R, D, C = (
@@ -43,7 +43,7 @@ EVERY_PAIR = [(old, new) for old in CopyState for new in CopyState]
 
 
 def table() -> BlockTable:
-    tiers = [TierSpec(name, 64 * 4096, True) for name in ("hbm", "dram")]
+    tiers = [TierSpec(name, 64 * 4096, TierTraits(mapped=True)) for name in ("hbm", "dram")]
     return BlockTable(tiers, [SlotPool(tier.capacity_bytes, 4096) for tier in tiers])
 
 

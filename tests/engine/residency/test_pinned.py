@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hicache.engine.residency.pinned import leased_share
-from tests.engine.world import ONE_TIER, World, tokens_of
+from tests.engine.world import MAPPED, ONE_TIER, World, tokens_of
 
 END = tokens_of(99999)
 
@@ -23,7 +23,7 @@ def test_a_shared_prefix_counts_once() -> None:
 
 
 def test_the_mapped_tier_that_has_most_left_decides() -> None:
-    w = World((("hbm", 4, True, False), ("dram", 16, True, False)))
+    w = World((("hbm", 4, MAPPED), ("dram", 16, MAPPED)))
     tokens = tokens_of(1, 2, 3)
     w.store(tokens)
     w.finish_all()
