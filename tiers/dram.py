@@ -18,8 +18,7 @@ from hicache.tiers.pool import SlotPool
 class DramTier:
     """An arena in `directory` named `<prefix><epoch>`, and its free list.
 
-    `is_adopted`: it was a dead owner's; `removed` names the files of others that opening it cleared
-    away first.
+    `removed` names the files of dead owners that were deleted when it was opened.
     """
 
     medium = "shared memory"
@@ -34,7 +33,6 @@ class DramTier:
         progress: Progress | None = None,
     ) -> None:
         adopted = _adopt(directory, prefix, capacity_bytes, huge_pages, progress)
-        self.is_adopted = adopted is not None
         self.removed = remove_stale(directory, prefix)
         path = Path(directory) / f"{prefix}{os.urandom(6).hex()}"
         self.arena = adopted or Arena.create(

@@ -123,7 +123,7 @@ class Direction:
     def _end(self, begun: _Begun) -> None:
         outcomes: list[Outcome] = begun.pending.wait()
         # A batch is charged from when the one before it had arrived: a link that is never idle has
-        # its real bandwidth in the meters, not that divided by the batches in flight.
+        # its real bandwidth in the measurements, not that divided by the batches in flight.
         start_s = max(begun.start_s, self._ended_s)
         batch = begun.batch
         copied = zip(batch.moves, outcomes, strict=True)

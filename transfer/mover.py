@@ -35,7 +35,6 @@ from hicache.engine.plan import Move, Outcome, Priority, Use
 from hicache.tiers.arena import Arena
 from hicache.transfer.gpu_pages.page_messages import TOLD, unpack_told
 from hicache.transfer.liveness import Pulse
-from hicache.transfer.meter import Meter
 from hicache.transfer.move_queue import GPU_LIMITS, LIMITS, Lane, Limits
 from hicache.transfer.queues import PAGE_WAYS, Heading, way_of, ways_of
 from hicache.transfer.worker_events import (
@@ -148,7 +147,6 @@ class Mover:
         start_s: float = 120.0,
         max_queued: int = MAX_QUEUED,
     ) -> None:
-        self.meters: dict[LinkName, Meter] = {}
         self._arenas = arenas
         self._identify = identify
         self._stuck_s, self._start_s = stuck_s, start_s
@@ -412,7 +410,7 @@ class Mover:
                 self._news.append(WorkerScrubbed(name, tier, *numbers, s.bad, s.is_done))
             elif kind == "measured":
                 link = (str(message["src"]), str(message["dst"]))
-                self._measure(device, link, int(message["bytes"]), float(message["seconds"]), True)
+                self._measure(device, link, int(message["bytes"]), float(message["seconds"]))
             elif kind == "ready":
                 assert device.process is not None
                 device.state = "up"
@@ -467,8 +465,7 @@ class Mover:
         device.num_failures += 1
         device.start_at_s = now_s + retry_s
         config = device.config
-        lost = config.kind == "cuda" or device.num_damages >= 2
-        self._news.append(WorkerDown(config.device, config.far, lost, error, retry_s))
+        self._news.append(WorkerDown(config.device, config.far, error, retry_s))
         for way, lane in device.lanes.items():
             is_suspect = is_crash and config.kind == "disk" and way == "read"
             self._news += lane.fail_all(error, is_suspect)
@@ -532,18 +529,17 @@ class Mover:
         self._news += done.outcomes
         src, dst = batch.moves[0].src, batch.moves[0].dst
         if dst is not None and done.num_bytes:
-            self._measure(device, (src, dst), done.num_bytes, done.seconds, False)
+            self._measure(device, (src, dst), done.num_bytes, done.seconds)
 
     def _measure(
-        self, device: _Device, link: tuple[str, str], num_bytes: int, seconds: float, probe: bool
+        self, device: _Device, link: tuple[str, str], num_bytes: int, seconds: float
     ) -> None:
-        self.meters.setdefault(link, Meter()).add(num_bytes, seconds)
         if link[0] == device.config.far:  # a commit is as large as it can be, whatever it takes
             for way, heading in device.headings.items():
                 if heading == "read":
                     device.lanes[way].timed(num_bytes, seconds)
         name = device.config.device
-        self._news.append(WorkerMeasured(name, link[0], link[1], num_bytes, seconds, probe))
+        self._news.append(WorkerMeasured(name, link[0], link[1], num_bytes, seconds))
 
     def _take_news(self) -> list[News]:
         news, self._news = self._news, []

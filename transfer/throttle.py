@@ -1,8 +1,8 @@
 """How fast a direction may copy, for tests and demonstrations: freely, throttled, or not at all.
 
-A batch that is copied is held back until a slower device would have been done with it, so to
-whoever waits, and to the meters, the device is that slow. Called from the thread that ends batches,
-and set from the worker's main thread; a lock guards the two fields, and nothing runs under it.
+A copied batch is held back until a slower device would have finished it, so requests that wait
+and the measurements see a device of that speed. Called from the thread that ends batches, set from
+the worker's main thread; a lock guards the two fields, and nothing runs under it.
 """
 
 from __future__ import annotations

@@ -37,14 +37,13 @@ class WorkerOpening:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMeasured:
-    """A probe or a batch: so many bytes went over a link in so many seconds."""
+    """A probe or a batch moved `num_bytes` over the link from `src` to `dst` in `seconds`."""
 
     device: str
     src: str
     dst: str
     num_bytes: int
     seconds: float
-    is_probe: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +89,10 @@ class WorkerScrubbed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDown:
-    """The worker ended and will be started again. Comes before the outcomes of its moves.
-    `lost`: what the tier held is gone for good."""
+    """The worker ended and will be started again. Comes before the outcomes of its moves."""
 
     device: str
     tier: str
-    lost: bool
     error: str
     retry_s: float
 

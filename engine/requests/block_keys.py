@@ -50,12 +50,11 @@ class _Chain:
 
 
 class Identities:
-    """Fills in the identity of moves. `chains` caches keys by node number; `num_hashed` counts."""
+    """Fills in the identity of moves. `chains` caches keys by node number."""
 
     def __init__(self, residency: Residency) -> None:
         self.residency = residency
         self.chains: OrderedDict[int, _Chain] = OrderedDict()
-        self.num_hashed = 0
         self._num_new = 0
         self._durable = {tier.name for tier in residency.tiers if tier.persistent}
 
@@ -108,7 +107,6 @@ class Identities:
         for below in reversed(missing):
             edge = below.symbols(namespace.step, 0, len(below))
             keys = keys_along(namespace.digest, parent, edge, namespace.step)
-            self.num_hashed += len(keys)
             chain = _Chain(below, below.depth, parent, keys)
             self.chains[below.number] = chain
             parent = keys[-1]

@@ -256,7 +256,6 @@ class Fetching:
             ids = lease.ids[positions[: len(slots)]]
             residency.start(namespace, ids, src, dst, slots, Priority.DEMAND, lease.deadline_s)
             residency.progress_s.setdefault(link, lease.started_s)
-            lease.link_bytes += len(slots) * namespace.block_bytes
             for block in ids.tolist():
                 self.wait(lease, block)
         return len(slots)

@@ -56,7 +56,6 @@ class Lease:
     started_s: float = 0.0
     deadline_s: float = 0.0
     took_s: float = 0.0
-    link_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

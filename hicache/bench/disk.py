@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from hicache.bench.report import BenchError, DiskRow, ProgressStep
+from hicache.bench.report import BenchError, ProgressStep
 from hicache.engine.plan import BlockIdentity
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.disk.disk_tier import DiskTier, Durability
@@ -37,6 +37,19 @@ BATCH_BYTES = 32 * MIB
 TURNOVERS = 5
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRow:
+    """Values in GB (10⁹ bytes) per second, median of several rounds, beside raw reads or writes."""
+
+    op: str
+    temperature: str
+    value_bytes: int
+    workers: int
+    gb_s: float
+    floor_gb_s: float
+    ratio: float
 
 
 @dataclass(frozen=True, slots=True)

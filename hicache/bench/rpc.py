@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from hicache.bench.daemon_process import Running, lodging
 from hicache.bench.echo_floor import Echo
-from hicache.bench.report import BenchError, ProgressStep, RpcRow
+from hicache.bench.report import BenchError, ProgressStep
 from hicache.client import Client, LayerGroup, Match, NamespaceSpec
 from hicache.protocol.messages import pack
 
@@ -25,6 +26,27 @@ BATCH = 20
 WARM_UP = 100
 
 Prompt = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class RpcRow:
+    """One kind of call: microseconds of `n` calls, beside a bare echo of the same payload."""
+
+    op: str
+    tokens: int
+    p50_us: float
+    p99_us: float
+    floor_p50_us: float
+    ratio: float
+    n: int
+
+    @classmethod
+    def of(cls, op: str, tokens: int, seconds: list[float], floor: list[float]) -> RpcRow:
+        p50, p99 = np.percentile(seconds, (50, 99)) * 1e6
+        floor_p50 = float(np.median(floor)) * 1e6
+        ratio = round(float(p50) / floor_p50, 3)
+        p50_us, p99_us = round(float(p50), 2), round(float(p99), 2)
+        return cls(op, tokens, p50_us, p99_us, round(floor_p50, 2), ratio, len(seconds))
 
 
 def run(

@@ -8,13 +8,14 @@ buffers; blocks are cleared between rounds (not timed), so no put ever finds its
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.bench.daemon_process import Running, lodging
-from hicache.bench.report import BenchError, ProgressStep, StoreRow
+from hicache.bench.report import BenchError, ProgressStep
 from hicache.client import Client, LayerGroup, NamespaceSpec
 
 BLOCKS = 32
@@ -24,6 +25,28 @@ WARM_UP_ROUNDS = 2
 
 Prompt = npt.NDArray[np.uint32]
 Blocks = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRow:
+    """Blocks per second in GB (10⁹ bytes), from the median of `n` calls, beside a bare copy."""
+
+    op: str
+    value_bytes: int
+    blocks_per_call: int
+    gb_s: float
+    floor_gb_s: float
+    ratio: float
+    n: int
+
+    @classmethod
+    def of(
+        cls, op: str, value_bytes: int, blocks: int, seconds: list[float], floor: list[float]
+    ) -> StoreRow:
+        total = value_bytes * blocks / 1e9
+        speed, floor_speed = total / float(np.median(seconds)), total / float(np.median(floor))
+        figures = (round(speed, 3), round(floor_speed, 3), round(speed / floor_speed, 3))
+        return cls(op, value_bytes, blocks, *figures, len(seconds))
 
 
 def run(

@@ -8,7 +8,7 @@ from hicache.bench import disk as disk_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
 from hicache.bench.daemon_process import Running
-from hicache.bench.report import ProgressLine, tell
+from hicache.bench.report import ProgressLine, show_rows
 from hicache.commands.curve_option import curve_option
 from hicache.protocol.curve import CurveKeys
 from hicache.tiers.disk.disk_tier import Durability
@@ -49,7 +49,7 @@ def rpc(
     """Round trips: ping and match, beside a bare ZeroMQ echo of the same payload."""
     with ProgressLine() as step:
         rows = rpc_bench.run(_daemon(endpoint, curve), block_tokens, calls, step)
-    tell(rows, "round trips beside a bare echo", json_target)
+    show_rows(rows, "round trips beside a bare echo", json_target)
 
 
 @bench.command()
@@ -64,7 +64,7 @@ def store(
     """Blocks through shared memory: put and fetch, beside a bare copy."""
     with ProgressLine() as step:
         rows = store_bench.run(_daemon(endpoint, curve), block_tokens, calls, step)
-    tell(rows, "blocks beside a bare copy", json_target)
+    show_rows(rows, "blocks beside a bare copy", json_target)
 
 
 @bench.command()
@@ -92,7 +92,7 @@ def disk(
     plan = disk_bench.DiskBenchPlan(total << 20, rounds, sizes_bytes, threads, durability)
     with ProgressLine() as step:
         rows, churn = disk_bench.run(path, plan, step)
-    tell(rows, "values beside raw reads and writes", json_target, {"churn": churn})
+    show_rows(rows, "values beside raw reads and writes", json_target, {"churn": churn})
 
 
 def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:

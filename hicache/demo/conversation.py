@@ -83,10 +83,6 @@ class Conversation:
         self._stop = stop
         self._turn = 0
 
-    @property
-    def num_turns(self) -> int:
-        return len(SCRIPTS[self.agent])
-
     def next_prompt(self) -> Prompt:
         """The next scripted message, after everything so far. Raises ValueError if too much of it
         is new, which would make the demo prove less than it says."""

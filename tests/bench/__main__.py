@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.table import Table
 
-from hicache.bench.report import ProgressLine, tell, tell_figures
+from hicache.bench.report import ProgressLine, show_rows, wide_console
 from hicache.config.models import PlannerConfig
 from hicache.engine.planner.planner import PlannerSettings
 from tests.bench import engine as engine_bench
@@ -25,6 +29,26 @@ _json_option = click.option(
     metavar="[FILE|-]",
     help="As data, on stdout or into FILE.",
 )
+
+
+def _show_figures(figures: Mapping[str, Any], title: str, json_target: str | None) -> None:
+    """Named figures instead of rows; each figure of a group has its own line."""
+    data = json.dumps(figures, indent=2)
+    if json_target == "-":
+        click.echo(data)
+        return
+    if json_target:
+        Path(json_target).write_text(data + "\n")
+    table = Table(title=title)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        group = value if isinstance(value, dict) else {"": value}
+        for part, figure in group.items():
+            is_share = isinstance(figure, float) and not name.endswith("_us")
+            shown = f"{figure:.2%}" if is_share else str(figure)
+            table.add_row(f"{name} {part}".strip(), shown)
+    wide_console().print(table)
 
 
 @click.group()
@@ -45,9 +69,9 @@ def index(repeat: int, scale: bool, json_target: str | None) -> None:
     extra: dict[str, object] = dict(more)
     if scale:
         extra |= {"scale": [asdict(row) for row in grown], "scale_memory": memory}
-    tell(rows, "the index by itself", json_target, extra)
+    show_rows(rows, "the index by itself", json_target, extra)
     if grown and json_target != "-":
-        tell(grown, "the index as it grows", None)
+        show_rows(grown, "the index as it grows", None)
 
 
 @bench.command()
@@ -57,7 +81,7 @@ def engine(repeat: int, json_target: str | None) -> None:
     """The whole decision on a request, in thread-CPU time: match, plan, lease, policy."""
     with ProgressLine() as step:
         rows = engine_bench.run(step, repeat)
-    tell(rows, "the decision on a request", json_target)
+    show_rows(rows, "the decision on a request", json_target)
 
 
 @bench.command()
@@ -69,7 +93,7 @@ def planner(is_full: bool, seed: int, json_target: str | None) -> None:
     with ProgressLine() as step:
         settings = PlannerSettings(exploration=PlannerConfig().exploration)
         figures = planner_bench.run(step, settings, None if is_full else planner_bench.SAMPLE, seed)
-    tell_figures(figures, "regret, as a share of the best expected time", json_target)
+    _show_figures(figures, "regret, as a share of the best expected time", json_target)
 
 
 @bench.command()
@@ -103,7 +127,7 @@ def reload(
         )
     bad = sum(not row.is_good for row in rows)
     more: dict[str, object] = {"model": demo.name, "kv_bytes_per_s": generated, "not_good": bad}
-    tell(rows, f"{demo.name}, {generated / 1e6:.1f} MB of KV per second", json_target, more)
+    show_rows(rows, f"{demo.name}, {generated / 1e6:.1f} MB of KV per second", json_target, more)
 
 
 @bench.command()
@@ -114,7 +138,7 @@ def restart(path: Path | None, blocks: int, json_target: str | None) -> None:
     """A daemon's start on a disk tier full of small blocks: how soon it serves, and all of it."""
     with ProgressLine() as step:
         row = restart_bench.run(path, blocks, step)
-    tell([row], "a start on a full disk tier", json_target)
+    show_rows([row], "a start on a full disk tier", json_target)
 
 
 @bench.command()
@@ -125,7 +149,7 @@ def refit(runs: int, refits: int, json_target: str | None) -> None:
     """Round trips of ping while the eviction model is refitted, beside an idle daemon's."""
     with ProgressLine() as step:
         row = refit_bench.run(runs, refits, step)
-    tell([row], "ping during refits beside ping between them", json_target)
+    show_rows([row], "ping during refits beside ping between them", json_target)
 
 
 if __name__ == "__main__":

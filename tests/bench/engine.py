@@ -15,9 +15,10 @@ from __future__ import annotations
 import gc
 from typing import Final
 
-from hicache.bench.report import IndexRow, ProgressStep
+from hicache.bench.report import ProgressStep
 from hicache.engine import plan as p
 from hicache.engine.planner.planner import PlannerSettings
+from tests.bench.index import IndexRow
 from tests.bench.synthetic_tree import (
     CLOCK_S,
     LONG,

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
-from hicache.bench.report import IndexRow, ProgressStep
+import numpy as np
+
+from hicache.bench.report import ProgressStep
 from hicache.protocol.keys import ROOT_KEY, chain_keys
 from tests.bench.synthetic_tree import (
     CLOCK_S,
@@ -38,6 +41,25 @@ SCALES_MILLIONS: Final = (1, 10, 100)
 NAMESPACES: Final = (1, 4000)
 BATCH: Final = 5
 """A sample is the mean of a few calls: the clock itself costs about a microsecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRow:
+    """Microseconds of thread-CPU time for one operation of the index, over `n` samples."""
+
+    op: str
+    page_tokens: int
+    query_tokens: int
+    p50_us: float
+    p99_us: float
+    n: int
+    indexed_tokens: int
+
+    @classmethod
+    def of(cls, op: str, page: int, query: int, seconds: list[float], indexed: int) -> IndexRow:
+        p50, p99 = np.percentile(seconds, (50, 99)) * 1e6
+        p50_us, p99_us = round(float(p50), 2), round(float(p99), 2)
+        return cls(op, page, query, p50_us, p99_us, len(seconds), indexed)
 
 
 def run(step: ProgressStep, repeat: int = 300) -> tuple[list[IndexRow], float, float]:

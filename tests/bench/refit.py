@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.bench.daemon_process import Running, lodging
-from hicache.bench.report import BenchError, ProgressStep, RefitRow
+from hicache.bench.report import BenchError, ProgressStep
 from hicache.client import Client, LayerGroup, NamespaceSpec, admin_call
 from hicache.engine.policies.hazard.history import REFIT_REQUESTS
 
@@ -41,6 +42,43 @@ SPEC: Final = NamespaceSpec(
     block_bytes=4096,
     name="bench refit",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RefitRow:
+    """Round trips of ping in microseconds: `n` of them while the eviction model is refitted,
+    `fits` times, and `idle_n` between refits, in turns. `ratio`: p99 over idle p99."""
+
+    op: str
+    fits: int
+    p50_us: float
+    p99_us: float
+    longest_us: float
+    idle_p50_us: float
+    idle_p99_us: float
+    idle_longest_us: float
+    ratio: float
+    n: int
+    idle_n: int
+
+    @classmethod
+    def of(cls, fits: int, during: list[float], idle: list[float]) -> RefitRow:
+        figures = [np.percentile(seconds, (50, 99, 100)) * 1e6 for seconds in (during, idle)]
+        (p50, p99, longest), (idle_p50, idle_p99, idle_longest) = np.round(figures, 2).tolist()
+        ratio = round(p99 / idle_p99, 3)
+        return cls(
+            "ping",
+            fits,
+            p50,
+            p99,
+            longest,
+            idle_p50,
+            idle_p99,
+            idle_longest,
+            ratio,
+            len(during),
+            len(idle),
+        )
 
 
 def run(num_runs: int, num_fits: int, step: ProgressStep) -> RefitRow:

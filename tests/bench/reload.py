@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import inf
@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from hicache.bench.report import BenchError, ProgressStep, ReloadRow
+from hicache.bench.report import BenchError, ProgressStep
 from hicache.client import Client
 from hicache.connectors.transformers import CachedModel, Generation
 from hicache.demo.demo_daemon import PrivateDaemon
@@ -48,6 +48,28 @@ TIMEOUT_S: Final = 900.0
 Blocks = npt.NDArray[np.uint8]
 Ask = Callable[[int], list[int]]
 """The front of the prompt, so long, and a new end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadRow:
+    """A model's time to first token on a throttled disk: medians in milliseconds. `of_best`: the
+    planner's over the better of the two fixed policies'; `spread`: how far two medians of the same
+    policy are apart, as a share; `reloads`: of the planner's `n` requests."""
+
+    speed: str
+    prefix: int
+    planner_ms: float
+    reload_ms: float
+    recompute_ms: float
+    of_best: float
+    spread: float
+    reloads: int
+    n: int
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the planner was within a tenth of the best, or within the spread."""
+        return self.of_best <= 1.1 or self.of_best - 1.0 <= self.spread
 
 
 class ModelServer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.bench.daemon_process import START_S, Launched, launched, tiers_of
-from hicache.bench.report import BenchError, ProgressStep, RestartRow
+from hicache.bench.report import BenchError, ProgressStep
 from hicache.client import Client
 from hicache.engine.plan import BlockIdentity
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
@@ -38,6 +39,26 @@ SPEC = NamespaceSpec(
     block_bytes=BLOCK_BYTES,
 )
 Tokens = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRow:
+    """A start of the daemon, in seconds from its launch: until it answers, until the first hit is
+    served, until all blocks are known again; the longest round trip of a match meanwhile."""
+
+    blocks: int
+    answers_s: float
+    first_hit_s: float
+    all_s: float
+    longest_match_s: float
+    num_matches: int
+
+    @classmethod
+    def of(
+        cls, blocks: int, seconds: tuple[float, float, float, float], num_matches: int
+    ) -> RestartRow:
+        answers_s, first_hit_s, all_s, longest_s = (round(s, 3) for s in seconds)
+        return cls(blocks, answers_s, first_hit_s, all_s, longest_s, num_matches)
 
 
 def run(folder: Path | None, num_blocks: int, step: ProgressStep) -> RestartRow:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.engine.plan import Move, Priority
-from hicache.transfer.meter import Meter
 from hicache.transfer.move_queue import LIMITS, Lane, Limits
 from hicache.transfer.worker_messages import Batch
 
@@ -149,16 +148,3 @@ def test_every_move_ends_once_and_the_backlog_is_its_bytes(
         everything = [*waiting.values(), *(m for moves in travelling.values() for m in moves)]
         for p in Priority:
             assert lane.backlog[p] == sum(m.block_bytes for m in everything if m.priority is p)
-
-
-def test_a_meter_follows_recent_batches() -> None:
-    meter = Meter()
-    meter.add(0, 1.0)
-    meter.add(1, 0.0)
-    assert meter.bytes_per_s == 0.0
-    meter.add(8 * MIB, 0.008)
-    assert round(meter.bytes_per_s / MIB) == 1000
-    for _ in range(200):
-        meter.add(16 * MIB, 0.032)
-    assert round(meter.bytes_per_s / MIB) == 500
-    assert meter.num_batches == 201

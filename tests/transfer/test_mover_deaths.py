@@ -31,7 +31,7 @@ def test_a_worker_killed_in_the_middle_fails_its_moves_and_comes_back(
     assert not any(o.ok or o.corrupt for o in outcomes)
     assert "SIGKILL" in outcomes[0].error
     down = rig.downs()[0]
-    assert (down.device, down.tier, down.lost) == (device, far, False)
+    assert (down.device, down.tier) == (device, far)
     assert rig.news.index(down) < rig.news.index(outcomes[0])
     assert not any(rig.mover.backlog()["dram", far].values())
     assert rig.submit(rig.move("dram", far, 1)), "refused while the tier is down"
@@ -131,7 +131,7 @@ def test_a_medium_that_kills_its_worker_twice_is_set_aside(rig: Rig) -> None:
         rig.let_go(DISK)
         outcomes = rig.outcomes(*reads)
         assert [o.corrupt for o in outcomes] == [True] * 64 + [False] * 36
-        assert [down.lost for down in rig.downs()] == [False, True][:time]
+        assert len(rig.downs()) == time
         rig.wait(lambda: rig.mover.states()[DISK] == "up")
         if time == 1:
             assert rig.run(rig.move("disk", "dram", 1))[0].ok

@@ -21,7 +21,7 @@ from hicache.protocol.messages import TOKEN_BYTES
 from hicache.transfer.mover import Mover
 
 NODE_BYTES: Final = 400
-"""Of the index, without its symbols: about (`hicache bench index --scale` measures it)."""
+"""Of the index, without its symbols: about (`make bench-index BENCH_ARGS=--scale` measures it)."""
 
 
 def report(

@@ -48,11 +48,6 @@ class Shedding:
         self._again: list[int] = []
         self._is_short = False
 
-    @property
-    def withheld_bytes(self) -> int:
-        """What of the tier is given up now."""
-        return len(self._pool.withheld) * self._pool.slab_bytes
-
     def tick(self, now_s: float, min_available: int | Share | None) -> None:
         """Look at the machine if it is time, and give or take."""
         if now_s < self._due_s:

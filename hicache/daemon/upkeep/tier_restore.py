@@ -29,7 +29,6 @@ class Restoring:
     def __init__(self, do: Callable[[p.Event[Any]], Any]) -> None:
         self._do = do
         self.zero_s = time.time() - time.monotonic()
-        self.num_restored = 0
         self._tenth = -1
         self._look_s = time.monotonic() + NOTE_S
 
@@ -37,7 +36,6 @@ class Restoring:
         """Some rows are here. Returns (slot bytes, key) of those that found no place."""
         number = self._do(p.OpenNamespace(rows.namespace, rows.step // 4, rows.block_bytes))
         homeless = self._do(p.Restore(tier, number, rows, now_s, self.zero_s))
-        self.num_restored += len(rows) - len(homeless)
         slot_bytes = slot_bytes_for(rows.block_bytes)
         return [(slot_bytes, key) for key in homeless]
 
