@@ -117,9 +117,10 @@ def _value(item: Any) -> Any:
 @pytest.mark.e2e
 def test_the_client_of_before_is_served() -> None:
     """Each request of its vocabulary, over frames and through memory, bad ones too."""
-    sizes = {"hbm": "4MiB", "dram": "8MiB", "disk": "64MiB"}
     steps = json.loads((HERE / "wire.json").read_text())
-    with DaemonProcess(**{tier: {"size": size} for tier, size in sizes.items()}) as server:
+    with DaemonProcess(
+        hbm={"size": "4MiB"}, dram={"size": "8MiB"}, disk={"size": "64MiB"}
+    ) as server:
         client = OldClient(server.endpoint)
         for number, step in enumerate(steps):
             where = f"step {number}, {step['send']['op']}"
