@@ -1,33 +1,33 @@
-"""One shared-memory arena: a file that the daemon owns and workers and clients map.
+"""A shared-memory arena: a file that the daemon owns and that workers and clients map.
 
     | header page | generations: u32 per data page | writers: u64 per data page | data: slots … |
 
-The daemon creates it (`Arena.create`), holds a lock on it as long as it lives, and is the only one
-to raise generations. Workers and clients attach and copy; which slots they may touch is told to
-them in messages, never read from here. Light on purpose: clients import it.
+The daemon creates it (`Arena.create`), holds a lock on it while it runs, and is the only process
+that raises generations. Workers and clients attach and copy; the daemon's messages name the slots
+that they may use. Few imports: clients import this module.
 
-One whose daemon was killed is taken over by the next (`Arena.adopt`): clients map it still, and a
-second one would take as much memory again. Nothing in it is believed; what its clients may still
-write is told by the writers' table. Where it cannot be taken over, and at a clean stop, its pages
-are given back although clients map them (`empty`).
+The arena of a killed daemon is taken over by the next daemon (`Arena.adopt`): clients still map it,
+and a second one would take as much memory again. Its contents are discarded; the writers' table
+says which slots its clients may still write. Where it cannot be taken over, and at a clean stop,
+its memory is freed although clients map it (`empty`).
 
 Races, and who wins:
 1. A reader's lease expires while it copies, and the slot gets another block. The owner raises the
    slot's generation before the first byte is written; the reader compares generations after its
    copy: a difference is a miss.
-2. Slots of another size come to lie over an old slot, whose first page's generation nobody would
-   raise. `SlotPool(reshaped=arena.raise_range)` raises all pages first.
-3. The owner gives pages back (`discard`) while clients map them. Their generations are raised
-   first, so a reader whose lease had expired sees a difference; the zeros it may have read are
-   nobody's. Nobody is given such a slot before its memory is allocated again (`refill`), since a
-   write to a page that cannot be had is a SIGBUS.
-4. An arena is taken over while a worker of the dead daemon still copies: the kernel has not got
-   round to ending it. Workers hold a lock of their own (`hold`); who takes over waits for it.
-5. A client has slots to write when its daemon dies. They are marked with its process before it is
-   told of them, until it has said that it is done; the next daemon uses none of them while that
-   process lives.
-6. A scan for stale arenas meets one that is just being made and takes the lock first. The scan
-   unlinks it; the maker finds its file without a name and starts over.
+2. Slots of another size are laid over an old slot, and raising the new slots' generations would not
+   raise that of the old slot's first page. The owner first calls `raise_range` for all the pages.
+3. The owner frees pages (`discard`) while clients map them. It raises their generations first, so a
+   reader whose lease had expired, and who may have read zeros, sees a difference. Such a slot is
+   granted again only after its memory has been allocated (`refill`): writing a page for which there
+   is no memory is a SIGBUS.
+4. An arena is taken over while a worker of the dead daemon still copies, because the kernel has not
+   ended it yet. Workers hold another lock (`hold`); the new daemon waits for it.
+5. A client has slots to write when its daemon dies. They are marked with its pid from before the
+   client receives them until it reports that it has finished; the next daemon uses none of them
+   while that process lives.
+6. A scan for stale arenas finds one that is just being created, and takes the lock first. The scan
+   unlinks it; the creator sees that its file has no name, and starts over.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ Progress = Callable[[int, int], None]
 
 
 class ArenaError(Exception):
-    """An arena cannot be made or mapped; the message is a sentence for the operator."""
+    """An arena cannot be created or mapped; the message is a sentence for the operator."""
 
 
 class Arena:
-    """A mapped arena. Every process that holds one closes its own; only the owner unlinks."""
+    """A mapped arena. Every process closes its own mapping; only the owner unlinks the file."""
 
     def __init__(self, path: Path, fd: int, data_bytes: int, data_offset: int, epoch: str) -> None:
         self.path = path
@@ -97,9 +97,8 @@ class Arena:
         huge_pages: bool = False,
         pretouch: Progress | None = None,
     ) -> Arena:
-        """A new arena, all of its memory allocated, locked by this process; with `pretouch` also
-        mapped, page by page, before anybody waits for it. ArenaError leaves no file behind; a file
-        that is there already is never touched."""
+        """Create an arena, allocate all its memory and lock it; with `pretouch` also map every
+        page now. Raises ArenaError and leaves no file behind; an existing file is never changed."""
         path = Path(path)
         data_bytes = _whole_pages(data_bytes)
         if not PAGE_BYTES <= data_bytes <= MAX_TIER_BYTES:
@@ -108,7 +107,7 @@ class Arena:
         fd = _create_locked(path)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, fd)
-            undo.callback(path.unlink, missing_ok=True)  # it would keep all of its memory
+            undo.callback(path.unlink, missing_ok=True)  # the file would keep its memory allocated
             _allocate(fd, path, data_offset + data_bytes, pretouch)
             arena = cls(path, fd, data_bytes, data_offset, secrets.token_hex(16))
             undo.pop_all()
@@ -124,9 +123,10 @@ class Arena:
         huge_pages: bool = False,
         pretouch: Progress | None = None,
     ) -> Arena:
-        """Take over the arena of a dead owner: its memory, nothing of what it holds. All of its
-        generations are raised. `inherited` names the (first page, pages, pid) that clients of the
-        dead one may still write. ArenaError where it is no such arena, and then it is as it was."""
+        """Take over a dead owner's arena for its memory; its contents are discarded and all its
+        generations raised. `inherited` lists the (first page, pages, pid) that clients of the dead
+        owner may still write. Raises ArenaError and leaves the file unchanged where it is not such
+        an arena."""
         path = Path(path)
         data_bytes = _whole_pages(data_bytes)
         data_offset = _data_offset(data_bytes, huge_pages)
@@ -151,7 +151,7 @@ class Arena:
             undo.callback(arena.close)
             arena.inherited = arena._marked()
             if any(pid == UNKNOWN_WRITER for _, _, pid in arena.inherited):
-                raise ArenaError(f"{path} may be written by nobody knows whom")
+                raise ArenaError(f"an unknown process may still be writing to {path}")
             undo.pop_all()
         arena.raise_range(0, data_bytes // PAGE_BYTES)
         arena._own(huge_pages, pretouch)
@@ -159,7 +159,8 @@ class Arena:
 
     @classmethod
     def attach(cls, path: str | os.PathLike[str]) -> Arena:
-        """Map an arena that another process owns. ArenaError when it is none, or not whole."""
+        """Map an arena that another process owns. Raises ArenaError when the file is not a
+        complete arena."""
         path = Path(path)
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -169,10 +170,10 @@ class Arena:
             undo.callback(os.close, fd)
             found = os.pread(fd, _HEADER.size, 0)
             if len(found) < _HEADER.size or not found.startswith(MAGIC):
-                raise ArenaError(f"{path} is no arena of hicache, or not ready yet")
+                raise ArenaError(f"{path} is not an arena of hicache, or not ready yet")
             _, version, page, data_bytes, data_offset, _, epoch = _HEADER.unpack(found)
             if (version, page) != (VERSION, PAGE_BYTES):
-                raise ArenaError(f"{path}: arena version {version}; this hicache knows {VERSION}")
+                raise ArenaError(f"{path}: arena version {version}; this hicache needs {VERSION}")
             if os.fstat(fd).st_size < data_offset + data_bytes:
                 raise ArenaError(f"{path} is shorter than its header says")
             arena = cls(path, fd, data_bytes, data_offset, epoch.decode())
@@ -182,27 +183,27 @@ class Arena:
     # --- bytes ---------------------------------------------------------------------------------
 
     def view(self, slot: int, num_bytes: int) -> Bytes:
-        """The writable bytes of a slot. ValueError when they would leave the data area."""
+        """The writable bytes of a slot. Raises ValueError when they leave the data area."""
         start = slot * PAGE_BYTES
         if slot < 0 or num_bytes < 0 or start + num_bytes > self.data_bytes:
             raise ValueError(f"slot {slot} of {num_bytes} bytes leaves the arena")
         return self.data[start : start + num_bytes]
 
     def address(self, slot: int, num_bytes: int) -> int:
-        """Where `view` begins, for who copies by address while this arena is open. ValueError as
-        there."""
+        """The address of `view`'s first byte, valid while this arena is open. Raises ValueError as
+        `view` does."""
         start = slot * PAGE_BYTES
         if slot < 0 or num_bytes < 0 or start + num_bytes > self.data_bytes or self._fd < 0:
             raise ValueError(f"slot {slot} of {num_bytes} bytes leaves the arena")
         return self._data_address + start
 
     def copy_in(self, slots: Ids, blocks: Bytes, slot_bytes: int) -> None:
-        """Write row i of `blocks` ([n, block bytes]) to slot i; neighbours in one copy."""
+        """Write row i of `blocks` ([n, block bytes]) to `slots[i]`, adjacent slots in one copy."""
         for first, end, room in self._runs(slots, slot_bytes, blocks):
             np.copyto(room[:, : blocks.shape[1]], blocks[first:end])
 
     def copy_out(self, slots: Ids, blocks: Bytes, slot_bytes: int) -> None:
-        """Read slot i to row i of `blocks` ([n, block bytes]); neighbours in one copy."""
+        """Read `slots[i]` to row i of `blocks` ([n, block bytes]), adjacent slots in one copy."""
         for first, end, room in self._runs(slots, slot_bytes, blocks):
             np.copyto(blocks[first:end], room[:, : blocks.shape[1]])
 
@@ -224,23 +225,23 @@ class Arena:
     # --- generations ---------------------------------------------------------------------------
 
     def generations(self, slots: Ids) -> npt.NDArray[np.uint32]:
-        """A copy of the slots' generations, as they are now."""
+        """A copy of the slots' current generations."""
         return self._generations[slots]
 
     def raise_generations(self, slots: Ids) -> None:
-        """Owner only, before these slots (all different) get other bytes; no client writes them."""
+        """Owner only: call before these slots (all different) get other bytes. Unmarks them."""
         self._generations[slots] += np.uint32(1)
         self._writers[slots] = 0
 
-    # --- who writes, for the next owner -----------------------------------------------------------
+    # --- the writers' table, for the next owner ------------------------------------------------
 
     def mark(self, slots: Ids, slot_bytes: int, pid: int) -> None:
-        """Owner only, before a client is told that it may write these slots."""
+        """Owner only: call before granting these slots to a client for writing."""
         pages = np.uint64(slot_bytes // PAGE_BYTES)
         self._writers[slots] = pages << np.uint64(32) | np.uint64(pid or UNKNOWN_WRITER)
 
     def unmark(self, slots: Ids) -> None:
-        """Owner only: the client has said that it writes them no more."""
+        """Owner only: the client has reported that it no longer writes these slots."""
         self._writers[slots] = 0
 
     def _marked(self) -> list[tuple[int, int, int]]:
@@ -250,37 +251,37 @@ class Arena:
         return list(zip(pages.tolist(), sizes.tolist(), pids.tolist(), strict=True))
 
     def raise_range(self, first_page: int, num_pages: int) -> None:
-        """Owner only, before these pages are cut into slots anew (race 2)."""
+        """Owner only: call before these pages are divided into other slots (race 2)."""
         self._generations[first_page : first_page + num_pages] += np.uint32(1)
 
-    # --- pages given back ----------------------------------------------------------------------
+    # --- freeing memory ------------------------------------------------------------------------
 
     def discard(self, first_page: int, num_bytes: int) -> None:
-        """Owner only: give the memory of pages that hold no slot back to the machine, whoever maps
-        them. Again is harmless. OSError where the file system cannot do that."""
+        """Owner only: free the memory of pages without a slot, although clients map them.
+        Idempotent. Raises OSError where the file system cannot do that."""
         self.raise_range(first_page, num_bytes // PAGE_BYTES)
         start = self._data_offset + first_page * PAGE_BYTES
         self._map.madvise(mmap.MADV_REMOVE, start, num_bytes)
 
     def refill(self, first_page: int, num_bytes: int) -> None:
-        """Owner only: have memory for these pages again. OSError (ENOSPC) where there is none."""
+        """Owner only: allocate memory for these pages again. Raises OSError (ENOSPC)."""
         start = self._data_offset + first_page * PAGE_BYTES
         os.posix_fallocate(self._fd, start, num_bytes)
 
     def empty(self) -> None:
-        """Owner only, or nobody's any more: give all its memory back, whoever maps it. What others
-        read of it is of another generation."""
+        """Owner only, or for a dead owner's arena: raise all generations and free all memory,
+        although clients map it."""
         self._generations += np.uint32(1)
-        with contextlib.suppress(OSError):  # a file system without holes: as before
+        with contextlib.suppress(OSError):  # a file system without holes: the memory stays
             self._map.madvise(mmap.MADV_REMOVE, self._data_offset, self.data_bytes)
 
     @property
     def memory_bytes(self) -> int:
-        """What the file holds of the machine's memory."""
+        """Bytes of memory allocated to the file."""
         return os.fstat(self._fd).st_blocks * 512
 
     def populate(self) -> None:
-        """Map every page into this process, in small steps beside whatever else it does: a first
+        """Map every page into this process, from a separate thread, in steps of 2 MiB: a first
         touch costs several times the copy that causes it. Ends early when the arena is closed."""
         with contextlib.suppress(ValueError, OSError):  # closed; a kernel before 5.14
             total = len(self._map)
@@ -291,11 +292,11 @@ class Arena:
     # --- lifetime ------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """For a worker: nobody takes the arena over before this process has ended."""
+        """For a worker: keep other daemons from taking the arena over while this process lives."""
         _lock_as_worker(self._fd, fcntl.F_RDLCK)
 
     def close(self) -> None:
-        """Unmap. Views that are still held keep the mapping alive until they go. Idempotent."""
+        """Unmap. Existing views keep the mapping alive until they are deleted. Idempotent."""
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
@@ -305,16 +306,16 @@ class Arena:
         try:
             self._map.close()
         except BufferError:
-            pass  # the last view's end unmaps it
+            pass  # unmapped with the last view
         finally:
             os.close(fd)
 
     def unlink(self) -> None:
-        """Take the file's name away; who has it mapped keeps it. Fine if it is gone already."""
+        """Remove the file's name; existing mappings stay. Idempotent."""
         self.path.unlink(missing_ok=True)
 
     def _own(self, huge_pages: bool, pretouch: Progress | None) -> None:
-        """It is ours, and says so when it is ready."""
+        """Become the owner; writes the header last, when the arena is ready."""
         self.is_owner = True
         self.huge_pages = huge_pages and self._ask_for_huge_pages()
         if pretouch is not None:
@@ -345,7 +346,7 @@ class Arena:
 def is_adoptable(
     path: str | os.PathLike[str], data_bytes: int, *, huge_pages: bool = False
 ) -> bool:
-    """Whether the file is an arena of this size and layout; whose is not asked."""
+    """Whether the file is an arena of this size and layout; the owner is not checked."""
     data_bytes = _whole_pages(data_bytes)
     data_offset = _data_offset(data_bytes, huge_pages)
     try:
@@ -361,7 +362,7 @@ def is_adoptable(
 
 
 def stale_arenas(directory: str | os.PathLike[str], prefix: str) -> list[Path]:
-    """Arenas of this user in `directory`, named `prefix…`, whose owner no longer lives."""
+    """This user's arenas in `directory`, named `prefix…`, whose owner is dead."""
     with _Stale(directory, prefix) as stale:
         return list(stale.paths)
 
@@ -371,12 +372,12 @@ def remove_stale(
     prefix: str,
     is_kept: Callable[[Path], bool] = lambda path: False,
 ) -> list[Path]:
-    """Delete the arenas of dead owners and say which; a live owner's is never touched. Their memory
-    goes back even if clients map them."""
+    """Delete the arenas of dead owners and free their memory, although clients may map them.
+    Returns the deleted paths. A live owner's arena is never changed."""
     with _Stale(directory, prefix) as stale:
         removed = [path for path in stale.paths if not is_kept(path)]
         for path in removed:
-            with contextlib.suppress(ArenaError):  # its maker died before it was whole
+            with contextlib.suppress(ArenaError):  # its creator died before it was complete
                 arena = Arena.attach(path)
                 arena.empty()
                 arena.close()
@@ -385,7 +386,7 @@ def remove_stale(
 
 
 class _Stale:
-    """The stale arenas, each locked while this is open, so that nobody takes one over meanwhile."""
+    """The stale arenas, each locked while this is open, so that no daemon takes one over."""
 
     def __init__(self, directory: str | os.PathLike[str], prefix: str) -> None:
         self.paths: list[Path] = []
@@ -401,7 +402,7 @@ class _Stale:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             begin = os.pread(fd, len(MAGIC), 0)
-            # One whose maker died before the header was written begins with zeros, or is empty.
+            # If its creator died before it wrote the header, it begins with zeros or is empty.
             if begin != MAGIC and begin.strip(b"\0"):
                 raise BlockingIOError
             self.paths.append(path)
@@ -435,7 +436,7 @@ def _data_offset(data_bytes: int, huge_pages: bool) -> int:
 
 
 def _wait_for_workers(fd: int) -> None:
-    """Of the dead owner. BlockingIOError where one does not end."""
+    """Wait for the dead owner's workers to end. Raises BlockingIOError after WORKERS_S."""
     give_up_s = time.monotonic() + WORKERS_S
     while True:
         try:
@@ -450,19 +451,19 @@ def _wait_for_workers(fd: int) -> None:
 
 
 def _lock_as_worker(fd: int, kind: int) -> None:
-    """Of the first byte, and of the open file (OFD): a lock of the process would go with whichever
-    of its descriptors of this file is closed first. BlockingIOError."""
+    """Lock the file's first byte by an open file description (OFD) lock: a process's lock would be
+    lost when any of its descriptors of this file is closed. Raises BlockingIOError."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
 
 
 def _create_locked(path: Path) -> int:
-    """A new, empty file under an exclusive lock (race 6)."""
+    """Create an empty file under an exclusive lock (race 6)."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         try:
             fd = os.open(path, flags, 0o600)
         except FileExistsError:
-            raise ArenaError(f"{path} is there already; another daemon may be using it") from None
+            raise ArenaError(f"{path} exists already; another daemon may be using it") from None
         except OSError as error:
             raise ArenaError(f"cannot create the arena {path}: {error.strerror}") from error
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -472,7 +473,7 @@ def _create_locked(path: Path) -> int:
 
 
 def _allocate(fd: int, path: Path, total: int, progress: Progress | None) -> None:
-    """Give the file all of its memory now: a full /dev/shm is an error here and not a SIGBUS."""
+    """Allocate all of the file's memory now: a full /dev/shm is an error here, not a SIGBUS."""
     room = os.statvfs(path.parent)
     free = room.f_bavail * room.f_frsize
     advice = f"make the tier smaller, or give {path.parent} more room"

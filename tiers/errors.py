@@ -1,7 +1,7 @@
-"""What every tier's medium has in common: how it fails, and what a durable one writes down.
+"""The errors of every tier's medium, and the identity that a persistent tier stores with a block.
 
-Raised inside worker processes and turned into failed outcomes there. None of these ever leaves a
-slot half believed: after any of them nothing was stored, and what was read must not be used.
+Raised inside worker processes, which turn them into failed outcomes. After any of them nothing was
+stored, and the bytes read must not be used.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Protocol
 
 
 class TierError(Exception):
-    """A tier could not do what was asked; nothing was applied."""
+    """An operation on a tier failed, and nothing of it was applied."""
 
 
 class TierFull(TierError):
-    """The medium has no room (a full map, a full volume). Evictions make room."""
+    """The medium has no room (a full map, a full volume). Evictions may make room."""
 
 
 class NoRoomForSize(TierFull):
-    """The medium has room, but other slot sizes hold what this one would need."""
+    """Other slot sizes use the room that this one needs."""
 
 
 class TierMissing(TierError):
@@ -26,7 +26,7 @@ class TierMissing(TierError):
 
 
 class TierCorrupt(TierError):
-    """What the tier holds under this key is not the block. The record is to be removed."""
+    """The bytes under this key are not the block's. The record is to be removed."""
 
 
 class TierUnavailable(TierError):
@@ -34,16 +34,16 @@ class TierUnavailable(TierError):
 
 
 class TierBroken(TierError):
-    """This process can use the medium no longer: its worker reports so and ends, and a new one
-    tries again. What the medium holds may well be whole."""
+    """This process can no longer use the medium. Its worker reports this and ends, and a new worker
+    tries again. The stored data may be intact."""
 
 
 class TierDamaged(TierBroken):
-    """What the medium holds cannot be trusted: as above; after a second time it is set aside."""
+    """The stored data cannot be trusted. As TierBroken; after a second time it is set aside."""
 
 
 class Identity(Protocol):
-    """What names a block's content in a durable tier, and is compared on every read."""
+    """What identifies a block's content in a persistent tier; compared on every read."""
 
     @property
     def namespace(self) -> bytes: ...

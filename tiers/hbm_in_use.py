@@ -1,8 +1,8 @@
-"""How much of a GPU is in use, as the driver's management library (NVML) tells it.
+"""How much of a GPU's memory is in use, from the driver's management library (NVML).
 
-CUDA can be asked only through a context, which itself takes half a gigabyte; NVML needs none. So
-what a context takes is the difference between before and after. Where NVML is missing nothing is
-said: the figure is for people, and nothing is decided by it.
+CUDA reports it only through a context, which itself takes half a gigabyte; NVML needs no context.
+So the size of a context is the difference between before and after its creation. The figure is only
+shown to people; where NVML is missing it is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _Memory(ctypes.Structure):
 
 
 def used_bytes(bus_id: str, library: str = LIBRARY) -> int | None:
-    """By everybody, of the GPU with this PCI bus id. None where nobody tells."""
+    """Bytes that all processes use of the GPU with this PCI bus id. None where unknown."""
     try:
         nvml = ctypes.CDLL(library)
     except OSError:
@@ -39,5 +39,5 @@ def used_bytes(bus_id: str, library: str = LIBRARY) -> int | None:
 
 
 def grown_by(before: int | None, after: int | None, known: int = 0) -> int:
-    """What was taken in between, beside `known` bytes; 0 where it cannot be told."""
+    """The growth between two values of `used_bytes`, less `known` bytes; 0 where unknown."""
     return 0 if before is None or after is None else max(0, after - before - known)

@@ -1,11 +1,11 @@
-"""What GPUs there are, found by a short-lived process of its own.
+"""Finds the machine's GPUs in a short-lived child process.
 
     python -m hicache.tiers.hbm_probe [--measure]     prints one map as JSON
 
-The daemon never touches CUDA, and must still know how many GPUs a worker will see, by which number,
-and how much of each is free. So a child asks by the very library that the worker uses: its numbers
-are the worker's, whatever CUDA_VISIBLE_DEVICES says, and a driver too old for it says so here and
-not when the first block moves. It takes a second or two, and nothing where CuPy is not installed.
+The daemon never calls CUDA, but needs the number, indices and free memory of the GPUs that a worker
+will see. The child uses the same library as the worker: so its indices are the worker's for any
+CUDA_VISIBLE_DEVICES, and a driver too old for the library is reported here, not at the first move.
+Takes 1–2 s; where CuPy is not installed, no child is started.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _NO_DEVICES: Final = "there is no GPU on this machine: no /dev/nvidia*"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU, by CUDA's number. `free_bytes` without what a CUDA context of our own takes;
-    `context_bytes` is what that was found to be, 0 where nobody tells; `numa_node` -1 where the
-    system does not say; bytes per second only where they were measured."""
+    """One GPU. `index` is CUDA's; `free_bytes` is free before a worker's CUDA context is created;
+    `context_bytes` is the size of such a context, 0 where unknown; `numa_node` is -1 where unknown;
+    bytes per second are 0 unless measured."""
 
     index: int
     total_bytes: int
@@ -49,11 +49,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What was found. `trouble` says, as a sentence's end, why it is not more; CUDA's versions are
-    numbers like 13000, 0 where not known."""
+    """The GPUs found. `trouble` says why there are not more, for the end of a sentence; CUDA's
+    versions are numbers like 13000, 0 where unknown."""
 
     found: tuple[Gpu, ...] = ()
-    trouble: str = "nobody has looked"
+    trouble: str = "the GPUs have not been probed"
     cupy: str = ""
     cuda_driver: int = 0
     cuda_runtime: int = 0
@@ -64,14 +64,14 @@ class Gpus:
 
 
 def look(*, measure: bool = False) -> Gpus:
-    """Looks now. Never raises: what went wrong is `trouble`."""
+    """Probe the GPUs now. Never raises: failures are described in `trouble`."""
     driver = _driver_version()
     has_devices = any(Path("/dev").glob("nvidia[0-9]*"))
     if find_spec("cupy") is None:
         if not has_devices:
             return Gpus(trouble=_NO_DEVICES, driver=driver)
-        said = "cupy is not installed (pip install 'hicache[cuda]')"
-        return Gpus(trouble=said, driver=driver)
+        trouble = "cupy is not installed (pip install 'hicache[cuda]')"
+        return Gpus(trouble=trouble, driver=driver)
     command = [sys.executable, "-m", "hicache.tiers.hbm_probe", *(["--measure"] if measure else [])]
     try:
         ran = subprocess.run(
@@ -85,26 +85,26 @@ def look(*, measure: bool = False) -> Gpus:
         )
         data = json.loads(ran.stdout)
     except subprocess.TimeoutExpired:
-        said = f"CUDA did not answer within {TIMEOUT_S:.0f} s"
-        return Gpus(trouble=said, driver=driver)
+        trouble = f"CUDA did not answer within {TIMEOUT_S:.0f} s"
+        return Gpus(trouble=trouble, driver=driver)
     except (OSError, ValueError):
         last = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
-        return Gpus(trouble=f"CUDA cannot be asked: {last}", driver=driver)
+        return Gpus(trouble=f"the CUDA probe failed: {last}", driver=driver)
     found = tuple(Gpu(**row) for row in data.pop("found"))
-    if not found and not driver and not has_devices:  # CuPy's words alone would send one astray
+    if not found and not driver and not has_devices:  # CuPy's message alone would mislead
         data["trouble"] = f"{_NO_DEVICES} ({data['trouble']})"
     return Gpus(found=found, driver=driver, **data)
 
 
-def ask(cupy: Any, measure: bool) -> dict[str, Any]:
-    """In the child: `Gpus`' fields, by CuPy or what stands in for it."""
+def probe(cupy: Any, measure: bool) -> dict[str, Any]:
+    """In the child: the fields of `Gpus`, from CuPy or a stand-in for it."""
     runtime = cupy.cuda.runtime
     data: dict[str, Any] = {"cupy": cupy.__version__, "found": [], "trouble": ""}
     try:
         data["cuda_runtime"] = int(runtime.runtimeGetVersion())
         data["cuda_driver"] = int(runtime.driverGetVersion())
         for index in range(runtime.getDeviceCount()):
-            data["found"].append(_ask_one(runtime, index))
+            data["found"].append(_probe_one(runtime, index))
             if measure:
                 data["found"][-1] |= _measure(cupy)
     except runtime.CUDARuntimeError as error:
@@ -114,17 +114,17 @@ def ask(cupy: Any, measure: bool) -> dict[str, Any]:
     return data
 
 
-def _ask_one(runtime: Any, index: int) -> dict[str, Any]:
+def _probe_one(runtime: Any, index: int) -> dict[str, Any]:
     bus = str(runtime.deviceGetPCIBusId(index)).lower()
     before = used_bytes(bus)
     runtime.setDevice(index)
     properties = runtime.getDeviceProperties(index)
-    free, total = runtime.memGetInfo()  # by now there is a context
+    free, total = runtime.memGetInfo()  # the context exists by now
     return {
         "index": index,
         "name": properties["name"].decode(),
         "total_bytes": int(total),
-        # This process' own context is gone again when a worker makes one of about that size.
+        # This process's context is freed before a worker creates one of about the same size.
         "free_bytes": min(int(total), int(free) + CONTEXT_BYTES),
         "bus_id": bus,
         "numa_node": node_of(bus),
@@ -133,16 +133,16 @@ def _ask_one(runtime: Any, index: int) -> dict[str, Any]:
 
 
 def _measure(cupy: Any) -> dict[str, float]:
-    """The best of a few copies of one pinned buffer, on the current GPU."""
+    """The rate of the fastest of five copies of a pinned buffer, each direction, current GPU."""
     runtime = cupy.cuda.runtime
     host, memory = runtime.hostAlloc(_COPY_BYTES, 0), cupy.cuda.Memory(_COPY_BYTES)
     stream = cupy.cuda.Stream(non_blocking=True)
     rates = {}
-    ways = {
+    copies = {
         "to_device_bytes_per_s": (int(memory.ptr), host, 1),
         "from_device_bytes_per_s": (host, int(memory.ptr), 2),
     }
-    for name, (to, source, kind) in ways.items():
+    for name, (to, source, kind) in copies.items():
         seconds = []
         for _ in range(_ROUNDS):
             start = time.perf_counter()
@@ -155,7 +155,7 @@ def _measure(cupy: Any) -> dict[str, float]:
 
 
 def _driver_version() -> str:
-    """The kernel module's, as it says itself; empty where there is none."""
+    """The version of NVIDIA's kernel module; "" where it is not loaded."""
     file = Path("/proc/driver/nvidia/version")
     words = file.read_text().split("\n")[0].split() if file.exists() else []
     return next((word for word in words if word[:1].isdigit() and "." in word), "")
@@ -164,4 +164,4 @@ def _driver_version() -> str:
 if __name__ == "__main__":
     import cupy
 
-    print(json.dumps(ask(cupy, "--measure" in sys.argv)))
+    print(json.dumps(probe(cupy, "--measure" in sys.argv)))

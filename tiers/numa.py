@@ -1,8 +1,8 @@
-"""On which NUMA nodes a file's memory lies: the kernel tells it of each process' own mapping.
+"""The NUMA nodes of a mapped file's memory, from /proc/self/numa_maps.
 
-A copy between a GPU and memory of the other socket crosses the link between the sockets, which is
-slower than PCIe on many machines and shared with everybody. So the GPU worker says how much of the
-arena lies on its GPU's node, and `hicache doctor` says it of every arena that it finds.
+A copy between a GPU and memory of another socket crosses the link between the sockets, which on
+many machines is slower than PCIe and is shared by all processes. So the GPU worker logs how much of
+the arena lies on its GPU's node, and `hicache doctor` prints it for every arena that it finds.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SAMPLES: Final = 2048
 
 
 def num_nodes() -> int:
-    """1 where the kernel knows of none."""
+    """The machine's number of NUMA nodes; 1 on a kernel without NUMA."""
     return len(list(NODES.glob("node[0-9]*"))) or 1
 
 
 def node_of(bus_id: str, devices: Path = DEVICES) -> int:
-    """Of a PCI device; -1 where the system does not say."""
+    """The NUMA node of a PCI device; -1 where unknown."""
     try:
         return int((devices / bus_id / "numa_node").read_text())
     except (OSError, ValueError):
@@ -35,8 +35,8 @@ def node_of(bus_id: str, devices: Path = DEVICES) -> int:
 
 
 def bytes_by_node(path: Path, maps: Path = MAPS) -> dict[int, int]:
-    """Bytes of a mapped file on each node, as far as this process has touched them. Empty where
-    the kernel does not tell, or nothing of the file is mapped."""
+    """Node → bytes of a mapped file that this process has touched. Empty on a kernel without NUMA,
+    or where the file is not mapped."""
     found: Counter[int] = Counter()
     for words in _mappings_of(str(path), maps):
         pages = {int(w[1:].split("=")[0]): int(w.split("=")[1]) for w in words if _is_node(w)}
@@ -47,8 +47,8 @@ def bytes_by_node(path: Path, maps: Path = MAPS) -> dict[int, int]:
 
 
 def sampled_by_node(path: Path) -> dict[int, int]:
-    """The same for a file of somebody else's, by some of its pages, which are read for it. Raises
-    OSError, and ValueError on an empty file."""
+    """As `bytes_by_node` for a file that this process has not mapped: maps it and reads up to about
+    2,048 of its pages. Raises OSError, and ValueError on an empty file."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         step = max(PAGE_BYTES, len(mapped) // _SAMPLES // PAGE_BYTES * PAGE_BYTES)
         for at in range(0, len(mapped), step):
@@ -56,9 +56,9 @@ def sampled_by_node(path: Path) -> dict[int, int]:
         return bytes_by_node(path)
 
 
-def told(by_node: Mapping[int, int], wanted: int) -> str:
-    """For the operator; `wanted` is the GPU's node, -1 where it is not known. Empty where there is
-    nothing to say."""
+def describe(by_node: Mapping[int, int], wanted: int) -> str:
+    """A phrase for the operator; `wanted` is the GPU's node, -1 where unknown. "" if `by_node` is
+    empty."""
     total = sum(by_node.values())
     if not total:
         return ""
@@ -73,7 +73,7 @@ def told(by_node: Mapping[int, int], wanted: int) -> str:
 
 
 def _mappings_of(path: str, maps: Path) -> Iterator[list[str]]:
-    """The words of the lines that are about this file."""
+    """The lines for this file, split into words."""
     escaped = path.replace("\\", "\\134").replace(" ", "\\040").replace("\t", "\\011")
     try:
         with maps.open() as lines:

@@ -129,7 +129,7 @@ def _arena_rows(arenas: Sequence[ArenaHere], gpus: Gpus) -> Iterator[tuple[str, 
     """For each GPU whose node is known how much of the arena lies there; else the nodes."""
     nodes = sorted({gpu.numa_node for gpu in gpus.found if gpu.numa_node >= 0}) or [-1]
     for arena in arenas:
-        where = [told for node in nodes if (told := numa.told(arena.sampled_by_node, node))]
+        where = [text for node in nodes if (text := numa.describe(arena.sampled_by_node, node))]
         said = "; ".join(where) or "the kernel does not tell on which NUMA node"
         yield "arena", f"{arena.path}, {format_size(arena.num_bytes)}: {said}"
     if not arenas:

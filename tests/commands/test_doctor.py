@@ -71,4 +71,4 @@ def test_what_cuda_itself_takes_and_where_the_arena_lies(tmp_path: Path) -> None
 def test_a_cupy_that_cannot_be_imported_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "cupy.py").write_text(BROKEN)
     said = doctor(path=tmp_path)
-    assert "CUDA cannot be asked: ImportError: libcuda.so.1" in said
+    assert "the CUDA probe failed: ImportError: libcuda.so.1" in said

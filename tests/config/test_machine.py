@@ -77,7 +77,7 @@ def test_a_gpu_of_which_nobody_said_how_much_has_room_for_an_inference_engine(
         (
             "{dram: {size: 1GiB}, hbm: {size: 50%, device: cuda:3}}",
             "tiers.hbm.device",
-            "cuda:3: nobody has looked; give host to emulate it",
+            "cuda:3: the GPUs have not been probed; give host to emulate it",
         ),
     ],
 )

@@ -291,7 +291,7 @@ class World:
         numbers = {digest: number for number, digest in self.digests.items()}
         first = 0
         for forest in forests.values():
-            for told in forest.told(first, len(rows), MAX_TOLD):
+            for told in forest.in_order(first, len(rows), MAX_TOLD):
                 number = numbers[told.namespace]
                 yield self.do(p.Restore("disk", number, told, self.now_s, float(ZERO_S)))
             first += len(forest)

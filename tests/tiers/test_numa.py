@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hicache.tiers.arena import Arena
-from hicache.tiers.numa import MAPS, bytes_by_node, node_of, num_nodes, sampled_by_node, told
+from hicache.tiers.numa import MAPS, bytes_by_node, describe, node_of, num_nodes, sampled_by_node
 
 TABLE = """\
 00400000 default file=/usr/bin/x mapped=7 N0=7 kernelpagesize_kB=4
@@ -38,8 +38,8 @@ def test_only_this_file_is_counted_in_its_own_page_sizes(tmp_path: Path) -> None
     ],
 )
 def test_what_the_operator_reads(by_node: dict[int, int], wanted: int, said: str) -> None:
-    assert told(by_node, wanted).startswith(said)
-    assert bool(told(by_node, wanted)) == bool(said)
+    assert describe(by_node, wanted).startswith(said)
+    assert bool(describe(by_node, wanted)) == bool(said)
 
 
 def test_the_node_of_a_device(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_an_arena_on_this_machine(tmp_path: Path) -> None:
     try:
         found = sampled_by_node(arena.path)
         assert 0 < sum(found.values()) <= 2 << 20
-        assert "100%" in told(found, next(iter(found))) or len(found) > 1
+        assert "100%" in describe(found, next(iter(found))) or len(found) > 1
         arena.data[:] = 1
         assert sum(bytes_by_node(arena.path).values()) >= 1 << 20
     finally:

@@ -1,8 +1,8 @@
-"""Making a device fit a smaller capacity: the coldest blocks go, then files are written anew.
+"""Fits a device to a smaller capacity: removes the coldest blocks, then rewrites the files.
 
-LMDB never shrinks a file. What stays is copied, one environment at a time, to a new file, which
-takes the old one's place by one rename: killed at any moment, the device holds the old or the new.
-While it lasts it may hold the old capacity and the new one together. Before any thread starts.
+LMDB never shrinks a file. Each environment is copied to a new file, which replaces the old one by
+one rename: after a kill at any moment the device holds the old file or the new one. During the
+copy the device may take the old capacity plus the new one. Runs before any thread starts.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _LOOK_S = 1.0
 
 
 def evict_coldest(environments: Mapping[int, Environment], room_bytes: int) -> int:
-    """Remove blocks until the records of those left take at most `room_bytes`. How many went.
+    """Remove the coldest blocks until the rest take at most `room_bytes`. Returns how many.
 
-    The coldest are those with the fewest hits, of them those used longest ago; one that leads to a
-    warmer block is as warm as that, so whole prefixes stay.
+    Blocks are ordered by hits, then by time of last use. A block counts as at least as warm as its
+    warmest descendant, so whole prefixes stay.
     """
     rows: dict[bytes, tuple[int, int]] = {}  # key → (slot bytes, depth)
     parents: dict[bytes, bytes] = {}
@@ -69,14 +69,14 @@ def evict_coldest(environments: Mapping[int, Environment], room_bytes: int) -> i
 
 
 def compact(opened: Environment, path: Path, min_free_bytes: int, progress: Progress) -> None:
-    """Write the environment's live pages to a new file in the place of the old one, and close it.
-    TierUnavailable, and nothing changed, where the volume of `path` lacks the room."""
+    """Replace the environment's file by one with only its live pages, and close the environment.
+    Raises TierUnavailable and changes nothing where the volume of `path` has too little room."""
     directory = Path(opened.env.path())
     needs, free = opened.live_bytes(), volume_free_bytes(str(path)) - min_free_bytes
     if needs > free:
         raise TierUnavailable(
-            f"{path}: a smaller size needs {needs >> 20} MiB more for a while, and the volume has "
-            f"{max(0, free) >> 20}: give it room, or the old size"
+            f"{path}: making it smaller needs {needs >> 20} MiB more while it is copied, and the "
+            f"volume has {max(0, free) >> 20} MiB: free some space, or configure the old size"
         )
     target = path / (COPIES + directory.name)
     shutil.rmtree(target, ignore_errors=True)
@@ -94,7 +94,7 @@ def compact(opened: Environment, path: Path, min_free_bytes: int, progress: Prog
 
 
 def _copy(opened: Environment, target: Path, total_bytes: int, progress: Progress) -> None:
-    """In a thread of its own, so that whoever waits can be told how far it is."""
+    """Copy in a separate thread, so that this one can report progress."""
     failed: list[Exception] = []
 
     def copy() -> None:
@@ -109,7 +109,7 @@ def _copy(opened: Environment, target: Path, total_bytes: int, progress: Progres
     while thread.is_alive():
         thread.join(_LOOK_S)
         now = file.stat().st_size if file.exists() else 0
-        if now != done:  # a copy that hangs is not reported: the supervisor ends it
+        if now != done:  # no report while the copy hangs: the supervisor then ends this process
             done = now
             progress(min(done, total_bytes), total_bytes)
     if failed:
@@ -117,7 +117,7 @@ def _copy(opened: Environment, target: Path, total_bytes: int, progress: Progres
 
 
 def _remove(opened: Environment, keys: list[bytes]) -> None:
-    opened.resize(opened.file_bytes() + (64 << 20))  # a deletion writes before it gives up
+    opened.resize(opened.file_bytes() + (64 << 20))  # a deletion writes pages before it frees any
     for start in range(0, len(keys), _BATCH_KEYS):
         part = keys[start : start + _BATCH_KEYS]
 

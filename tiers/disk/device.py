@@ -1,7 +1,7 @@
-"""A device path of the disk tier: who holds it, how it was left, and what is set aside.
+"""A device path of the disk tier: its lock, its state file, and environments set aside.
 
-One per disk worker, for as long as the process lives. The lock is a flock, so a killed holder's is
-free at once; the clean mark says whether the page cache had been written out.
+One per disk worker process. The lock is a flock, so the kernel frees it when its holder is killed;
+the clean mark says whether the page cache had been written out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_DESCRIBED_BYTES = 64 << 10
 
 
 class DiskDevice:
-    """The directory at `path`, locked. `notes` says in sentences what opening it had to do."""
+    """The directory at `path`, locked. `notes`: one sentence for each repair made on opening."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class DiskDevice:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = lock_device(self.path, lock_wait_s)
         with contextlib.ExitStack() as undo, _unavailable(self.path):
-            undo.callback(self.close)  # whatever it is, the lock must not stay
+            undo.callback(self.close)  # release the lock on any failure
             self._recover(set_aside)
-            for left in self.path.glob(_UNFINISHED):  # a copy that was not finished
+            for left in self.path.glob(_UNFINISHED):
                 shutil.rmtree(left, ignore_errors=True)
             self.aside_bytes = self._aside_bytes()
             self._old_descriptions = {file.stem for file in self.path.glob("namespaces/*.json")}
@@ -51,7 +51,7 @@ class DiskDevice:
             undo.pop_all()
 
     def directory(self, slot_bytes: int) -> Path:
-        """Where the environment of one slot-size class lies."""
+        """The directory of one slot-size class's environment."""
         return self.path / f"{_PREFIX}{slot_bytes}"
 
     def classes(self) -> list[int]:
@@ -59,13 +59,13 @@ class DiskDevice:
         return sorted(classes_at(self.path))
 
     def mark(self, is_clean: bool) -> None:
-        """Note on the medium how the device is being left."""
+        """Write the state file: this boot, this durability, and whether it was closed cleanly."""
         write_state(
             self.path / "state.json", DeviceState(FORMAT, self._durability, is_clean, boot_id())
         )
 
     def set_aside(self, slot_bytes: int, reason: str) -> None:
-        """Out of the way, but not lost: the newest such copy is kept for whoever wants to look."""
+        """Rename a class's environment out of the way. Only the newest one is kept, for repair."""
         directory = self.directory(slot_bytes)
         for old in self.path.glob(f"{_ASIDE}*-{directory.name}"):
             shutil.rmtree(old, ignore_errors=True)
@@ -75,7 +75,7 @@ class DiskDevice:
         self.notes.append(f"{directory} was set aside as {target.name}: {reason}")
 
     def drop_aside(self) -> bool:
-        """What was set aside goes when blocks need its room. False when there was nothing."""
+        """Delete environments that were set aside. Returns False when there were none."""
         if not self.aside_bytes:
             return False
         for old in self.path.glob(_ASIDE + "*"):
@@ -84,8 +84,8 @@ class DiskDevice:
         return True
 
     def describe(self, digest: bytes, text: str) -> None:
-        """Leave a namespace's description beside its blocks, as long as the small files have room:
-        nothing depends on it."""
+        """Store a namespace's description beside its blocks, for people. Skipped when the
+        descriptions would take more than 64 KiB together."""
         folder = self.path / "namespaces"
         file = folder / f"{digest.hex()}.json"
         self._old_descriptions.discard(digest.hex())
@@ -99,8 +99,8 @@ class DiskDevice:
         new.rename(file)
 
     def drop_descriptions(self, kept: Container[bytes]) -> None:
-        """Those that were found here, and not asked for since, of namespaces not in `kept`: nothing
-        is stored of them any more."""
+        """Delete the descriptions that were found on opening, were not written again since, and
+        belong to namespaces not in `kept`."""
         for name in list(self._old_descriptions):
             if bytes.fromhex(name) not in kept:
                 (self.path / "namespaces" / f"{name}.json").unlink(missing_ok=True)
@@ -109,13 +109,13 @@ class DiskDevice:
         return sum(_held_bytes(old) for old in self.path.glob(_ASIDE + "*"))
 
     def close(self) -> None:
-        """Give the lock up. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def _recover(self, set_aside: bool) -> None:
-        """Decide by how the device was left whether what it holds may be opened at all."""
+        """Set all environments aside if the state file says that they cannot be trusted."""
         state = read_state(self.path / "state.json")
         if set_aside:
             reason = "its worker died more than once while it was open"
@@ -130,7 +130,7 @@ class DiskDevice:
 
 
 def _held_bytes(folder: Path) -> int:
-    """What the files of a folder take on the volume. Accounts of namespaces may go meanwhile."""
+    """Bytes that the files of a folder take on the volume. Files may be deleted meanwhile."""
     num_bytes = 0
     for file in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -139,13 +139,13 @@ def _held_bytes(folder: Path) -> int:
 
 
 def classes_at(path: Path) -> dict[int, Path]:
-    """The slot-size classes that have a directory at a device path, and where."""
+    """Slot size → directory of every slot-size class at a device path."""
     named = {p.name.removeprefix(_PREFIX): p for p in path.glob(_PREFIX + "*")}
     return {int(name): named[name] for name in sorted(named) if name.isdecimal()}
 
 
 def set_asides_at(path: Path) -> dict[int, Path]:
-    """The newest environment of each class that was set aside."""
+    """Slot size → directory of the newest environment of each class that was set aside."""
     found = {}
     for old in sorted(path.glob(f"{_ASIDE}*-{_PREFIX}*")):
         name = old.name.rpartition(_PREFIX)[2]
@@ -155,8 +155,9 @@ def set_asides_at(path: Path) -> dict[int, Path]:
 
 
 def lock_device(path: Path, wait_s: float = 0.0) -> int:
-    """An exclusive lock on the device, our pid written in it; a descriptor to be closed.
-    TierUnavailable, naming the holder, when somebody else has it."""
+    """Lock the device exclusively and write our pid into the lock file. Returns the descriptor,
+    which holds the lock until it is closed. Raises TierUnavailable with the holder's pid when
+    another process has held the lock for `wait_s`."""
     file = path / "hicache.lock"
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     give_up_s = time.monotonic() + wait_s
@@ -183,7 +184,7 @@ def lock_device(path: Path, wait_s: float = 0.0) -> int:
 
 @contextlib.contextmanager
 def _unavailable(path: Path) -> Iterator[None]:
-    """The kernel's refusals (a full volume, say) as TierUnavailable."""
+    """Raises OSError (a full volume, for example) as TierUnavailable."""
     try:
         yield
     except OSError as error:

@@ -1,20 +1,20 @@
 """The `disk` tier: one LMDB environment per slot-size class under one device path.
 
 Opened only in the disk worker's process: LMDB on a damaged file can end its process by SIGBUS or
-abort. One reader thread calls `read`; one writer thread calls `put`, `delete`, `sync`; `scan` runs
-may run in a third beside them; `close` comes after all. `docs/disk-format.md` draws the files.
+abort. One reader thread calls `read`; one writer thread calls `put`, `delete` and `sync`; a third
+thread may call `scan` at the same time; `close` comes last. `docs/disk-format.md` draws the files.
 
 A record is a row of `meta` and one of `blocks`, committed together: after kill -9 a block is whole
-or absent. `usage` may hold a third, how often and when it was used. Whatever `read` reports as good
-was checked on the destination's own bytes.
+or absent. A row of `usage` may hold its hits and last use. `read` checks the checksum on the
+destination's bytes.
 
 Races, and who wins:
-1. The reader finds a record bad; before it removes it, the writer stores the block anew. The
-   removal compares the header it found bad with the one there now, and leaves another alone.
-2. A read transaction is open while the writer frees pages: LMDB keeps them until it ends, so it
-   lasts one batch. The pages set free serve the commit after the next; a put that meets a full map
-   commits an empty transaction and tries once more.
-3. Two daemons on one path: the second waits for the lock, then fails naming the first's pid.
+1. The reader finds a bad record; before it removes it, the writer stores the block again. The
+   removal compares the current header with the bad one and removes the record only if they match.
+2. A read transaction is open while the writer frees pages: LMDB keeps those pages until the
+   transaction ends, so it lasts one batch. The freed pages serve the commit after the next; a put
+   that finds the map full commits an empty transaction and tries once more.
+3. Two daemons open one path: the second waits for the lock, then fails with the first one's pid.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class DiskTier:
     """The device at `path`. `capacity_bytes` bounds all its files together.
 
     `fast` leaves syncing to the kernel (safe against kill -9, not against power loss), `batched`
-    syncs every commit, `sync` commits every block by itself (the caller splits; see
-    `blocks_per_commit`). `min_free_bytes` stay free on the volume: when they do not, nothing is
-    stored but in room that was given up before. Where the files are larger than the capacity, the
-    coldest blocks go until the others' records take at most `usable_bytes`, and the files are
-    written anew (`progress` is told bytes done and in all). `notes` says in sentences what opening
-    it had to do. Blocks are copied by `readers` threads.
+    syncs every commit, `sync` commits every block separately (the caller splits batches; see
+    `blocks_per_commit`). The files do not grow into the last `min_free_bytes` of the volume; pages
+    freed earlier are still reused. Where the files exceed the capacity on opening, the coldest
+    blocks are removed until the rest take at most `usable_bytes`, and the files are rewritten;
+    `progress` is called with (bytes done, bytes in all). `notes` holds one sentence for each repair
+    made on opening. `readers` threads copy blocks.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class DiskTier:
         )
         self.notes = self._device.notes
         with contextlib.ExitStack() as undo:
-            undo.callback(self._release)  # one damaged must not leave the others open, and locked
+            undo.callback(self._release)  # if one fails to open: close the others, release the lock
             for slot_bytes in self._device.classes():
                 self._reopen(slot_bytes)
             most = map_bytes(self.capacity_bytes)
@@ -125,7 +125,7 @@ class DiskTier:
         now_s = time.time()
 
         def store(txn: lmdb.Transaction) -> None:
-            for identity, view in blocks:  # one by one: what was hashed is copied from the cache
+            for identity, view in blocks:  # one at a time: hashed bytes are still in the CPU cache
                 checksum = xxhash.xxh3_64_intdigest(view.data)
                 header = pack_header(identity, view.nbytes, checksum, now_s)
                 txn.put(identity.key, header, db=opened.meta)
@@ -146,7 +146,7 @@ class DiskTier:
             raise
 
     def delete(self, slot_bytes: int, keys: Sequence[bytes]) -> None:
-        """Remove records in one transaction; those that are not there do not matter."""
+        """Remove records in one transaction; absent keys are ignored."""
         opened = self._environments.get(slot_bytes)
         if opened is None:
             return
@@ -157,7 +157,7 @@ class DiskTier:
 
         try:
             opened.commit(remove)
-        except TierFull:  # its map ends where other classes' files begin: this is what is spared
+        except TierFull:  # the map was limited to leave room for others: use the kept reserve
             spare = self.room_bytes() + self._spare_bytes()
             most = min(map_bytes(self.capacity_bytes), opened.file_bytes() + spare)
             if most <= opened.map_bytes():
@@ -166,8 +166,8 @@ class DiskTier:
             opened.commit(remove)
 
     def note_uses(self, slot_bytes: int, uses: Sequence[tuple[bytes, int, int]]) -> None:
-        """Keep (key, hits, seconds since 1970) of blocks that are stored. Advice for the next
-        start: a TierError leaves the notes of before, and a full device none."""
+        """Store (key, hits, seconds since 1970) for those blocks that are stored; the next start
+        reads them. On TierError the earlier notes stay."""
         opened = self._environments.get(slot_bytes)
         if opened is None:
             return
@@ -181,17 +181,17 @@ class DiskTier:
         opened.commit(note)
 
     def describe_namespace(self, digest: bytes, description: Mapping[str, Any]) -> None:
-        """Leave a readable account of a namespace beside its blocks, for people."""
-        with contextlib.suppress(OSError):  # for people only: no worker ends for it
+        """Store a namespace's description as JSON beside its blocks, for people."""
+        with contextlib.suppress(OSError):  # not worth ending the worker
             self._device.describe(digest, json.dumps(description, indent=1, sort_keys=True))
 
     def drop_descriptions(self, kept: Container[bytes]) -> None:
-        """After a scan that found blocks of these namespaces: the accounts of others go."""
-        with contextlib.suppress(OSError, ValueError):  # for people only; a strange name stays
+        """Delete the descriptions of namespaces that are not in `kept`, after a scan."""
+        with contextlib.suppress(OSError, ValueError):  # a file with an unexpected name stays
             self._device.drop_descriptions(kept)
 
     def sync(self) -> None:
-        """Everything that was committed is on the medium when this returns."""
+        """Write everything committed so far to the medium before returning."""
         for opened in list(self._environments.values()):
             with typed("sync", str(self.path)):
                 opened.env.sync(True)
@@ -203,8 +203,8 @@ class DiskTier:
     ) -> list[TierError | None]:
         """Copy blocks of one class into their views, in one read transaction.
 
-        None means that the view holds exactly the bytes that were stored under that identity.
-        TierMissing and TierCorrupt say that it does not; a corrupt record is removed.
+        Returns one result per block, in order. None: the view holds exactly the bytes stored under
+        that identity. TierMissing or TierCorrupt: it does not. Corrupt records are removed.
         """
         opened = self._environments.get(slot_bytes)
         if opened is None:
@@ -227,24 +227,24 @@ class DiskTier:
         return results
 
     def scan(self) -> Iterator[Scanned]:
-        """What is stored, from `meta` alone, as it lies, in no order that means anything. Rows that
-        are not what they claim to be are removed. Meanwhile blocks may be read; what is stored or
-        deleted may or may not be told. Raises TierDamaged when a tree goes round in circles."""
+        """All stored blocks, read from `meta` alone, in key order. Invalid rows are removed.
+        Blocks may be read meanwhile; one stored or deleted meanwhile may or may not be included.
+        Raises TierDamaged when a tree has a cycle."""
         for slot_bytes, opened in list(self._environments.items()):
             scan = Scan(opened, slot_bytes)
             yield from scan.rows()
             if scan.bad:
                 num_bad = len(scan.bad)
-                self.notes.append(f"{num_bad} records of {slot_bytes}-byte slots were not whole")
+                self.notes.append(f"{num_bad} records of {slot_bytes}-byte slots were damaged")
                 self._remove_bad(opened, scan.bad)
 
     def scrub(self) -> Scrub:
-        """A pass over all that is stored, in steps, from a thread of its own."""
+        """A pass over all stored blocks, in steps. May be called from a separate thread."""
         return Scrub(dict(self._environments))
 
     def remove_bad(self, slot_bytes: int, key: bytes, row: bytes) -> tuple[bytes, bytes] | None:
-        """Remove a record that a scrub found bad, unless it was stored anew since. Returns its
-        namespace and the tokens of its whole prefix, None where nobody can tell."""
+        """Remove a record that a scrub found bad, unless it has been stored again since. Returns
+        its namespace and the tokens of its whole prefix, None where an ancestor is missing."""
         opened = self._environments.get(slot_bytes)
         if opened is None:
             return None
@@ -253,11 +253,11 @@ class DiskTier:
         return prefix
 
     def num_blocks(self) -> int:
-        """How many blocks are stored."""
+        """The number of stored blocks."""
         return sum(opened.num_blocks() for opened in list(self._environments.values()))
 
     def room_bytes(self) -> int:
-        """How much longer the files may become, all together."""
+        """Bytes by which all files together may still grow."""
         files = sum(opened.file_bytes() for opened in list(self._environments.values()))
         others = len(self._environments) > 1 or self._device.aside_bytes
         kept = self._device.aside_bytes + (self._spare_bytes() if others else 0)
@@ -266,7 +266,7 @@ class DiskTier:
             return min(room, volume_free_bytes(str(self.path)) - self._min_free_bytes)
 
     def close(self) -> None:
-        """Sync, mark the device as left in order, and let go of it. Idempotent."""
+        """Sync, mark the device as cleanly closed, and release it. Idempotent."""
         if not self._is_open:
             return
         try:
@@ -285,14 +285,14 @@ class DiskTier:
     # --- opening -------------------------------------------------------------------------------
 
     def _reopen(self, slot_bytes: int) -> None:
-        """Open a class found on the device; remove it when empty, set it aside when damaged."""
+        """Open a class found on the device; delete it when empty, set it aside when damaged."""
         try:
             opened = self._open(slot_bytes)
             is_empty = not opened.num_blocks()
         except TierDamaged as error:
             self._device.set_aside(slot_bytes, str(error))
             return
-        if is_empty:  # its file never shrinks: this is how the room comes back
+        if is_empty:  # LMDB never shrinks a file: deleting it is the only way to free its space
             opened.close()
             del self._environments[slot_bytes]
             shutil.rmtree(self._device.directory(slot_bytes))
@@ -308,13 +308,13 @@ class DiskTier:
         return opened
 
     def _shrink(self, usable_bytes: int, progress: Callable[[int, int], None]) -> None:
-        """The files are longer than the capacity allows."""
+        """Remove the coldest blocks and rewrite the files, which exceed the capacity."""
         self._device.drop_aside()
         num_gone = evict_coldest(self._environments, usable_bytes)
         for slot_bytes, opened in list(self._environments.items()):
             compact(opened, self.path, self._min_free_bytes, progress)
             self._open(slot_bytes)
-        self.notes.append(f"made to fit its new size; {num_gone} of the coldest blocks went")
+        self.notes.append(f"made to fit its new size; {num_gone} of the coldest blocks removed")
 
     def _release(self) -> None:
         if self._pool is not None:
@@ -328,11 +328,11 @@ class DiskTier:
     # --- room ----------------------------------------------------------------------------------
 
     def _with_room(self, slot_bytes: int, growth_bytes: int) -> Environment:
-        """The class's environment, its map such that no commit of it can take the device over its
-        capacity, nor the volume below what must stay free. NoRoomForSize, TierFull.
+        """Open the class's environment, its map limited so that no commit exceeds the device's
+        capacity or the volume's `min_free_bytes`. Raises NoRoomForSize or TierFull.
 
-        What has been set aside goes first. Where that is not enough, the class makes do with pages
-        that it has given up itself, and its map ends where the room does.
+        Environments that were set aside are deleted first. Where that is not enough, the map is
+        limited to the available room, and the class reuses the pages it has freed itself.
         """
         opened = self._environments.get(slot_bytes)
         room = self.room_bytes()
@@ -350,7 +350,7 @@ class DiskTier:
         return opened
 
     def _spare_bytes(self) -> int:
-        """Kept for deletions, which write pages before they give any up."""
+        """Room kept for deletions, which write pages before they free any."""
         return min(16 << 20, self.capacity_bytes // 32)
 
     def _no_room(self, slot_bytes: int) -> TierFull:
@@ -358,13 +358,13 @@ class DiskTier:
         if free_bytes <= self._min_free_bytes + self._spare_bytes():
             return TierFull(f"the volume of {self.path} has only {free_bytes >> 20} MiB left")
         return NoRoomForSize(
-            f"{self.path}: other slot sizes hold the room of {slot_bytes}-byte slots"
+            f"{self.path}: other slot sizes use the room that {slot_bytes}-byte slots need"
         )
 
     # --- records -------------------------------------------------------------------------------
 
     def _remove_bad(self, opened: Environment, bad: Sequence[tuple[bytes, bytes | None]]) -> None:
-        """A medium that refuses even this keeps them: they will be found bad again."""
+        """Remove these records if unchanged. On TierError they stay, and are found bad again."""
 
         def remove(txn: lmdb.Transaction) -> None:
             for key, found in bad:
@@ -376,8 +376,8 @@ class DiskTier:
 
 
 def _prefix(opened: Environment, row: bytes) -> tuple[bytes, bytes] | None:
-    """The namespace of a row of `meta` and the tokens from the root to its block's end, None where
-    a row on the way is missing or damaged."""
+    """The namespace of a row of `meta`, and the tokens from the root to the end of its block. None
+    where the row or an ancestor's is missing or damaged."""
     tokens: list[bytes] = []
     header = unpack_header(row)
     with typed("read", opened.env.path()), opened.env.begin() as txn:

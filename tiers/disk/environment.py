@@ -1,7 +1,7 @@
-"""One slot-size class of the disk tier as LMDB holds it: opening, committing, errors, room.
+"""One slot-size class of the disk tier in LMDB: opening, committing, errors, room.
 
-Used by `disk_tier.py` and the tools beside it (shrink, verify, repair), never by two processes at
-once: the device's lock sees to that.
+Used by `disk_tier.py`, `compact.py`, `scrub.py` and `repair.py`. The device's lock keeps two
+processes from opening one environment at the same time.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _DAMAGE = (
     lmdb.PageNotFoundError,
     lmdb.InvalidError,
     lmdb.VersionMismatchError,
-    lmdb.MapResizedError,  # its first pages were overwritten: nobody else may change the map
-    lmdb.InvalidParameterError,  # its lock file was
-    lmdb.BadTxnError,  # a page of its trees was no page
-    lmdb.CursorFullError,  # its trees are deeper than any tree
-    lmdb.PageFullError,  # one of its pages holds more than a page
+    lmdb.MapResizedError,  # its first pages were overwritten: only we change the map's size
+    lmdb.InvalidParameterError,  # its lock file was overwritten
+    lmdb.BadTxnError,  # a page of its trees has an impossible type
+    lmdb.CursorFullError,  # its trees are deeper than LMDB allows
+    lmdb.PageFullError,  # a page's contents exceed its size
 )
 
 
 class Environment(NamedTuple):
-    """One class's LMDB environment and its sub-databases. `usage` is None in one that is only read
-    and has none.
+    """One class's LMDB environment and its sub-databases. `usage` is None only in a read-only
+    environment written before uses were stored.
 
-    `data` is the file that LMDB has mapped, for reading what lies in it without touching the map.
-    `mapping` is held while blocks are read, `writing` while something is committed; both to change
-    the map's size, for LMDB unmaps the file then.
+    `data` is the mapped file, opened again for `pread`. The lock `mapping` is held while blocks are
+    read, `writing` during a commit; a change of the map's size needs both, since LMDB then unmaps
+    the file.
     """
 
     env: lmdb.Environment
@@ -58,15 +58,15 @@ class Environment(NamedTuple):
     writing: threading.Lock
 
     def file_bytes(self) -> int:
-        """How long the file is; it never shrinks."""
+        """The file's length; it never shrinks."""
         return (self.env.info()["last_pgno"] + 1) * PAGE_BYTES
 
     def map_bytes(self) -> int:
-        """How long it may become."""
+        """The greatest length that the file may reach."""
         return int(self.env.info()["map_size"])
 
     def live_bytes(self) -> int:
-        """What its databases take of it; the rest is free, or will be a commit later."""
+        """Bytes of pages in use; the rest is free now, or after the next commit."""
         with self.env.begin() as txn:
             return PAGE_BYTES * sum(
                 stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
@@ -78,19 +78,19 @@ class Environment(NamedTuple):
             return int(txn.stat(self.meta)["entries"])
 
     def close(self) -> None:
-        """Idempotent. Nobody may be reading or writing."""
+        """Close. No thread may be reading or writing. Idempotent."""
         self.env.close()
         self.data.close()
 
     def resize(self, map_bytes: int) -> None:
-        """Let the file grow to here and no further. Waits for the batch that is being read."""
+        """Limit the file's length to `map_bytes`. Waits for the batch being read to finish."""
         with typed("write", self.env.path()), self.mapping, self.writing:
             self.env.set_mapsize(map_bytes)
 
     def commit(self, change: Callable[[lmdb.Transaction], object]) -> None:
-        """One write transaction; on any failure it is aborted and nothing of it is seen."""
+        """Run `change` in one write transaction; on any failure it is aborted as a whole."""
         with typed("write", self.env.path()):
-            # What is written to a file without a name is acknowledged and lost.
+            # Writes to a deleted file would succeed and be lost.
             if os.stat(os.path.join(self.env.path(), DATA_FILE)).st_ino != self.inode:
                 raise TierBroken("its file was replaced while it was open")
             with self.writing, self.env.begin(write=True) as txn:
@@ -105,8 +105,8 @@ def open_environment(
     read_ahead: bool = True,
     is_read_only: bool = False,
 ) -> Environment:
-    """Open a class, or make it. TierDamaged when its file cannot be what LMDB left there.
-    `is_read_only` changes nothing, and is for whoever holds the device's lock."""
+    """Open a class's environment, or create it. Raises TierDamaged when the file is shorter than
+    LMDB left it, or not LMDB's. `is_read_only` takes no LMDB lock: hold the device's lock."""
     file = directory / DATA_FILE
     had_bytes = file.stat().st_size if file.exists() else 0
     with typed("open", str(directory)):
@@ -134,24 +134,23 @@ def open_environment(
                 env.open_db(name, create=not is_read_only) for name in (b"meta", b"blocks")
             )
             usage = None
-            with contextlib.suppress(lmdb.NotFoundError):  # made before uses were noted
+            with contextlib.suppress(lmdb.NotFoundError):  # written before uses were stored
                 usage = env.open_db(b"usage", create=not is_read_only)
             data = FileIO(file)
             undo.callback(data.close)
             inode = os.fstat(data.fileno()).st_ino
-            os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # read what is asked for
+            os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no kernel read-ahead
             undo.pop_all()
         locks = threading.Lock(), threading.Lock()
         return Environment(env, meta, blocks, usage, inode, data, *locks)
 
 
 def keep_freed_memory() -> None:
-    """For this process: what a commit has freed serves the next one.
+    """Make glibc keep the memory that a commit frees, for the next commit of this process.
 
-    LMDB allocates a value's pages when it is put and frees them at the commit. By default glibc
-    gives so much at once back to the kernel, which then clears every page anew: that was half of
-    the processor time of a write (32 MiB: 50 ms against 20). Elsewhere than on glibc nothing is
-    changed."""
+    LMDB allocates a value's pages on put and frees them at the commit. By default glibc returns
+    them to the kernel, which must then clear every page again: half of the CPU time of a write
+    (32 MiB: 50 ms against 20). Does nothing without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 1)
@@ -160,25 +159,26 @@ def keep_freed_memory() -> None:
 
 
 def give_memory_back() -> None:
-    """After something large that will not come again."""
+    """Return freed memory to the kernel, after one large allocation. Does nothing without glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def remove_record(txn: lmdb.Transaction, opened: Environment, key: bytes) -> None:
-    """All rows of one block; it does not matter when there are none."""
+    """Delete all rows of one block; absent rows are ignored."""
     for rows in (opened.meta, opened.blocks, opened.usage):
         txn.delete(key, db=rows)
 
 
 @contextlib.contextmanager
 def typed(doing: str, path: str) -> Iterator[None]:
-    """LMDB's and the kernel's errors as tier errors.
+    """Raises LMDB's and the kernel's errors as tier errors.
 
-    A medium that refuses a write (full, failing, read-only) keeps what it holds and may take
-    another write later, so that is no damage. LMDB gives up an environment whose root page could
-    not be written (PanicError): its process must end, and what was committed before is whole.
+    A failed write (full, failing or read-only medium) leaves the stored data intact, and a later
+    write may succeed: TierFull or TierError, not TierDamaged. After LMDB fails to write an
+    environment's root page (PanicError), this process can no longer use it, but everything
+    committed before is intact: TierBroken.
     """
     try:
         yield
@@ -190,20 +190,20 @@ def typed(doing: str, path: str) -> Iterator[None]:
         raise TierBroken(f"{doing}: {error}") from error
     except (lmdb.Error, OSError) as error:
         if isinstance(error, FileNotFoundError):
-            raise TierBroken(f"{doing}: somebody deleted {error.filename}") from error
+            raise TierBroken(f"{doing}: {error.filename} was deleted") from error
         code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
-        # A write cut short by a full volume is EIO to LMDB.
+        # LMDB reports a write cut short by a full volume as EIO.
         if code in (errno.ENOSPC, errno.EDQUOT) or (code == errno.EIO and is_full(path)):
             raise TierFull(f"{doing}: the volume of {path} is full") from error
         raise TierError(f"{doing}: {error}") from error
 
 
 def is_full(path: str) -> bool:
-    """Whether the volume has nothing left to speak of."""
+    """Whether the volume has less than 16 MiB left."""
     return volume_free_bytes(path) < _FULL_BYTES
 
 
 def volume_free_bytes(path: str) -> int:
-    """What may still be written to the volume of this path."""
+    """Bytes that may still be written to the volume of this path."""
     volume = os.statvfs(path)
     return volume.f_bavail * volume.f_frsize

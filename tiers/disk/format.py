@@ -1,8 +1,9 @@
-"""What lies on the disk beside the bytes: a block's header, the state of a device, its budget.
+"""What the disk stores beside the blocks' bytes: headers, the device's state file, its capacity.
 
-Pure functions and one small file. `docs/disk-format.md` is the same in prose.
+Pure functions, and the reading and writing of the state file. `docs/disk-format.md` describes the
+format.
 
-A header describes one block completely, so that an index lost or a record swapped can be told from
+A header identifies its block completely, so that a lost index or a swapped record is detected from
 the record alone:
 
     magic  version  depth  hits  block bytes  created  XXH3 of the bytes
@@ -45,7 +46,7 @@ FIELDS = np.dtype(
         ("token_bytes", "<u4"),
     ]
 )
-"""The same as `_FIXED`, for many at once."""
+"""The layout of `_FIXED` for numpy, to decode many headers at once."""
 _CHECK = struct.Struct("<Q")
 CHECK_BYTES = _CHECK.size
 _USE = struct.Struct("<II")
@@ -55,9 +56,9 @@ BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(slots=True)
 class Header:
-    """A stored block's identity, length, age and checksum. It is itself an `Identity`.
+    """A stored block's identity, length, time of creation and checksum. It is itself an `Identity`.
 
-    Never changed once made; not frozen, which cost a third of the scan at start."""
+    Never changed once made. Not frozen: that took a third of the time of the scan at start."""
 
     namespace: bytes
     key: bytes
@@ -70,11 +71,11 @@ class Header:
     created_s: float
 
     def packed(self) -> bytes:
-        """As it is stored."""
+        """The header as stored."""
         return pack_header(self, self.block_bytes, self.checksum, self.created_s)
 
-    def names(self, identity: Identity) -> bool:
-        """Is this the block that is asked for? The tokens decide, not the key alone."""
+    def matches(self, identity: Identity) -> bool:
+        """Whether this is the block of that identity; compares the tokens too, not only the key."""
         return (
             self.key == identity.key
             and self.namespace == identity.namespace
@@ -104,8 +105,8 @@ def pack_header(identity: Identity, block_bytes: int, checksum: int, created_s: 
 
 
 def unpack_header(packed: bytes) -> Header | None:
-    """The header, or None when these bytes are not one, whole and unchanged. TierUnavailable when
-    they are whole and of another format: that is not ours to read, nor to remove."""
+    """The header, or None when the bytes are not an intact header. Raises TierUnavailable when it
+    is intact and of another format version: this version must neither read nor remove it."""
     if len(packed) < _FIXED.size + _CHECK.size:
         return None
     described = packed[: -_CHECK.size]
@@ -125,13 +126,13 @@ def unpack_header(packed: bytes) -> Header | None:
 
 
 def pack_use(hits: int, used_s: int) -> bytes:
-    """A block's hits, and when it was used last (seconds since 1970), as they are noted later."""
+    """A row of `usage`: a block's hits, and its last use in seconds since 1970."""
     return _USE.pack(min(hits, 0xFFFFFFFF), min(max(0, used_s), 0xFFFFFFFF))
 
 
 def unpack_use(noted: bytes | None) -> tuple[int, int] | None:
-    """The same again, None where nothing was noted. Nobody vouches for these bytes: at worst a
-    block goes earlier or later than it should."""
+    """(hits, last use in seconds since 1970), or None where nothing valid is stored. These bytes
+    have no checksum: if they are wrong, a block is evicted too early or too late."""
     if noted is None or len(noted) != _USE.size:
         return None
     hits, used_s = _USE.unpack(noted)
@@ -139,7 +140,7 @@ def unpack_use(noted: bytes | None) -> tuple[int, int] | None:
 
 
 def refuse_format(versions: npt.ArrayLike) -> None:
-    """TierUnavailable when one of these is not ours: such rows are whole, and another hicache's."""
+    """Raises TierUnavailable when one of these versions is not `FORMAT`."""
     for version in np.unique(versions).tolist():
         if version != FORMAT:
             raise TierUnavailable(
@@ -148,7 +149,7 @@ def refuse_format(versions: npt.ArrayLike) -> None:
 
 
 def header_at(data: bytes, start: int) -> Header | None:
-    """The whole header that begins here, if one does."""
+    """The intact header that begins at `start`, or None."""
     if len(data) < start + _FIXED.size:
         return None
     token_bytes = _FIXED.unpack_from(data, start)[-1]
@@ -158,12 +159,12 @@ def header_at(data: bytes, start: int) -> Header | None:
 
 
 def derive_key(namespace: bytes, parent: bytes, tokens: bytes) -> bytes:
-    """The block's key, as protocol/keys.py has it: a row whose key is another one is dropped."""
+    """The block's key, as in protocol/keys.py: a row with another key is dropped."""
     return hashlib.blake2b(namespace + parent + tokens, digest_size=32).digest()
 
 
 def is_sound(header: Header, key: bytes, slot_bytes: int) -> bool:
-    """Is this what belongs under the key, in an environment of this class?"""
+    """Whether the header belongs under this key, in an environment of this slot size."""
     return (
         header.key == key == derive_key(header.namespace, header.parent, header.tokens)
         and header.block_bytes > 0
@@ -174,34 +175,35 @@ def is_sound(header: Header, key: bytes, slot_bytes: int) -> bool:
 
 
 def map_bytes(capacity_bytes: int) -> int:
-    """How long one class's file may become. The capacity also holds the small files beside it:
-    locks, the state, namespaces' descriptions."""
+    """The greatest length of one class's file. The rest of the capacity is for the small files:
+    locks, state, descriptions of namespaces."""
     room = max(_SMALL_FILES_BYTES, capacity_bytes // 1000)
     return max(PAGE_BYTES, (capacity_bytes - room) // PAGE_BYTES * PAGE_BYTES)
 
 
 def usable_bytes(capacity_bytes: int, batch_bytes: int) -> int:
-    """How many bytes of blocks a device of this capacity may hold: the rest lets LMDB breathe.
+    """How many bytes of blocks a device of this capacity may hold; the rest is LMDB's free space.
 
-    Pages freed by one commit serve only the one after the next, so up to three batches of room
-    are in flight; below 5 % the B-trees and the free list would not fit. 0: too small to be used.
+    Pages freed by one commit serve the commit after the next, so up to three batches of space are
+    unavailable; with less than 5 % the B-trees and the free list would not fit. 0: the device is
+    too small.
     """
     room = map_bytes(capacity_bytes)
     return max(0, room - max(room // 20, 3 * batch_bytes))
 
 
 def most_growth_bytes(num_blocks: int, num_bytes: int) -> int:
-    """How much longer a file can be after one commit of so many blocks, where not a single free
-    page could be used: each value with its page header and a remainder, a leaf and its branch in
-    both trees, and the free list."""
+    """An upper bound of a file's growth by one commit of these blocks, if no free page is reused:
+    each value with its page header and remainder, a leaf and a branch in both trees, the free
+    list."""
     return num_bytes + PAGE_BYTES * (6 * num_blocks + 64)
 
 
 def record_pages(slot_bytes: int) -> int:
-    """How many pages of a map one block of this class takes, its share of B-trees included.
+    """The pages that one block of this class takes in the map, its share of the B-trees included.
 
-    A value that fills its pages needs one more for LMDB's page header. Short runs of pages are
-    also broken up by the single pages of the B-trees, so the smallest classes get a second.
+    A value that fills its pages needs one more for LMDB's page header. Single pages of the B-trees
+    fragment short runs of pages, so classes below 16 pages get a second one.
     """
     pages = slot_bytes // PAGE_BYTES
     return pages + (2 if pages < 16 else 1)
@@ -209,7 +211,7 @@ def record_pages(slot_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """How the device was left. `is_clean`: closed in order; `boot_id`: the boot that opened it."""
+    """The state file. `is_clean`: the device was closed; `boot_id`: the boot that opened it."""
 
     format: int
     durability: str
@@ -218,13 +220,13 @@ class DeviceState:
 
 
 def boot_id() -> str:
-    """Changes with every boot of the machine: what the page cache held before is gone."""
+    """The kernel's id of this boot. Another one means that the page cache was lost since."""
     return BOOT_ID_FILE.read_text().strip()
 
 
 def read_state(file: Path) -> DeviceState | None:
-    """None when there is none, or nothing that can be understood. Another format is refused, and a
-    device that fails to read it is an OSError: that says nothing of what lies beside it."""
+    """The state, or None when the file is missing or unreadable as JSON. Raises TierUnavailable for
+    another format, and OSError when the device fails to read it."""
     try:
         found = json.loads(file.read_text())
         state = DeviceState(
@@ -245,7 +247,7 @@ def read_state(file: Path) -> DeviceState | None:
 
 
 def write_state(file: Path, state: DeviceState) -> None:
-    """Replace the file as a whole, and make that last."""
+    """Replace the file atomically, and sync it."""
     new = file.with_suffix(".new")
     content = {
         "format": state.format,

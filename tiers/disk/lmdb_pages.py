@@ -1,17 +1,15 @@
-"""LMDB's pages as they lie in its file: where the values of some keys are, without touching them.
+"""Finds where values lie in LMDB's file, by reading its B-tree pages with `pread`.
 
-LMDB's Python binding reads a byte of every page of a value before it hands it out, one value after
-the other: nothing could be fetched ahead, nor by several threads, and a page that the device cannot
-give would end the process by SIGBUS. So the trees are walked here, by `pread`, for all keys of a
-batch at once, a level at a time:
+LMDB's Python binding touches every page of a value before returning it, one value after the other:
+no read-ahead, no parallel reads, and a page that the device cannot read ends the process by SIGBUS.
+So this module walks the trees with `pread`, for all keys of a batch at once, level by level:
 
-    root ──▶ branch pages ──▶ leaf pages ──▶ the row itself, or where its run of overflow pages is
+    root ──▶ branch pages ──▶ leaf pages ──▶ the value, or the position of its overflow pages
 
-The caller holds a read transaction from before `Tree.root` is asked until the bytes have been read:
-LMDB writes to no page that such a transaction can reach, and what it writes goes to the file by
-`pwrite`, so that `pread` sees what its mapping shows. The layout is that of LMDB 0.9's data version
-1 and 4 KiB pages. Where a file or a page is anything else, nothing is found, and LMDB is to be
-asked.
+The caller holds a read transaction from before `Tree.of` until the bytes have been read: LMDB
+writes to no page that such a transaction can reach, and it writes by `pwrite`, so `pread` and the
+mapping show the same bytes. The layout is that of LMDB 0.9, data version 1, with 4 KiB pages. In a
+file of another layout, or on an unexpected page, nothing is found, and the caller asks LMDB.
 """
 
 from __future__ import annotations
@@ -27,7 +25,8 @@ import lmdb
 from hicache.tiers.block import PAGE_BYTES
 
 PAGE = struct.Struct("<QHHI")
-"""Page number, padding, flags, and the pages of an overflow run (or where free room begins: 2)."""
+"""Page number, padding, flags, and the length of an overflow run (in other pages: 2 bytes with the
+start of the free space)."""
 OVERFLOW = 0x04
 _BRANCH, _LEAF, _KIND = 0x01, 0x02, 0x0F
 _NODE = struct.Struct("<HHHH")  # low and high half of a number, flags, bytes of the key
@@ -37,25 +36,25 @@ _DATABASE = struct.Struct("<IHHQQQQQ")  # padding, flags, depth, pages of 3 kind
 _META = struct.Struct("<IIQQI")  # magic, data version, address, map's size, page's size
 _MAGIC, _DATA_VERSION = 0xBEEFC0DE, 1
 _MOST_LEVELS = 32
-_MOST_PAGES = 1 << 50  # no file is as long: LMDB knows what to say of such a number
+_MOST_PAGES = 1 << 50  # no file is as long: leave such a number to LMDB's own error
 
 
 class Extent(NamedTuple):
-    """Where in the file a value lies."""
+    """A value's position in the file."""
 
     offset: int
     num_bytes: int
 
 
 class Tree(NamedTuple):
-    """A named sub-database, as one transaction sees it."""
+    """The B-tree of a named sub-database, as one transaction sees it."""
 
     root: int
     depth: int
 
     @classmethod
     def of(cls, txn: lmdb.Transaction, name: bytes) -> Tree | None:
-        """None where it is empty, or not of a kind that we make."""
+        """None where it is empty, or has flags that hicache never sets."""
         record = txn.get(name)
         if record is None or len(record) != _DATABASE.size:
             return None
@@ -64,7 +63,7 @@ class Tree(NamedTuple):
 
 
 def is_known(fd: int) -> bool:
-    """Whether the file is laid out as is described above."""
+    """Whether the file has the layout described above."""
     try:
         page = os.pread(fd, PAGE_BYTES, 0)
     except OSError:
@@ -76,14 +75,14 @@ def is_known(fd: int) -> bool:
 
 
 def locate(fd: int, tree: Tree, keys: Iterable[bytes]) -> dict[bytes, bytes | Extent]:
-    """What is stored under each key: the value where it lies in the leaf itself, else its place.
-    A key that is left out is not there, or its pages are not what they should be."""
+    """For each key: its value where that lies in the leaf, else the value's extent. Keys that are
+    absent, or whose pages are not as expected, are left out."""
     found: dict[bytes, bytes | Extent] = {}
-    ways = dict.fromkeys(keys, tree.root)
+    page_of = dict.fromkeys(keys, tree.root)
     for level in range(tree.depth):
-        pages = _read(fd, sorted(set(ways.values())))
-        onward: dict[bytes, int] = {}
-        for key, number in ways.items():
+        pages = _read(fd, sorted(set(page_of.values())))
+        children: dict[bytes, int] = {}
+        for key, number in page_of.items():
             page = pages.get(number)
             if page is None:
                 continue
@@ -93,15 +92,15 @@ def locate(fd: int, tree: Tree, keys: Iterable[bytes]) -> dict[bytes, bytes | Ex
                 if value is not None:
                     found[key] = value
             elif kind == _BRANCH and level < tree.depth - 1:
-                below = _child(page, key)
-                if below is not None:
-                    onward[key] = below
-        ways = onward
+                child = _child(page, key)
+                if child is not None:
+                    children[key] = child
+        page_of = children
     return found
 
 
 def _read(fd: int, numbers: list[int]) -> dict[int, bytes]:
-    """These pages, fetched together; those that cannot be read, or are others, are left out."""
+    """Read these pages. Those that cannot be read, or have another number, are left out."""
     last = os.fstat(fd).st_size // PAGE_BYTES
     numbers = [number for number in numbers if number < last]
     if len(numbers) > 1:
@@ -111,7 +110,7 @@ def _read(fd: int, numbers: list[int]) -> dict[int, bytes]:
     for number in numbers:
         try:
             page = os.pread(fd, PAGE_BYTES, number * PAGE_BYTES)
-        except OSError:  # LMDB will meet the same
+        except OSError:  # LMDB will fail in the same way, and report it
             continue
         if len(page) == PAGE_BYTES and PAGE.unpack_from(page)[0] == number:
             pages[number] = page
@@ -119,7 +118,7 @@ def _read(fd: int, numbers: list[int]) -> dict[int, bytes]:
 
 
 def _child(page: bytes, key: bytes) -> int | None:
-    """The page in which to go on. The first key of a branch page stands for all below it."""
+    """The number of the child page for this key. A branch page's first key is a placeholder."""
     node = _seek(page, key, first=1)
     if node is None:
         return None
@@ -144,8 +143,8 @@ def _value(page: bytes, key: bytes) -> bytes | Extent | None:
 
 
 def _seek(page: bytes, key: bytes, first: int) -> int | None:
-    """Where the last node lies whose key is no greater, all keys being equally long; those before
-    the `first` are not compared. None where there is none, or it lies outside the page."""
+    """The offset of the last node whose key is ≤ `key` (all keys are equally long). Nodes before
+    number `first` are not compared. None where there is none, or it lies outside the page."""
     ends = PAGE.unpack_from(page)[3] & 0xFFFF
     if not PAGE.size < ends <= PAGE_BYTES or ends % 2:
         return None

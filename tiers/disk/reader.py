@@ -1,10 +1,9 @@
-"""Copies of stored blocks: file → the destination's memory, checked there, several at once.
+"""Copies stored blocks from the file to the destination's memory, in parallel, and checks them.
 
 Called by `DiskTier.read` and by scrubs, within a read transaction that outlives the copies. Values
-of some size are found by `lmdb_pages.py` and copied by `pread`, in the order in which they lie in
-the file: each is waited for by one of several threads, and the next few are asked for meanwhile.
-Where the file has ended or the device fails, that is an error of one block; in the mapping it would
-be a SIGBUS, the end of the worker.
+of 32 KiB and more are located by `lmdb_pages.py` and copied by `pread` in file order by several
+threads, with read-ahead of the next 2 MiB. A truncated file or a failing device is then an error of
+one block; through the mapping it would be a SIGBUS, which ends the worker.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from hicache.tiers.errors import Identity, TierCorrupt, TierError, TierMissing
 
 Bytes = npt.NDArray[np.uint8]
 Value = Bytes | Extent | None
-"""As LMDB's mapping shows it, or where it lies in the file; None where it is missing."""
+"""A view of LMDB's mapping, or the value's position in the file; None where it is missing."""
 
-_SMALL_BYTES = 32 << 10  # LMDB may touch it: not worth finding
-_PARALLEL_BYTES = 64 << 10  # below, another thread costs more than it gives
-_AHEAD_BYTES = 2 << 20  # beyond what is waited for; a longer queue was slower on a busy disk
+_SMALL_BYTES = 32 << 10  # below, reading through LMDB's mapping is cheaper than locating
+_PARALLEL_BYTES = 64 << 10  # below, another thread costs more than it saves
+_AHEAD_BYTES = 2 << 20  # read-ahead; a longer queue was slower on a busy disk
 _TRIES = 2
-_CALL_BYTES = 1 << 20  # for the kernel takes only so much of one call
+_CALL_BYTES = 1 << 20  # the kernel limits how much one call reads ahead
 
 
 class Found:
-    """A record as the transaction shows it. `packed` and `value` are None where missing."""
+    """A record as the transaction shows it. `packed` (its header) or `value` is None if missing."""
 
     __slots__ = ("identity", "packed", "value", "view")
 
@@ -46,10 +45,10 @@ class Found:
         self.packed, self.value = packed, value
 
     def copy(self, fd: int) -> TierError | None:
-        """Into its view; the error says why the view must not be believed."""
+        """Copy into the view. Returns None, or the error that makes the view's bytes invalid."""
         try:
             self._copy(fd)
-        except TierError as error:  # here, or other threads would still copy when the batch fails
+        except TierError as error:  # returned: on a raise, other threads would still be copying
             return error
         return None
 
@@ -62,16 +61,16 @@ class Found:
         header = unpack_header(self.packed)
         if header is None:
             raise TierCorrupt("the header is damaged")
-        if not header.names(self.identity):
-            raise TierCorrupt("the record is another block's")
+        if not header.matches(self.identity):
+            raise TierCorrupt("the record belongs to another block")
         if not num_bytes(value) == header.block_bytes == view.nbytes:
-            raise TierCorrupt(f"{num_bytes(value)} bytes are stored where {view.nbytes} belong")
+            raise TierCorrupt(f"{num_bytes(value)} bytes are stored instead of {view.nbytes}")
         fill(view, value, fd)
         if xxhash.xxh3_64_intdigest(view.data) != header.checksum:
             raise TierCorrupt("the bytes do not match their checksum")
 
     def fetch(self, fd: int) -> None:
-        """Have it read from the device, without waiting: advice only."""
+        """Ask the kernel to read the value ahead, without waiting."""
         value = self.value
         if isinstance(value, Extent) and value.num_bytes == self.view.nbytes:
             end = value.offset + value.num_bytes
@@ -86,7 +85,7 @@ def find_all(
     slot_bytes: int,
     wanted: Iterable[tuple[Identity, Bytes]],
 ) -> list[Found]:
-    """The records of one class, in order; none that is large has been touched."""
+    """The records of one class, in the order of `wanted`; large values have not been read yet."""
     wanted = list(wanted)
     keys = [identity.key for identity, _ in wanted]
     rows = _located(txn, opened, b"meta", slot_bytes, keys)
@@ -104,7 +103,7 @@ def find_all(
 def find_values(
     txn: lmdb.Transaction, opened: Environment, slot_bytes: int, keys: Sequence[bytes]
 ) -> list[Value]:
-    """The values of one class, in order. `txn` hands out buffers."""
+    """The values of one class, in the order of `keys`. `txn` was begun with buffers=True."""
     places = _located(txn, opened, b"blocks", slot_bytes, keys)
     values: list[Value] = []
     for key in keys:
@@ -120,11 +119,11 @@ def find_values(
 def copy_all(
     fd: int, found: Sequence[Found], pool: ThreadPoolExecutor | None
 ) -> list[TierError | None]:
-    """Every record into its view, by as many threads as the pool has. In order."""
+    """Copy every record into its view, with all threads of the pool. One result each, in order."""
     if not found:
         return []
-    as_they_lie = sorted(range(len(found)), key=lambda at: _offset(found[at].value))
-    records = [found[at] for at in as_they_lie]
+    by_offset = sorted(range(len(found)), key=lambda at: _offset(found[at].value))
+    records = [found[at] for at in by_offset]
     ahead = max(1, _AHEAD_BYTES // found[0].view.nbytes)
     for record in records[:ahead]:
         record.fetch(fd)
@@ -137,12 +136,13 @@ def copy_all(
     is_shared = pool is not None and len(found) > 1 and found[0].view.nbytes >= _PARALLEL_BYTES
     numbers = range(len(records))
     problems = pool.map(copy, numbers) if pool is not None and is_shared else map(copy, numbers)
-    told = dict(zip(as_they_lie, problems, strict=True))
-    return [told[at] for at in range(len(found))]
+    results = dict(zip(by_offset, problems, strict=True))
+    return [results[at] for at in range(len(found))]
 
 
 def fill(view: Bytes, value: Bytes | Extent, fd: int) -> None:
-    """Copy a value that is as long as the view. TierCorrupt where the device cannot give it."""
+    """Copy a value that is as long as the view. Raises TierCorrupt when the file is too short or
+    the device fails to read it."""
     if not isinstance(value, Extent):
         np.copyto(view, value)
         return
@@ -152,25 +152,25 @@ def fill(view: Bytes, value: Bytes | Extent, fd: int) -> None:
             num_read = os.preadv(fd, [view.data[done:]], value.offset + done)
         except OSError as error:
             num_failed += 1
-            if num_failed < _TRIES:  # a bad sector fails again, a path that was lost may be back
+            if num_failed < _TRIES:  # a bad sector fails again; a lost path to the disk may be back
                 continue
             if error.errno == errno.EIO:
                 raise TierCorrupt("the bytes cannot be read from the device") from error
             raise TierError(f"read: {error.strerror}") from error
         if not num_read:
-            raise TierCorrupt("the file ends before the bytes do")
+            raise TierCorrupt("the file is shorter than the record")
         done += num_read
 
 
 def num_bytes(value: Bytes | Extent) -> int:
-    """How long a value is."""
+    """A value's length."""
     return value.num_bytes if isinstance(value, Extent) else len(value)
 
 
 def _located(
     txn: lmdb.Transaction, opened: Environment, name: bytes, slot_bytes: int, keys: Sequence[bytes]
 ) -> dict[bytes, bytes | Extent]:
-    """What LMDB need not be asked for, which would touch it."""
+    """What `locate` finds: all of these values, or none where the class or file rules it out."""
     fd = opened.data.fileno()
     if slot_bytes < _SMALL_BYTES or not is_known(fd):
         return {}

@@ -1,13 +1,13 @@
-"""Rebuilding an environment from its file alone, without believing any of its trees.
+"""Rebuilds an environment from its file alone, without using any of its trees.
 
-    page  page  page …      LMDB's pages as they lie in data.mdb
+    page  page  page …      LMDB's pages in file order (data.mdb)
     ──┬── ──┬──────────
       │     └ a run that begins with an overflow page holds one value
-      └ a leaf holds headers, which are found by their magic and say so themselves whether whole
+      └ a leaf holds headers, which are found by their magic and checked by their checksum
 
-A value belongs to the header with its checksum. A pair found so is exactly what was stored under
-that key, be it a block of now or one given up since: bytes under a key never change. Values of less
-than half a page lie inside leaves and are not looked for.
+A value belongs to the header that holds its checksum. Such a pair is exactly what was stored under
+that key, even if the block was removed since: bytes under a key never change. Values of less than
+half a page lie inside leaves and are not recovered.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _WINDOW_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """How many headers a file held, and how many blocks of them are whole in the new one."""
+    """How many valid headers a file held, and how many of their blocks are in the new one."""
 
     num_headers: int
     num_blocks: int
 
 
 def rebuild(directory: Path, target: Path, slot_bytes: int, map_bytes: int) -> Rebuilt:
-    """Make an environment at `target` of all that is whole in the one at `directory`, which is left
-    as it is. TierError when the target takes no more; what it holds then is whole too."""
+    """Create an environment at `target` with every intact block of the one at `directory`, which
+    stays unchanged. Raises TierError when the target is full; the blocks stored until then stay."""
     file = directory / DATA_FILE
     headers = {
         (header.checksum, header.block_bytes): header
@@ -75,8 +75,8 @@ def rebuild(directory: Path, target: Path, slot_bytes: int, map_bytes: int) -> R
 
 
 def _headers(file: Path) -> Iterator[Header]:
-    """Every whole header in the file, wherever it lies. A header never spans two windows unseen:
-    they overlap by a page."""
+    """Every intact header in the file, at any offset. Windows overlap by a page, so a header on the
+    border of two is found too."""
     with file.open("rb") as source:
         at = 0
         while window := source.read(_WINDOW_BYTES + PAGE_BYTES):
@@ -91,7 +91,7 @@ def _headers(file: Path) -> Iterator[Header]:
 
 
 def _values(file: Path, slot_bytes: int) -> Iterator[memoryview]:
-    """What lies in each run of overflow pages of this class, to the end of its last page."""
+    """The content of each run of overflow pages of this class, to the end of its last page."""
     most = slot_bytes // PAGE_BYTES + 1
     with file.open("rb") as source:
         number = 0

@@ -1,15 +1,14 @@
-"""What a device holds of one namespace as a forest, told hottest paths first and parents before
-their children.
+"""Orders a namespace's stored blocks for a restart: hottest paths first, parents before children.
 
-A scan gives rows in the order of their keys, which means nothing. The forest gathers them in flat
-arrays, finds every row's parent, and cuts the trees into chains: a row is followed by that child
-below which somebody was last; its other children begin chains of their own.
+A scan returns rows in key order, and keys are hashes. The forest gathers the rows in flat arrays,
+finds every row's parent, and cuts the trees into chains: a row is followed by the child whose
+subtree was used last; each other child begins another chain.
 
-    a ── b ── c ── d      used last: d      chains, in the order told:   a b c d
-         └─── x ── y                                                     x y      (below b)
+    a ── b ── c ── d      used last: d      chains, in order:   a b c d
+         └─── x ── y                                            x y      (below b)
 
-So whoever restarts serves what was used last before the scan's end, and hangs in whole runs
-of blocks at once. A million rows take a second or two and some 150 bytes each while it lasts.
+So a restarted daemon serves the most recently used prefixes before the scan has ended, and adds
+whole runs of blocks to its index at once. A million rows take 1–2 s and about 150 bytes each.
 Pure; called by the disk worker's scanning thread.
 """
 
@@ -26,14 +25,14 @@ from hicache.tiers.disk.scan import Scanned
 
 KEY_BYTES = 32
 MAX_ROWS, MAX_CHAINS = 500, 16
-"""Told at once: a daemon that takes them in does nothing else for two milliseconds or three."""
+"""Limits of one message: the daemon's loop is busy with it for 2–3 ms."""
 
 _Order = npt.NDArray[np.int64]
 
 
 class StoredForest:
-    """Rows of one namespace and block size, in any order. `orphans`, known once they have been
-    told, are the keys of those from which no way leads to the root."""
+    """Rows of one namespace and block size, added in any order. After `in_order`, `orphans` holds
+    the keys of the rows without a complete path to the root."""
 
     def __init__(self, namespace: bytes, block_bytes: int, step: int) -> None:
         self.namespace, self.block_bytes, self.step = namespace, block_bytes, step
@@ -45,15 +44,16 @@ class StoredForest:
         return len(self._hits)
 
     def add(self, rows: Scanned) -> None:
-        """More rows, of this namespace, block size and number of tokens."""
+        """Add rows of this namespace, block size and number of tokens."""
         self._keys += rows.keys
         self._parents += rows.parents
         self._tokens += rows.tokens
         self._hits.frombytes(rows.hits.tobytes())
         self._used_s.frombytes(rows.used_s.tobytes())
 
-    def told(self, first: int, total: int, max_rows: int = MAX_ROWS) -> Iterator[StoredRows]:
-        """All of them, numbered from `first` on, of `total` in all, at most so many at a time."""
+    def in_order(self, first: int, total: int, max_rows: int = MAX_ROWS) -> Iterator[StoredRows]:
+        """All rows that reach the root, numbered from `first` on (of `total` on the device), at
+        most `max_rows` at a time."""
         count = len(self)
         keys = np.frombuffer(self._keys, np.uint8).reshape(count, KEY_BYTES)
         parents = np.frombuffer(self._parents, np.uint8).reshape(count, KEY_BYTES)
@@ -93,7 +93,8 @@ class StoredForest:
 def _portions(
     starts: Ids, count: int, max_rows: int
 ) -> Iterator[tuple[int, int, tuple[Counts, tuple[int, int]]]]:
-    """Rows begin … end-1 at a time, the lengths of the chains among them, and which those are."""
+    """(begin, end, (lengths, (first, last))): rows begin … end-1 of the order, and the lengths of
+    the parts of chains first … last-1 among them."""
     ends = np.append(starts[1:], count)
     begin = chain = 0
     while begin < count:
@@ -108,8 +109,9 @@ def _portions(
 
 
 def _rows_above(keys: npt.NDArray[np.uint8], parents: npt.NDArray[np.uint8]) -> _Order:
-    """Each row's parent by position; `count` stands for the root, `count + 1` for none. Both stand
-    above themselves. Keys are hashes: their first eight bytes find the row, all 32 confirm it."""
+    """Each row's parent as a position; `count` stands for the root, `count + 1` for a missing
+    parent. Each of these two is its own parent. The first eight bytes of a key find the row, all 32
+    confirm it."""
     count = len(keys)
     names, wanted = _prefixes(keys), _prefixes(parents)
     order = np.argsort(names, kind="stable")
@@ -125,8 +127,8 @@ def _prefixes(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
 
 
 def _depths(above: _Order) -> _Order:
-    """How many rows lie between each and the root, -1 where none of its ancestors is there. By
-    doubling steps: rows that lead in a circle never arrive."""
+    """Each row's number of ancestors, -1 where the path to the root is incomplete. By pointer
+    doubling: rows in a cycle never reach the root."""
     count = len(above) - 2
     steps = (np.arange(count + 2) < count).astype(np.int64)
     ahead = above
@@ -139,7 +141,7 @@ def _depths(above: _Order) -> _Order:
 
 
 def _with_those_below(used_s: Counts, above: _Order, depth: _Order) -> Counts:
-    """When each row or one below it was used last."""
+    """The last use of each row or of any row below it."""
     order = np.argsort(depth, kind="stable")
     order = order[np.searchsorted(depth[order], 1) :]  # those that have a row above
     bounds = np.append(np.flatnonzero(np.diff(depth[order], prepend=-1)), len(order))
@@ -150,8 +152,8 @@ def _with_those_below(used_s: Counts, above: _Order, depth: _Order) -> Counts:
 
 
 def _chains(above: _Order, depth: _Order, used_s: Counts) -> tuple[_Order, _Order, Ids]:
-    """The first row of every chain; all rows, chain after chain; where in them each chain starts.
-    Of two chains the one used later comes first, and none before the one it hangs from."""
+    """The first row of every chain; all rows, chain after chain; each chain's start in them. Chains
+    used later come first, and a chain comes after the one it branches from."""
     count = len(depth)
     reached = np.flatnonzero(depth >= 0)
     by_parent = reached[np.lexsort((used_s[reached], above[reached]))]

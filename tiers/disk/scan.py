@@ -1,8 +1,7 @@
-"""Reading the rows of an environment's `meta`, in columns: what is stored, without its bytes.
+"""Reads the rows of an environment's `meta` in columns, without the blocks' bytes.
 
-A million rows have to be back within seconds, so little is done for each of them alone: its
-checksum, and its key, derived anew. The rest is looked at in arrays of a thousand rows. Called by
-`DiskTier.scan`.
+A million rows must be read within seconds, so only the checksum and the key are computed row by
+row. All else is checked in arrays of a thousand rows. Called by `DiskTier.scan`.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _Table = npt.NDArray[np.void]
 
 @dataclass(slots=True)
 class Scanned:
-    """Rows of one namespace, block size and number of tokens, in no order that means anything:
-    `keys` and `parents` 32 bytes each, `tokens` `step` bytes each."""
+    """Rows of one namespace, block size and number of tokens, in key order: `keys` and `parents` 32
+    bytes each, `tokens` `step` bytes each."""
 
     namespace: bytes
     block_bytes: int
@@ -50,16 +49,16 @@ class Scanned:
 
 
 class Scan:
-    """One pass over an environment. `bad`, known at the end: the key and content of every row that
-    is not what it claims to be."""
+    """One pass over an environment. At its end `bad` holds the key and content of every invalid
+    row."""
 
     def __init__(self, opened: Environment, slot_bytes: int) -> None:
         self.bad: list[tuple[bytes, bytes]] = []
         self._opened, self._slot_bytes = opened, slot_bytes
 
     def rows(self) -> Iterator[Scanned]:
-        """All rows that are whole. Raises TierDamaged when the tree goes round in circles: one that
-        is damaged may show a page many times over, and keys that do not rise say so."""
+        """All valid rows. Raises TierDamaged when keys do not rise: a damaged tree may have a cycle
+        and show a page again and again."""
         last = b""
         waiting: dict[int, list[bytes]] = {}  # by length
         opened = self._opened
@@ -84,7 +83,7 @@ class Scan:
                 yield from self._in_columns(alike, txn if has_uses else None)
 
     def _in_columns(self, packed: list[bytes], txn: lmdb.Transaction | None) -> Iterator[Scanned]:
-        """Rows of one length, taken apart."""
+        """Rows of one length, grouped by namespace and block size."""
         step = len(packed[0]) - _FIXED_BYTES - CHECK_BYTES
         whole = np.dtype([("fixed", FIELDS), ("tokens", f"V{step}"), ("check", f"V{CHECK_BYTES}")])
         table = np.frombuffer(b"".join(packed), whole)
@@ -131,7 +130,7 @@ class Scan:
 
 
 def _is_whole(key: bytes, packed: bytes) -> bool:
-    """Whether a row is long enough, unchanged, and the one that belongs under this key."""
+    """Whether a row is long enough, matches its checksum, and belongs under this key."""
     if len(packed) < _FIXED_BYTES + CHECK_BYTES:
         return False
     if xxhash.xxh3_64_intdigest(packed[:-CHECK_BYTES]) != _number(packed[-CHECK_BYTES:]):

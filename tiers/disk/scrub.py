@@ -1,13 +1,13 @@
-"""Scrubbing: every stored block read and compared with its checksum, a few at a time.
+"""Scrubbing: reads every stored block and compares it with its checksum, in small steps.
 
-`Scrub` goes through the environments of an open device in key order. Each `step` is one short read
-transaction, so that a running worker's writer gets its freed pages back. Nothing is changed: a
-running worker removes what is bad itself (`DiskMedium.scrub`).
+`Scrub` walks the environments of an open device in key order. Each `step` is one short read
+transaction, so that the writer of a running worker can reuse its freed pages. It changes nothing: a
+running worker removes the bad records (`DiskMedium.scrub`).
 
     python -m hicache.tiers.disk.scrub DIRECTORY SLOT_BYTES      by hicache/commands/disk_tools.py
 
-scrubs one class of a device that nobody has open, in a process of its own, since a damaged file may
-end it; it says a JSON map a line.
+scrubs one class of a device that is not open elsewhere, in a separate process because a damaged
+file may end it; it prints one JSON map per line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEP_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class Verdict:
-    """What a scrub has found so far. `bad`: (slot bytes, key, what is wrong with it)."""
+    """What a scrub has found so far. `bad`: (slot bytes, key, problem)."""
 
     num_blocks: int = 0
     num_bytes: int = 0
@@ -41,18 +41,18 @@ class Verdict:
 
 class Scrub:
     """One pass over `environments`, by slot size. Classes and blocks added meanwhile may be left
-    out; what was given up meanwhile is no fault."""
+    out; blocks removed meanwhile are not reported."""
 
     def __init__(self, environments: Mapping[int, Environment]) -> None:
         self._left = sorted(environments.items())
         self.bad_rows: list[tuple[int, bytes, bytes]] = []
-        """(slot bytes, key, row of `meta`) of the records that are bad."""
+        """(slot bytes, key, row of `meta`) of the bad records."""
         self._after = b""
         self.verdict = Verdict(total_blocks=sum(e.num_blocks() for e in environments.values()))
 
     def step(self, max_bytes: int = STEP_BYTES) -> bool:
-        """Check some more. False when there is nothing left. Raises TierDamaged when the trees
-        themselves are broken."""
+        """Check the next blocks, up to `max_bytes`. Returns False at the end. Raises TierDamaged
+        when the trees are damaged."""
         if not self._left:
             return False
         slot_bytes, opened = self._left[0]
@@ -87,8 +87,8 @@ class Scrub:
                 num_blocks = txn.stat(opened.meta)["entries"]
                 num_values = txn.stat(opened.blocks)["entries"]
                 if num_values != num_blocks:
-                    told = f"{num_blocks} headers and {num_values} values"
-                    verdict.bad.append((slot_bytes, b"", told))
+                    problem = f"{num_blocks} headers and {num_values} values"
+                    verdict.bad.append((slot_bytes, b"", problem))
         verdict.num_bytes += seen_bytes
         if not is_there:
             self._left.pop(0)
@@ -97,16 +97,16 @@ class Scrub:
 
 
 def _problem(key: bytes, slot_bytes: int, packed: bytes, value: Value, fd: int) -> str:
-    """What is wrong with a record, "" for nothing."""
+    """A record's problem, "" where it is valid."""
     header = unpack_header(packed)
     if header is None:
         return "the header is damaged"
     if not is_sound(header, key, slot_bytes):
-        return "the record is another block's"
+        return "the record belongs to another block"
     if value is None:
         return "half of the record is missing"
     if num_bytes(value) != header.block_bytes:
-        return f"{num_bytes(value)} bytes are stored where {header.block_bytes} belong"
+        return f"{num_bytes(value)} bytes are stored instead of {header.block_bytes}"
     view = np.empty(header.block_bytes, np.uint8)
     try:
         fill(view, value, fd)
@@ -118,21 +118,21 @@ def _problem(key: bytes, slot_bytes: int, packed: bytes, value: Value, fd: int) 
 
 
 def main(directory: Path, slot_bytes: int) -> int:
-    """Scrub one class that nobody has open; the process's exit status."""
+    """Scrub one class that is not open elsewhere. Returns the process's exit status."""
     size = (directory / DATA_FILE).stat().st_size
     try:
         opened = open_environment(directory, max(1 << 20, size), is_read_only=True)
         scrub = Scrub({slot_bytes: opened})
         while scrub.step():
-            _say(scrub.verdict)
+            _report(scrub.verdict)
     except TierError as error:
         print(json.dumps({"damage": str(error)}), flush=True)
         return 1
-    _say(scrub.verdict)
+    _report(scrub.verdict)
     return 0
 
 
-def _say(verdict: Verdict) -> None:
+def _report(verdict: Verdict) -> None:
     bad = [[slot_bytes, key.hex(), problem] for slot_bytes, key, problem in verdict.bad]
     print(json.dumps(asdict(verdict) | {"bad": bad}), flush=True)
 

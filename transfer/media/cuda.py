@@ -30,7 +30,7 @@ from hicache.engine.plan import Move, Outcome, Priority
 from hicache.tiers.arena import Arena
 from hicache.tiers.errors import TierDamaged
 from hicache.tiers.hbm import CudaPool
-from hicache.tiers.numa import bytes_by_node, node_of, num_nodes, told
+from hicache.tiers.numa import bytes_by_node, describe, node_of, num_nodes
 from hicache.transfer.gpu_pages.engine_pages import EnginePages
 from hicache.transfer.gpu_pages.page_choice import MPS_PIPES, choose_page_path
 from hicache.transfer.media.cuda_copy import (
@@ -211,7 +211,7 @@ def _surroundings(pool: CudaPool, near: Arena) -> Iterator[str]:
     """What else the operator may want to know; pinned memory has been touched, all of it."""
     if pool.context_bytes:
         yield f"; CUDA itself takes {pool.context_bytes >> 20} MiB of the GPU beside the pool"
-    if num_nodes() > 1 and (where := told(bytes_by_node(near.path), node_of(pool.bus_id))):
+    if num_nodes() > 1 and (where := describe(bytes_by_node(near.path), node_of(pool.bus_id))):
         yield f"; of the host memory {where}"
 
 

@@ -187,7 +187,7 @@ class DiskMedium:
         total, first = sum(map(len, forests.values())), 0
         while forests:
             _, forest = forests.popitem()
-            yield from forest.told(first, total)
+            yield from forest.in_order(first, total)
             first += len(forest)
             if forest.orphans:
                 self.notes.append(f"{len(forest.orphans)} blocks had lost the block above them")

@@ -149,7 +149,7 @@ def test_headers_survive_nothing_but_themselves() -> None:
     packed = pack_header(name(1), 10, 2**64 - 1, 1.5)
     header = unpack_header(packed)
     assert header is not None
-    assert header.names(name(1))
+    assert header.matches(name(1))
     assert (header.block_bytes, header.checksum, header.created_s) == (10, 2**64 - 1, 1.5)
     for at in range(len(packed)):
         changed = packed[:at] + bytes([packed[at] ^ 1]) + packed[at + 1 :]
@@ -204,7 +204,7 @@ def test_swapped_records_are_corrupt_and_dropped_by_the_scan(tmp_path: Path) -> 
         assert isinstance(read(tier, name(1)), TierCorrupt)
     with DiskTier(tmp_path, 16 * MIB) as tier:
         assert [row.key for row in listed(tier)] == [name(3).key]
-        assert tier.notes == [f"1 records of {SLOT}-byte slots were not whole"]
+        assert tier.notes == [f"1 records of {SLOT}-byte slots were damaged"]
         assert tier.num_blocks() == 1
 
 

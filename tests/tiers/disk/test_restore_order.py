@@ -72,7 +72,7 @@ def test_everything_that_can_be_reached_is_told_once(
     forest = StoredForest(NAMESPACE, 10, 4)
     if rows:
         forest.add(scanned(rows))
-    told = list(forest.told(0, len(rows), max_rows))
+    told = list(forest.in_order(0, len(rows), max_rows))
     assert all(len(part) <= max_rows for part in told)
     chains = chains_of(told)
     keys = [row.key for chain in chains for row in chain]
@@ -102,7 +102,7 @@ def test_a_path_goes_on_with_the_child_used_last() -> None:
     rows, _ = rows_of([(-1, 5, False), (0, 1, False), (0, 4, False), (2, 3, False), (-1, 2, False)])
     forest = StoredForest(NAMESPACE, 10, 4)
     forest.add(scanned(rows))
-    (told,) = forest.told(0, 5)
+    (told,) = forest.in_order(0, 5)
     assert [[row.hits for row in chain] for chain in chains_of([told])] == [[0, 2, 3], [4], [1]]
 
 
@@ -111,7 +111,7 @@ def test_a_message_is_bounded_in_chains_too() -> None:
     rows, _ = rows_of([(-1, 0, False)] * count)
     forest = StoredForest(NAMESPACE, 10, 4)
     forest.add(scanned(rows))
-    told = list(forest.told(0, count))
+    told = list(forest.in_order(0, count))
     assert [len(part.lengths) for part in told] == [disk_forest.MAX_CHAINS] * 3
     assert len(chains_of(told)) == count
 
@@ -121,5 +121,5 @@ def test_rows_that_lead_in_a_circle_are_orphans() -> None:
     forest = StoredForest(NAMESPACE, 10, 4)
     forest.add(scanned([Row(NAMESPACE, one, two, b"1111", 10)]))
     forest.add(scanned([Row(NAMESPACE, two, one, b"2222", 10)]))
-    assert list(forest.told(0, 2)) == []
+    assert list(forest.in_order(0, 2)) == []
     assert sorted(forest.orphans) == [one, two]
