@@ -79,7 +79,7 @@ def test_a_file_that_is_there_is_never_touched(tmp_path: Path) -> None:
 def test_attaching_to_something_else_is_refused(tmp_path: Path) -> None:
     for name, content in {"short": b"x", "other": b"x" * 9000, "zero": bytes(9000)}.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ArenaError, match="no arena"):
+        with pytest.raises(ArenaError, match="not an arena"):
             Arena.attach(tmp_path / name)
     with pytest.raises(ArenaError, match="cannot open"):
         Arena.attach(tmp_path / "absent")

@@ -72,7 +72,7 @@ def test_shrinking_keeps_the_warmest_prefixes(tmp_path: Path) -> None:
     made = fill(path, 48 * MIB)
     told: list[tuple[int, int]] = []
     with DiskTier(path, 16 * MIB, progress=lambda done, all_: told.append((done, all_))) as tier:
-        assert "of the coldest blocks went" in tier.notes[0]
+        assert "of the coldest blocks removed" in tier.notes[0]
         assert on_volume(path) <= 16 * MIB
         kept = {number: whole(tier, number, rows) for number, rows in made.items()}
         coldest_kept = min(number for number, count in kept.items() if count)
@@ -95,7 +95,7 @@ def test_shrinking_without_room_to_do_it_changes_nothing(
     fill(path, 48 * MIB)
     with monkeypatch.context() as patch:
         patch.setattr(disk_shrink, "volume_free_bytes", lambda _: 4 * MIB)
-        with pytest.raises(TierUnavailable, match="give it room, or the old size"):
+        with pytest.raises(TierUnavailable, match="free some space, or configure the old size"):
             DiskTier(path, 16 * MIB)
     with DiskTier(path, 16 * MIB) as tier:
         assert tier.num_blocks() > 0
