@@ -42,13 +42,15 @@ env: $(STAMP) ## Make or refresh the environment in .venv/
 demo: $(STAMP) ## Serve a small LLM through hicache on this machine (under 10 minutes)
 	@$(BIN)/hicache demo $(DEMO_ARGS)
 
-check: $(STAMP) ## Format, lint, types, dead code and the fast tests (under 2 minutes)
+check: $(STAMP) ## Format, lint, types, imports, dead code and the fast tests (under 2 minutes)
 	@echo '==> format'
 	@$(BIN)/ruff format --check .
 	@echo '==> lint'
 	@$(BIN)/ruff check .
 	@echo '==> types'
 	@$(BIN)/mypy hicache tests
+	@echo '==> imports'
+	@$(BIN)/lint-imports --no-cache --no-logo >/dev/null || $(BIN)/lint-imports --no-cache --no-logo
 	@echo '==> dead code'
 	@$(BIN)/vulture
 	@echo '==> fast tests'

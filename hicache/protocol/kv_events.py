@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import msgspec
 
-from hicache.client.results import read_count
 from hicache.protocol.keys import KEY_BYTES
 from hicache.protocol.messages import WireError
 
@@ -71,7 +70,8 @@ def read_page(reply: Mapping[str, Any], after: int) -> ToldPage:
         page = msgspec.convert(fields, ToldPage, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         raise WireError("malformed", f"a page of what is held: {error}") from None
-    read_count(reply, "sequence")
+    if page.sequence < 0:
+        raise WireError("malformed", f"sequence: {page.sequence} in a reply")
     if len(page.keys) != KEY_BYTES * len(page.tiers):
         raise WireError("malformed", f"{len(page.keys)} bytes of keys, {len(page.tiers)} of tiers")
     if max(page.tiers, default=0) >> len(page.tier_names):
