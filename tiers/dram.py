@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 from hicache.tiers.arena import Arena, ArenaError, Progress, remove_stale, stale_arenas
+from hicache.tiers.block import TierTraits
 from hicache.tiers.pool import SlotPool
+from hicache.tiers.tier import OpenedTier, TierSite
 
 
 class DramTier:
@@ -20,8 +23,6 @@ class DramTier:
 
     `removed` names the files of dead owners that were deleted when it was opened.
     """
-
-    medium = "shared memory"
 
     def __init__(
         self,
@@ -49,6 +50,18 @@ class DramTier:
         self.arena.empty()
         self.arena.unlink()
         self.arena.close()
+
+
+def open_dram(section: Any, site: TierSite) -> OpenedTier:
+    """See Builder. `section`: a DramConfig."""
+    tier = DramTier(
+        section.path,
+        site.prefix,
+        section.size_bytes,
+        huge_pages=section.huge_pages,
+        progress=site.progress if section.pretouch else None,
+    )
+    return OpenedTier(tier.pool, TierTraits(mapped=True), "shared memory", mapping=tier)
 
 
 def _adopt(

@@ -8,14 +8,18 @@ by what a process of its own has found (`pick_device`; tiers/hbm_probe.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.arena import Arena
+from hicache.tiers.block import PAGE_BYTES, TierTraits
 from hicache.tiers.dram import DramTier
 from hicache.tiers.errors import TierUnavailable
 from hicache.tiers.hbm_in_use import grown_by, used_bytes
+from hicache.tiers.pool import SlotPool
+from hicache.tiers.tier import DeviceSpec, DeviceTraits, OpenedTier, TierSite
 
+PageKernels = Literal["auto", "always", "never"]
 CONTEXT_BYTES: Final = 600 << 20
 """What CUDA takes of a GPU for a process of its own (518 MiB on an H200), beside the pool."""
 
@@ -24,33 +28,49 @@ CONTEXT_BYTES: Final = 600 << 20
 class Device:
     """Where the pool lives and why, as a sentence for `stats`. `index` is -1 on the host."""
 
-    kind: Literal["host", "cuda"]
     index: int
     reason: str
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.index < 0
 
 
 def pick_device(wanted: str, indices: Sequence[int], trouble: str) -> Device:
     """`auto`, `host` or `cuda:N`, from the GPUs that were found; `trouble` is why there are no
     (more) of them. ValueError on other words, and on a GPU that is not there."""
     if wanted == "host":
-        return Device("host", -1, "emulated in host memory, as configured")
+        return Device(-1, "emulated in host memory, as configured")
     if wanted == "auto":
         if not indices:
-            return Device("host", -1, f"emulated in host memory: {trouble}")
-        return Device("cuda", min(indices), f"GPU {min(indices)}, found by itself")
+            return Device(-1, f"emulated in host memory: {trouble}")
+        return Device(min(indices), f"GPU {min(indices)}, found by itself")
     name, _, number = wanted.partition(":")
     if name != "cuda" or not number.isdecimal():
         raise ValueError(f"device {wanted!r}: must be auto, host, or cuda:N")
     if int(number) not in indices:
         there = ", ".join(f"cuda:{index}" for index in indices)
         raise ValueError(f"device {wanted}: {trouble or f'there is only {there}'}")
-    return Device("cuda", int(number), f"GPU {number}, as configured")
+    return Device(int(number), f"GPU {number}, as configured")
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaOptions:
+    """What the worker of an emulated pool is told: where its arena lies."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    """What a GPU's worker is told. `page_kernels`: see page_choice.py."""
+
+    gpu: int = 0
+    page_kernels: PageKernels = "auto"
 
 
 class HostPool(DramTier):
     """The pool emulated: a second arena, mapped by clients like `dram`."""
-
-    medium = "host memory, emulated"
 
 
 class CudaPool:
@@ -60,8 +80,6 @@ class CudaPool:
     `context_bytes` is what CUDA took for itself beside the pool, 0 where nobody tells. Raises
     TierUnavailable with the driver's own words.
     """
-
-    medium = "GPU memory"
 
     def __init__(self, index: int, capacity_bytes: int, cupy: Any = None) -> None:
         try:
@@ -98,3 +116,34 @@ class CudaPool:
         """Give the memory back; the process's exit would do the same."""
         self.memory = None
         self.capacity_bytes = 0
+
+
+def open_hbm(section: Any, site: TierSite) -> OpenedTier:
+    """See Builder. `section`: an HbmConfig. ValueError when it asks for a GPU that is not there."""
+    found = [gpu.index for gpu in site.gpus.found]
+    device = pick_device(section.device, found, site.gpus.trouble)
+    if device.is_emulated:
+        tier = HostPool(section.path, site.prefix, section.size_bytes, progress=site.progress)
+        words, spec = "host memory (emulated)", emulated_spec(tier.arena)
+        return OpenedTier(tier.pool, TierTraits(mapped=True), words, device.reason, tier, spec)
+    pool = SlotPool(section.size_bytes)
+    spec = gpu_spec(device.index, pool.capacity_bytes, section.page_kernels)
+    return OpenedTier(pool, TierTraits(), f"GPU {device.index}", device.reason, device=spec)
+
+
+def emulated_spec(arena: Arena) -> DeviceSpec:
+    """The worker that copies between the near arena and this one."""
+    medium, options = "hicache.transfer.media.host:MemoryMedium", ArenaOptions(str(arena.path))
+    return DeviceSpec("gpu:0", "hicache-gpu-0", medium, arena.data_bytes, asdict(options))
+
+
+def gpu_spec(index: int, capacity_bytes: int, page_kernels: PageKernels = "auto") -> DeviceSpec:
+    """The worker that holds the pool in this GPU's memory."""
+    return DeviceSpec(
+        f"gpu:{index}",
+        f"hicache-gpu-{index}",
+        "hicache.transfer.media.cuda:CudaMedium",
+        capacity_bytes,
+        asdict(GpuOptions(index, page_kernels)),
+        DeviceTraits(by_priority=True, maps_pages=True, pins_arena=True),
+    )

@@ -85,8 +85,6 @@ KILL_S = 5.0
 AWAY_S = 2.0
 """A loop that did not turn for so long has not heard what was said meanwhile."""
 MAX_QUEUED = 8192
-MAX_COMMITTED = 1024
-"""Blocks of one commit: 32 MiB of blocks of 32 KiB."""
 _CRASHES = {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 
 DeviceState = Literal["starting", "up", "down"]
@@ -101,16 +99,16 @@ class _Device:
         self.state: DeviceState = "down"
         self.is_restoring = False
         self.process: WorkerProcess | None = None
-        limits = GPU_LIMITS if config.kind == "cuda" else LIMITS
-        self.by_priority = config.kind == "cuda"
+        traits = config.spec.traits
+        limits = GPU_LIMITS if traits.by_priority else LIMITS
+        self.by_priority = traits.by_priority
         self.headings = ways_of(self.by_priority)
         self.lanes = {way: Lane(max_queued, limits) for way in self.headings}
-        if config.kind == "disk":  # a batch is a commit, whose syncs cost the same however large
-            moves = LIMITS.moves if config.durability == "sync" else MAX_COMMITTED
-            limits = Limits(moves, config.batch_bytes, LIMITS.in_flight)
+        if "write" in self.lanes:
+            limits = Limits(traits.batch_moves, traits.batch_bytes, LIMITS.in_flight)
             self.lanes["write"] = Lane(max_queued, limits)
         self.pulses = [(Pulse(way), lane) for way, lane in self.lanes.items()]
-        if self.by_priority:  # a GPU's worker: nothing of ours is ever in these lanes
+        if traits.maps_pages:  # the mover puts nothing into these lanes
             self.pulses += [(Pulse(way), Lane(0)) for way in PAGE_WAYS]
         self.start_at_s = 0.0
         self.started_s = 0.0
@@ -134,8 +132,8 @@ class _Device:
 
 class Mover:
     """Queues and workers. `arenas`, by tier, are the mapped ones, whose generations are raised
-    before a slot is written; `identify(moves)` fills in `move.identity` just before moves of a disk
-    device are sent; a worker that owes an answer for `stuck_s` is killed."""
+    before a slot is written; `identify(moves)` fills in `move.identity` just before moves of a
+    persistent device are sent; a worker that owes an answer for `stuck_s` is killed."""
 
     def __init__(
         self,
@@ -454,7 +452,7 @@ class Mover:
             device.num_damages += 1
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         said = f": {device.error}" if device.error else ""
-        self._fall(device, now_s, f"{device.config.title} ended with {how}{said}", is_crash)
+        self._fall(device, now_s, f"{device.config.spec.title} ended with {how}{said}", is_crash)
 
     def _fall(self, device: _Device, now_s: float, error: str, is_crash: bool = False) -> None:
         """Down, until the next try. What was being read when the medium's mapping killed the
@@ -467,7 +465,7 @@ class Mover:
         config = device.config
         self._news.append(WorkerDown(config.device, config.far, error, retry_s))
         for way, lane in device.lanes.items():
-            is_suspect = is_crash and config.kind == "disk" and way == "read"
+            is_suspect = is_crash and config.spec.traits.persistent and way == "read"
             self._news += lane.fail_all(error, is_suspect)
 
     def _kill_if_stuck(self, device: _Device, now_s: float) -> None:
@@ -489,7 +487,7 @@ class Mover:
             while True:
                 moves, late = lane.take(now_s)
                 self._news += late
-                if moves and device.config.kind == "disk":
+                if moves and device.config.spec.traits.persistent:
                     moves = self._identified(lane, moves)
                     if not moves:
                         continue

@@ -30,13 +30,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from pathlib import Path
+from pkgutil import resolve_name
 
 from hicache.tiers.arena import Arena, ArenaError
-from hicache.tiers.errors import TierBroken, TierDamaged, TierError
+from hicache.tiers.errors import TierBroken, TierDamaged, TierError, TierUnavailable
 from hicache.transfer.copy_thread import Direction
 from hicache.transfer.gpu_pages.page_worker import PAGE_JOBS, PageWork
-from hicache.transfer.media.medium import Medium, Spoilt
+from hicache.transfer.media.medium import Medium, Progress, Spoilt
 from hicache.transfer.queues import HEADINGS, PAGE_WAYS, ways_of
 from hicache.transfer.throttle import Pace
 from hicache.transfer.worker_messages import (
@@ -56,6 +56,7 @@ EXIT_BROKEN = 3
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _RECEIVE_BYTES = 1 << 20
 SCRUB_TOLD_S = 0.25
+PROBE_BLOCK_BYTES = 1 << 20
 MAX_UNTAKEN = 2
 """Messages of rows that the daemon has not taken in: one is on its way while it takes another."""
 
@@ -101,11 +102,11 @@ class Worker:
         except OSError:
             self._cut_off.set()
 
-    def introduce(self, probe_bytes: int, block_bytes: int) -> None:
+    def introduce(self, probe_bytes: int) -> None:
         """Say what was opened and how fast it is, then that work may come."""
         if probe_bytes:
             try:
-                for m in self._medium.probe(probe_bytes, block_bytes):
+                for m in self._medium.probe(probe_bytes, PROBE_BLOCK_BYTES):
                     pace = self._read_pace if (m.src, m.dst) in self._reads else self._write_pace
                     seconds = max(m.seconds, pace.least_s(m.num_bytes))
                     fields = {"bytes": m.num_bytes, "seconds": seconds}
@@ -241,21 +242,14 @@ class Worker:
         os._exit(EXIT_BROKEN)
 
 
-def _open(config: WorkerConfig, near: Arena, progress: Callable[[str, int, int], None]) -> Medium:
-    """Each kind's module is imported only where it is used: a GPU worker loads no lmdb."""
-    if config.kind == "disk":
-        from hicache.transfer.media.disk import DiskMedium
-
-        return DiskMedium(config, near, progress)
-    if config.kind == "cuda":
-        from hicache.transfer.gpu_pages.page_choice import MPS_PIPES
-        from hicache.transfer.media.cuda import CudaMedium
-
-        pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_PIPES))
-        return CudaMedium(config, near, partial(progress, "bytes"), mps_pipes=pipes)
-    from hicache.transfer.media.host import MemoryMedium
-
-    return MemoryMedium(config, near)
+def _open(config: WorkerConfig, near: Arena, progress: Progress) -> Medium:
+    """Only this device's medium is loaded: a GPU worker loads no lmdb."""
+    try:
+        medium_class = resolve_name(config.spec.medium)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise TierUnavailable(f"{config.device}: no medium {config.spec.medium}: {error}") from None
+    medium: Medium = medium_class(config, near, progress)
+    return medium
 
 
 def _receive_config(sock: socket.socket, stream: Stream) -> list[Message]:
@@ -293,7 +287,7 @@ def main(fd: int) -> int:
         if not isinstance(fields, dict):
             raise MalformedMessage("config: the fields are missing")
         config = WorkerConfig.from_fields(fields)
-        _become(config.title)
+        _become(config.spec.title)
         if os.getppid() != parent:
             return 0  # it died before PDEATHSIG was set
         worker = None
@@ -303,7 +297,7 @@ def main(fd: int) -> int:
             medium = _open(config, near, partial(_tell_progress, sock))
             worker = Worker(sock, medium, config.read_bytes_per_s, config.write_bytes_per_s)
             threading.Thread(target=near.populate, name="hicache-touch", daemon=True).start()
-            worker.introduce(config.probe_bytes, config.probe_block_bytes)
+            worker.introduce(config.probe_bytes)
             worker.serve(stream, messages[1:])
             medium.close()
             near.close()
@@ -312,7 +306,7 @@ def main(fd: int) -> int:
             try:
                 sock.sendall(message)
             except OSError:  # the daemon has died: there is nobody else to tell it to
-                print(f"{config.title}: {error}", file=sys.stderr)
+                print(f"{config.spec.title}: {error}", file=sys.stderr)
             return EXIT_BROKEN
         except OSError:
             return 0 if worker is not None else EXIT_BROKEN  # the daemon is gone

@@ -15,15 +15,16 @@ them alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgpack
 import numpy as np
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, Use
 from hicache.tiers.block import StoredRows
+from hicache.tiers.tier import DeviceSpec, checked
 from hicache.transfer.media.medium import Scrubbed, Spoilt
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
@@ -38,60 +39,39 @@ class MalformedMessage(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """The first message a worker reads: which device it is and between which tiers it copies.
+    """The first message a worker reads: which device it opens and between which tiers it copies.
 
-    `near` is the tier whose arena the daemon owns (`dram`), mapped from `near_path`. `far` is the
-    device's own tier: by `kind` an LMDB device at `far_path` (`disk`), a second arena at
-    `far_path` (`memory`), or memory of GPU `gpu` (`cuda`), where kernels run by `page_kernels`
-    (auto, always or never: page_choice.py). Paths are absolute.
-    `title` (at most 15 bytes) names the process; `probe_bytes` are copied each way at start.
-    `set_aside` is the mover's to set: the last two workers died by a signal. From and to the device
-    no more than `read_bytes_per_s` and `write_bytes_per_s`, 0 for nothing (throttle.py).
+    `near` is the tier whose arena the daemon owns, mapped from `near_path` (absolute); `far` is the
+    device's own tier. `probe_bytes` are copied each way at start. `set_aside` is the mover's to
+    set: the last two workers died by a signal. From and to the device no more is copied than
+    `read_bytes_per_s` and `write_bytes_per_s`, 0 for nothing (throttle.py).
     """
 
-    device: str
-    title: str
-    kind: Literal["disk", "memory", "cuda"]
+    spec: DeviceSpec
     near: str
     near_path: str
     far: str
-    far_path: str = ""
-    capacity_bytes: int = 0
-    durability: Literal["fast", "batched", "sync"] = "batched"
-    read_ahead: bool = True
-    min_free_bytes: int = 0
-    usable_bytes: int = 0
-    batch_bytes: int = 16 << 20
-    lock_wait_s: float = 5.0
-    gpu: int = 0
-    page_kernels: str = "auto"
     probe_bytes: int = 8 << 20
-    probe_block_bytes: int = 1 << 20
     set_aside: bool = False
     read_bytes_per_s: float = inf
     write_bytes_per_s: float = inf
 
     def __post_init__(self) -> None:
-        if self.kind not in ("disk", "memory", "cuda"):
-            raise ValueError(f"kind {self.kind!r} of {self.device}: disk, memory or cuda")
-        if len(self.title.encode()) > 15:
-            raise ValueError(f"title {self.title!r}: at most 15 bytes")
-        paths = [self.near_path] + ([] if self.kind == "cuda" else [self.far_path])
-        for path in paths:
-            if not path.startswith("/"):
-                raise ValueError(f"{self.device}: the path {path!r} must be absolute")
+        if not self.near_path.startswith("/"):
+            raise ValueError(f"{self.device}: the path {self.near_path!r} must be absolute")
+
+    @property
+    def device(self) -> str:
+        """The device's name."""
+        return self.spec.name
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> WorkerConfig:
         """MalformedMessage on a field that is unknown or of the wrong type."""
         try:
-            config = cls(**fields)
-        except (TypeError, ValueError, AttributeError) as error:
+            return checked(cls, fields)
+        except ValueError as error:
             raise MalformedMessage(str(error)) from error
-        for name, default in asdict(cls("", "", "cuda", "", "/", "")).items():
-            if type(getattr(config, name)) is not type(default):
-                raise MalformedMessage(f"config: {name} must be {type(default).__name__}")
-        return config
 
 
 @dataclass(slots=True)

@@ -12,12 +12,12 @@ from rich.table import Table
 
 from hicache.commands.curve_option import curve_option
 from hicache.config import (
-    Config,
     ConfigError,
     LoadedConfig,
     Mistake,
     Surroundings,
     check_against_machine,
+    config_model,
     effective_values,
     load_config,
     plain_value,
@@ -100,7 +100,7 @@ def schema() -> None:
     """Print the JSON Schema of a configuration, for editors."""
     document = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Config.model_json_schema(by_alias=True, mode="validation"),
+        **config_model().model_json_schema(by_alias=True, mode="validation"),
         "title": "hicache configuration",
     }
     click.echo(json.dumps(document, indent=2))

@@ -17,9 +17,10 @@ from hicache.config.units import Share, UnitError, parse_size_or_share
 from hicache.engine.policies.catalog import POLICIES
 from hicache.replay.model_profiles import DEFAULT_MODEL, MODELS, ModelProfile
 from hicache.replay.plot import DISK_WRITES, Point, write_plot
-from hicache.replay.simulate import LRU_STACK, MINIMUM, TIERS, ReplayTally
+from hicache.replay.simulate import LRU_STACK, MINIMUM, ReplayTally
 from hicache.replay.simulate import replay as replay_once
 from hicache.replay.traces import Trace, read_trace
+from hicache.tiers.catalog import kinds
 
 Sizes = Mapping[str, int | Share]
 PLOTTED_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -37,8 +38,9 @@ class TiersType(click.ParamType[dict[str, int | Share]]):
         sizes = {}
         for part in str(value).split(","):
             tier, _, size = part.partition("=")
-            if tier not in TIERS or tier in sizes:
-                self.fail(f"{part!r}: expected each of {', '.join(TIERS)} at most once", param, ctx)
+            known = _tiers()
+            if tier not in known or tier in sizes:
+                self.fail(f"{part!r}: expected each of {', '.join(known)} at most once", param, ctx)
             try:
                 sizes[tier] = parse_size_or_share(size)
             except UnitError as error:
@@ -76,7 +78,7 @@ class ReplayRun:
                 }
                 for tier, blocks in self.blocks.items()
             },
-            "hit_tokens": {tier: tally.hit_tokens[tier] for tier in TIERS},
+            "hit_tokens": {tier: tally.hit_tokens[tier] for tier in _tiers()},
             "tokens": tally.tokens,
             "prefill_seconds_saved": round(tally.prefill_seconds_saved, 3),
             "bytes_moved": {
@@ -85,7 +87,8 @@ class ReplayRun:
             "bytes_written": {
                 tier: tally.written_blocks[tier] * block_bytes for tier in self.blocks
             },
-            "disk_writes_bytes": tally.written_blocks["disk"] * block_bytes,
+            "disk_writes_bytes": block_bytes
+            * sum(tally.written_blocks[row.name] for row in kinds() if row.traits.persistent),
             "evictions": tally.evictions.total(),
         }
 
@@ -200,6 +203,10 @@ def replay(
         wide_console().print(_table(runs, profile))
 
 
+def _tiers() -> list[str]:
+    return [row.name for row in kinds()]
+
+
 def _block_bytes(trace: Trace, model: ModelProfile) -> int:
     """What a block holds: a recorded trace says it, for others it is the model's."""
     return trace.block_bytes or model.kv_bytes_per_token * trace.block_tokens
@@ -253,13 +260,16 @@ def _table(runs: Sequence[ReplayRun], model: ModelProfile) -> Table:
     table.add_column("policy")
     if any(run.min_return for run in runs):
         table.add_column("min return", justify="right")
-    columns = ("tiers, blocks", "hit %", *TIERS, "saved s", "dram writes", "disk writes", "evicted")
+    tiers = _tiers()
+    written_to = [row.name for row in kinds() if row.is_near or row.traits.persistent]
+    writes = [f"{tier} writes" for tier in written_to]
+    columns = ("tiers, blocks", "hit %", *tiers, "saved s", *writes, "evicted")
     for name in columns:
         table.add_column(name, justify="right")
     for run in runs:
         row = run.row(model)
-        shares = [100 * row["hit_tokens"][tier] / max(1, run.tally.tokens) for tier in TIERS]
-        written = [row["bytes_written"].get(tier, 0) / 1e9 for tier in ("dram", "disk")]
+        shares = [100 * row["hit_tokens"][tier] / max(1, run.tally.tokens) for tier in tiers]
+        written = [row["bytes_written"].get(tier, 0) / 1e9 for tier in written_to]
         table.add_row(
             run.trace.name,
             run.policy,

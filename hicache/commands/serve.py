@@ -98,8 +98,7 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
         instances = [Instance(config.socket.endpoint)]
         if config.events.endpoint is not None:
             instances.append(Instance(config.events.endpoint, "events.endpoint"))
-        device = None if config.tiers.hbm is None else probe.device(config.tiers.hbm)
-        parts = assemble(config, device, _Progress())
+        parts = assemble(config, probe.gpus, _Progress())
         recorder = TraceRecorder(record, record_size) if record is not None else None
         daemon = Daemon(config, parts, instances, load, recorder)
     except (AlreadyServed, ArenaError, ConfigError, ValueError, OSError) as error:

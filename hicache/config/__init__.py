@@ -30,6 +30,8 @@ from hicache.config.models import (
     SocketConfig,
     TierConfig,
     TiersConfig,
+    VolumeTierConfig,
+    config_model,
 )
 from hicache.config.units import Share, format_seconds, format_size, parse_seconds, parse_size
 
@@ -53,7 +55,9 @@ __all__ = [
     "TierConfig",
     "TiersConfig",
     "Volume",
+    "VolumeTierConfig",
     "check_against_machine",
+    "config_model",
     "diff_live",
     "effective_values",
     "format_seconds",

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hicache.config.messages_for_people import KeyPath, describe_allowed, section_of, walk, yaml_key
-from hicache.config.models import Config
+from hicache.config.models import config_model
 from hicache.config.units import Share, format_flop_rate, format_rate, format_seconds, format_size
 
 
@@ -66,7 +66,7 @@ def key_table() -> list[KeyRow]:
             describe_allowed(field),
             field.description or "",
         )
-        for path, name, field in walk(Config)
+        for path, name, field in walk(config_model())
         if section_of(field) is None
     ]
 

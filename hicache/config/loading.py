@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from hicache.config.fields import Surroundings
 from hicache.config.messages_for_people import ConfigError, KeyPath, Mistake, mistakes_of, yaml_key
-from hicache.config.models import Config
+from hicache.config.models import Config, config_model
 from hicache.config.yaml_source import Document, read_yaml
 
 _ENDPOINT: KeyPath = ("socket", "endpoint")
@@ -50,12 +50,12 @@ def parse_config(text: str, source: str, around: Surroundings | None = None) -> 
         raise ConfigError(source, mistakes)
     config = None
     try:
-        config = Config.model_validate(
+        config = config_model().model_validate(
             _with_endpoint(document.values, around), by_alias=True, by_name=False, context=around
         )
     except ValidationError as error:
         told = {mistake.path for mistake in mistakes}
-        found = mistakes_of(Config, document.values, error.errors(include_url=False))
+        found = mistakes_of(config_model(), document.values, error.errors(include_url=False))
         mistakes += [mistake for mistake in found if mistake.path not in told]
     if config is None or mistakes:
         placed = [mistake.at_line_of(document.lines) for mistake in mistakes]

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import psutil
 
-from hicache.config.models import Config, DiskConfig, DramConfig, HbmConfig, TierConfig
+from hicache.config.models import Config, DramConfig, HbmConfig, TierConfig, VolumeTierConfig
 from hicache.config.units import Share, format_size
 from hicache.tiers.hbm import CONTEXT_BYTES, Device, pick_device
 from hicache.tiers.hbm_probe import Gpu, Gpus, look
@@ -90,8 +90,8 @@ def probe_machine(
     volumes = {tiers.dram.path: _volume(tiers.dram.path, adopted.get(tiers.dram.path, 0))}
     if tiers.hbm is not None and probe.is_emulated(tiers.hbm):
         volumes[tiers.hbm.path] = _volume(tiers.hbm.path, adopted.get(tiers.hbm.path, 0))
-    if tiers.disk is not None:
-        volumes[tiers.disk.path] = _volume(tiers.disk.path, _held_under(tiers.disk.path))
+    for _, tier in _on_volumes(config):
+        volumes[tier.path] = _volume(tier.path, _held_under(tier.path))
     return replace(probe, volumes=volumes)
 
 
@@ -107,11 +107,11 @@ def resolve_sizes(config: Config, probe: MachineProbe) -> Config:
             hbm = _sized(hbm, probe.memory_total_bytes)
         elif (gpu := probe.gpu(hbm)) is not None:
             hbm = _sized(hbm, gpu.total_bytes)
-    disk = tiers.disk
-    if disk is not None:
-        disk = _sized(disk, probe.volumes[disk.path].total_bytes)
     dram = _sized(tiers.dram, probe.memory_total_bytes)
-    resolved = tiers.model_copy(update={"hbm": hbm, "dram": dram, "disk": disk})
+    update: dict[str, TierConfig | None] = {"hbm": hbm, "dram": dram}
+    for name, tier in _on_volumes(config):
+        update[name] = _sized(tier, probe.volumes[tier.path].total_bytes)
+    resolved = tiers.model_copy(update=update)
     return config.model_copy(update={"tiers": resolved})
 
 
@@ -128,9 +128,15 @@ def check_against_machine(config: Config, probe: MachineProbe) -> list[Problem]:
             problems += _check_gpu(tiers.hbm, probe)
     problems += _check_shared_memory(in_memory, probe)
     problems += _check_memory(in_memory, probe)
-    if tiers.disk is not None:
-        problems += _check_disk(tiers.disk, probe.volumes[tiers.disk.path])
+    for name, tier in _on_volumes(config):
+        problems += _check_volume(name, tier, probe.volumes[tier.path])
     return problems
+
+
+def _on_volumes(config: Config) -> list[tuple[str, VolumeTierConfig]]:
+    """The tiers in folders, by name."""
+    present = config.tiers.present()
+    return [(row.name, tier) for row, tier in present if isinstance(tier, VolumeTierConfig)]
 
 
 def _sized(tier: _Tier, total_bytes: int) -> _Tier:
@@ -206,16 +212,18 @@ def _check_memory(
     return []
 
 
-def _check_disk(disk: DiskConfig, volume: Volume) -> list[Problem]:
-    needed = disk.size_bytes + disk.min_free_bytes
+def _check_volume(name: str, tier: VolumeTierConfig, volume: Volume) -> list[Problem]:
+    needed = tier.volume_bytes
     if needed <= volume.usable_bytes:
         return []
+    kept = needed - tier.size_bytes
+    wanted = f" and min_free {format_size(kept)} do" if kept else " does"
     said = (
-        f"{format_size(disk.size_bytes)} and min_free {format_size(disk.min_free_bytes)} do not "
-        f"fit on the volume of {disk.path}, where {format_size(volume.usable_bytes)} can be used; "
-        "give less, free some room, or set path to another volume"
+        f"{format_size(tier.size_bytes)}{wanted} not fit on the volume of {tier.path}, where "
+        f"{format_size(volume.usable_bytes)} can be used; give less, free some room, or set path "
+        "to another volume"
     )
-    return [Problem("tiers.disk.size", said)]
+    return [Problem(f"tiers.{name}.size", said)]
 
 
 def _volume(path: str, ours_bytes: int) -> Volume:

@@ -8,9 +8,11 @@ piece (`config.tiers.disk`), never the whole.
 
 import math
 import os
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
 
 from hicache.config.fields import (
     Bytes,
@@ -31,7 +33,10 @@ from hicache.protocol.endpoint import (
     is_loopback,
     tcp_address,
 )
+from hicache.tiers.catalog import kinds, near_kind, section_of
+from hicache.tiers.tier import TierKind
 
+Model = TypeVar("Model", bound=BaseModel)
 ENDPOINT_FORM = "ipc:///absolute/path.sock, or tcp://host:port"
 DEVICE_FORM = "auto, host, or cuda:N"
 
@@ -188,7 +193,18 @@ class DramConfig(TierConfig):
     )
 
 
-class DiskConfig(TierConfig):
+class VolumeTierConfig(TierConfig):
+    """What a tier in a folder of a file system has: a size that is a share is one of its volume."""
+
+    path: FilePath = Field(description="Folder of the blocks.")
+
+    @property
+    def volume_bytes(self) -> int:
+        """What must be free on the volume at start."""
+        return self.size_bytes
+
+
+class DiskConfig(VolumeTierConfig):
     path: FilePath = Field(description="Folder of the blocks; one daemon at a time.")
     durability: Literal["fast", "batched", "sync"] = Field(
         default="batched",
@@ -219,6 +235,10 @@ class DiskConfig(TierConfig):
         description="What memory gives up is written only if it returns with this probability.",
     )
 
+    @property
+    def volume_bytes(self) -> int:
+        return self.size_bytes + self.min_free_bytes
+
     @model_validator(mode="after")
     def _holds_its_batches(self) -> Self:
         if isinstance(self.size, int) and self.size < 4 * self.batch_bytes:
@@ -231,6 +251,8 @@ class DiskConfig(TierConfig):
 
 
 class TiersConfig(Section):
+    """A section for each kind of tier. `config_model` adds those of kinds registered elsewhere."""
+
     hbm: Annotated[HbmConfig | None, InShort(("auto",))] = Field(
         default=None, description="GPU memory, or its emulation."
     )
@@ -242,6 +264,11 @@ class TiersConfig(Section):
     def _all_defaults(cls, hbm: object) -> object:
         """`hbm: auto`, all of it as its defaults say."""
         return {} if hbm == "auto" else hbm
+
+    def present(self) -> list[tuple[TierKind, TierConfig]]:
+        """The kinds that are configured, fastest first, each with its section."""
+        found = ((row, getattr(self, row.name, None)) for row in kinds())
+        return [(row, section) for row, section in found if section is not None]
 
 
 class PlannerConfig(Section):
@@ -453,3 +480,53 @@ class Config(Section):
                 "socket.curve_allowed_clients_dir",
             )
         return self
+
+
+def config_model() -> type[Config]:
+    """`Config` with a section, and links to throttle, for every kind of tier in the catalogue."""
+    return _with_sections(tuple(row for row in kinds() if row.name not in TiersConfig.model_fields))
+
+
+@lru_cache
+def _with_sections(rows: tuple[TierKind, ...]) -> type[Config]:
+    if not rows:
+        return Config
+    near = near_kind().name
+    sections: dict[str, Any] = {}
+    speeds: dict[str, Any] = {}
+    stalls: dict[str, Any] = {}
+    for name, row in ((row.name, row) for row in rows):
+        sections[name] = (section_of(row) | None, Field(default=None, description=row.summary))
+        for link, way in ((f"{name}_to_{near}", "from"), (f"{near}_to_{name}", "to")):
+            words = f"{way.title()} {name}."
+            speeds[link] = (Bytes | None, Field(default=None, ge=1, description=words))
+            words = f"Nothing arrives {'from' if way == 'from' else 'in'} {name}."
+            stalls[link] = (bool, Field(default=False, description=words))
+    speeds_model = _extended(LinkSpeeds, speeds)
+    stalls_model = _extended(LinkStalls, stalls)
+    debug_model = _extended(
+        DebugConfig,
+        {
+            "throttle_bytes_per_s": _like(DebugConfig, "throttle_bytes_per_s", speeds_model),
+            "stall": _like(DebugConfig, "stall", stalls_model),
+        },
+    )
+    changed = {
+        "tiers": _like(Config, "tiers", _extended(TiersConfig, sections)),
+        "debug": _like(Config, "debug", debug_model),
+    }
+    return _extended(Config, changed)
+
+
+def _extended(model: type[Model], fields: Mapping[str, Any]) -> type[Model]:
+    """The model with these fields too, under its own name."""
+    made: type[Model] = create_model(model.__name__, __base__=model, **fields)
+    return made
+
+
+def _like(model: type[BaseModel], name: str, section: type[BaseModel]) -> tuple[Any, Any]:
+    """The model's field `name` as one that holds this section: same description, same default."""
+    field = model.model_fields[name]
+    default = ... if field.is_required() else section()
+    kind = Annotated[section, *field.metadata] if field.metadata else section
+    return kind, Field(default, description=field.description)

@@ -1,6 +1,6 @@
 """From a configuration to the parts of a daemon: tiers, workers, cache engine. Wiring, no policy.
 
-Adding a tier means one more `_…_tier` here, its link's WorkerConfig, and its row of config.
+Tiers come from the catalogue (tiers/catalog.py): a kind's row says what opens it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hicache.config import Config, TiersConfig
+from hicache.config import Config, DramConfig, HbmConfig
 from hicache.config.models import TierConfig
 from hicache.config.units import Share
 from hicache.daemon.upkeep.memory_pressure import Shedding
@@ -24,63 +25,77 @@ from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.arena import Arena, is_adoptable, remove_stale
-from hicache.tiers.block import TierSpec, TierTraits
-from hicache.tiers.disk.format import record_pages, usable_bytes
-from hicache.tiers.dram import DramTier
-from hicache.tiers.hbm import Device, HostPool
+from hicache.tiers.block import TierSpec, TierTraits, slot_bytes_for
+from hicache.tiers.catalog import builder_of, near_kind
+from hicache.tiers.hbm_probe import Gpus
 from hicache.tiers.pool import SlotPool
+from hicache.tiers.tier import MappedTier, OpenedTier, TierKind, TierSite
+from hicache.transfer.media.codec import Codec, codec_of
 from hicache.transfer.worker_messages import WorkerConfig
 
 ARENA_PREFIX = "hicache-"
-_DISK_TRAITS = TierTraits(persistent=True, deletion_is_io=True, keeps_whole_prefixes=True)
+PROBE_BYTES = 8 << 20
 Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)."""
 
 
 @dataclass(slots=True)
 class Parts:
-    """What a daemon is made of. Tiers fastest first; `media` says in words what each one is."""
+    """What a daemon is made of. Tiers fastest first; `media` says in words what each one is,
+    `mapped` holds those with an arena, `codecs` how each one stores blocks."""
 
     tiers: list[TierSpec] = field(default_factory=list)
     pools: list[SlotPool] = field(default_factory=list)
     media: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    mapped: list[DramTier] = field(default_factory=list)
+    mapped: dict[str, MappedTier] = field(default_factory=dict)
+    codecs: list[Codec] = field(default_factory=list)
     workers: list[WorkerConfig] = field(default_factory=list)
     links: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def arenas(self) -> dict[str, Arena]:
         """The mapped tiers' arenas by tier name."""
-        named = [spec.name for spec in self.tiers if spec.mapped]
-        return {name: tier.arena for name, tier in zip(named, self.mapped, strict=True)}
+        return {name: tier.arena for name, tier in self.mapped.items()}
+
+    def slot_bytes(self, block_bytes: int) -> tuple[int, ...]:
+        """The size of a block's slot in each tier."""
+        return tuple(slot_bytes_for(codec.stored_bytes(block_bytes)) for codec in self.codecs)
 
     def shedding(self, do: Callable[[Event[Any]], Any]) -> Shedding:
-        """What gives memory of the dram tier back; `do` hands events to the cache engine."""
-        number = next(n for n, spec in enumerate(self.tiers) if spec.name == "dram")
-        is_pinned = any(worker.kind == "cuda" for worker in self.workers)
-        return Shedding(self.arenas["dram"], self.pools[number], is_pinned, do)
+        """What gives memory of the near tier back; `do` hands events to the cache engine."""
+        near = near_kind().name
+        number = next(n for n, spec in enumerate(self.tiers) if spec.name == near)
+        is_pinned = any(worker.spec.traits.pins_arena for worker in self.workers)
+        return Shedding(near, self.arenas[near], self.pools[number], is_pinned, do)
+
+    def add(self, row: TierKind, section: TierConfig, opened: OpenedTier) -> None:
+        """One more tier, slower than those before it."""
+        capacity = opened.pool.capacity_bytes
+        self.tiers.append(_spec(row.name, capacity, section, opened.traits))
+        self.pools.append(opened.pool)
+        self.media[row.name] = opened.words
+        self.codecs.append(codec_of(row.codec))
+        if opened.note:
+            self.notes[row.name] = opened.note
 
     def close(self) -> None:
         """Unmap and remove the arenas."""
-        for tier in self.mapped:
+        for tier in self.mapped.values():
             tier.close()
 
 
-def assemble(config: Config, device: Device | None, progress: Progress) -> Parts:
-    """Make the tiers (memory is allocated and touched here, with progress). `device` is where `hbm`
-    is to live, None where there is no such tier.
+def assemble(config: Config, gpus: Gpus, progress: Progress) -> Parts:
+    """Make the tiers (memory is allocated and touched here, with progress) on a machine with these
+    GPUs.
 
     Raises ArenaError with a sentence when the memory cannot be had; nothing is left behind then.
     """
     parts = Parts()
     with contextlib.ExitStack() as undo:
         undo.callback(parts.close)  # at Ctrl-C, too: touching the memory takes a while
-        _add_tiers(parts, config.tiers, device, config.planner.probe_links, progress)
+        _open_tiers(parts, config, gpus, progress)
         undo.pop_all()
-    for number, worker in enumerate(parts.workers):
-        read, write = paces_of(config)[worker.far]
-        parts.workers[number] = replace(worker, read_bytes_per_s=read, write_bytes_per_s=write)
     parts.links = _links(parts.tiers, parts.workers)
     return parts
 
@@ -89,10 +104,11 @@ def remove_dead_arenas(config: Config) -> dict[str, int]:
     """Give back the memory of daemons that were killed, before free memory is counted: but for what
     this one will take over. Returns the bytes of that, by folder."""
     kept: dict[str, int] = {}
-    dram, hbm = config.tiers.dram, config.tiers.hbm
-    wanted = [(dram.path, "dram", dram.size_bytes, dram.huge_pages)]
-    if hbm is not None and not isinstance(hbm.size, Share):
-        wanted.append((hbm.path, "hbm", hbm.size_bytes, False))
+    wanted = [
+        (section.path, row.name, section.size_bytes, getattr(section, "huge_pages", False))
+        for row, section in config.tiers.present()
+        if isinstance(section, DramConfig | HbmConfig) and not isinstance(section.size, Share)
+    ]
 
     def is_kept(path: Path) -> bool:
         for position, (folder, tier, num_bytes, huge_pages) in enumerate(wanted):
@@ -145,11 +161,13 @@ def engine_settings(config: Config) -> EngineSettings:
 
 def paces_of(config: Config) -> dict[str, tuple[float, float]]:
     """Bytes per second from and to each tier that has a worker: what `debug` allows."""
-    speed = config.debug.bytes_per_s
-    return {
-        "hbm": (speed("hbm_to_dram"), speed("dram_to_hbm")),
-        "disk": (speed("disk_to_dram"), speed("dram_to_disk")),
-    }
+    present = config.tiers.present()
+    return {row.name: _paces(config, row.name) for row, _ in present if not row.is_near}
+
+
+def _paces(config: Config, tier: str) -> tuple[float, float]:
+    speed, near = config.debug.bytes_per_s, near_kind().name
+    return speed(f"{tier}_to_{near}"), speed(f"{near}_to_{tier}")
 
 
 def new_engine(config: Config, parts: Parts) -> CacheEngine:
@@ -178,97 +196,32 @@ def tier_specs(config: Config, specs: Sequence[TierSpec]) -> list[TierSpec]:
     return changed
 
 
-def _add_tiers(
-    parts: Parts, tiers: TiersConfig, device: Device | None, probe: bool, progress: Progress
-) -> None:
-    dram = DramTier(
-        tiers.dram.path,
-        _prefix("dram"),
-        tiers.dram.size_bytes,
-        huge_pages=tiers.dram.huge_pages,
-        progress=_report(progress, "dram") if tiers.dram.pretouch else None,
-    )
-    try:
+def _open_tiers(parts: Parts, config: Config, gpus: Gpus, progress: Progress) -> None:
+    """Every tier that is configured, the near one first: the others' workers map its arena."""
+    near, present = near_kind(), config.tiers.present()
+    opened: dict[str, OpenedTier] = {}
+    for row, section in sorted(present, key=lambda pair: not pair[0].is_near):
+        site = TierSite(_prefix(row.name), gpus, partial(progress, row.name))
+        tier = opened[row.name] = builder_of(row)(section, site)
+        if tier.mapping is not None:
+            parts.mapped[row.name] = tier.mapping
+    arena = parts.mapped[near.name]
+    for row, section in present:
+        parts.add(row, section, opened[row.name])
+        device = opened[row.name].device
         if device is not None:
-            _add_hbm(parts, tiers, device, dram.arena, probe, progress)
-    finally:
-        parts.tiers.append(
-            _spec("dram", dram.pool.capacity_bytes, tiers.dram, TierTraits(mapped=True))
-        )
-        parts.pools.append(dram.pool)
-        parts.mapped.append(dram)
-        parts.media["dram"] = "shared memory"
-    if tiers.disk is not None:
-        _add_disk(parts, tiers, dram.arena, probe)
-
-
-def _add_hbm(
-    parts: Parts,
-    tiers: TiersConfig,
-    device: Device,
-    dram: Arena,
-    probe: bool,
-    progress: Progress,
-) -> None:
-    assert tiers.hbm is not None
-    parts.notes["hbm"] = device.reason
-    if device.kind == "host":
-        pool = HostPool(
-            tiers.hbm.path,
-            _prefix("hbm"),
-            tiers.hbm.size_bytes,
-            progress=_report(progress, "hbm"),
-        )
-        parts.mapped.append(pool)
-        parts.pools.append(pool.pool)
-        parts.media["hbm"] = "host memory (emulated)"
-        far: dict[str, Any] = {"kind": "memory", "far_path": str(pool.path)}
-    else:
-        parts.pools.append(SlotPool(tiers.hbm.size_bytes))
-        parts.media["hbm"] = f"GPU {device.index}"
-        far = {"kind": "cuda", "gpu": device.index, "page_kernels": tiers.hbm.page_kernels}
-    gpu = max(0, device.index)
-    capacity = parts.pools[-1].capacity_bytes
-    parts.tiers.append(_spec("hbm", capacity, tiers.hbm, TierTraits(mapped=device.kind == "host")))
-    parts.workers.append(
-        WorkerConfig(
-            device=f"gpu:{gpu}",
-            title=f"hicache-gpu-{gpu}",
-            near="dram",
-            near_path=str(dram.path),
-            far="hbm",
-            capacity_bytes=capacity,
-            probe_bytes=(8 << 20) if probe else 0,
-            **far,
-        )
-    )
-
-
-def _add_disk(parts: Parts, tiers: TiersConfig, dram: Arena, probe: bool) -> None:
-    disk = tiers.disk
-    assert disk is not None
-    pool = SlotPool(usable_bytes(disk.size_bytes, disk.batch_bytes), pages_of=record_pages)
-    parts.pools.append(pool)
-    parts.tiers.append(_spec("disk", pool.capacity_bytes, disk, _DISK_TRAITS))
-    parts.media["disk"] = "LMDB"
-    parts.workers.append(
-        WorkerConfig(
-            device=f"disk:{disk.path}",
-            title="hicache-disk-0",
-            kind="disk",
-            near="dram",
-            near_path=str(dram.path),
-            far="disk",
-            far_path=str(disk.path),
-            capacity_bytes=disk.size_bytes,
-            durability=disk.durability,
-            read_ahead=disk.read_ahead,
-            min_free_bytes=disk.min_free_bytes,
-            usable_bytes=pool.capacity_bytes,
-            batch_bytes=disk.batch_bytes,
-            probe_bytes=(8 << 20) if probe else 0,
-        )
-    )
+            read, write = _paces(config, row.name)
+            parts.workers.append(
+                WorkerConfig(
+                    replace(device, codec=row.codec),
+                    near.name,
+                    str(arena.path),
+                    row.name,
+                    probe_bytes=PROBE_BYTES if config.planner.probe_links else 0,
+                    read_bytes_per_s=read,
+                    write_bytes_per_s=write,
+                )
+            )
 
 
 def _links(tiers: Sequence[TierSpec], workers: Sequence[WorkerConfig]) -> list[tuple[int, int]]:
@@ -282,7 +235,3 @@ def _links(tiers: Sequence[TierSpec], workers: Sequence[WorkerConfig]) -> list[t
 
 def _spec(name: str, capacity: int, tier: TierConfig, traits: TierTraits) -> TierSpec:
     return TierSpec(name, capacity, traits, tier.high_watermark, tier.low_watermark)
-
-
-def _report(progress: Progress, what: str) -> Callable[[int, int], None]:
-    return lambda done, total: progress(what, done, total)

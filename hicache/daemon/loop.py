@@ -112,8 +112,7 @@ class Daemon:
             max_queued=config.limits.max_queued_moves,
         )
         self.restoring = Restoring(self._do)
-        disks = [worker for worker in parts.workers if worker.kind == "disk"]
-        self.scrubbing = Scrubbing(disks, self.mover.scrub, self._do, self.engine.knows)
+        self.scrubbing = Scrubbing(parts.workers, self.mover.scrub, self._do, self.engine.knows)
         self.condition = Condition(parts, self.engine, self.mover, self.started_s)
         history = self.engine.history
         self._fitter = Fitter(history) if history is not None else None
@@ -129,7 +128,7 @@ class Daemon:
             self._dispatch,
             self._describe,
         )
-        gpus = [worker.device for worker in parts.workers if worker.kind == "cuda"]
+        gpus = [worker.device for worker in parts.workers if worker.spec.traits.maps_pages]
         self.service.paging.serve(gpus, self.mover)
         self._recorder = recorder
         smallest_bytes = min(spec.capacity_bytes for spec in parts.tiers)
@@ -513,7 +512,7 @@ class Daemon:
                 spec.name or spec.digest().hex()[:12],
             )
         for worker in self.parts.workers:
-            if worker.kind == "disk":
+            if worker.spec.traits.persistent:
                 self.mover.describe(worker.device, spec.digest(), spec.to_wire())
 
     # --- operators' questions -------------------------------------------------------------------

@@ -24,18 +24,17 @@ from hicache.replay import bound
 from hicache.replay import lru_stack as stack
 from hicache.replay.traces import SYMBOL_BYTES, Trace, TraceRequest
 from hicache.tiers.block import PAGE_BYTES, TierSpec, TierTraits
+from hicache.tiers.catalog import kinds
 from hicache.tiers.pool import SlotPool
 
 A = TypeVar("A")
 
-TIERS: Final = ("hbm", "dram", "disk")
 MINIMUM: Final = "min"
 """The policy that is no policy: the offline bound."""
 LRU_STACK: Final = "lru-stack"
 """Nor is this one: LRU proper over several tiers, to compare with."""
 
-_IN_MEMORY: Final = TierTraits(mapped=True)
-_ON_DISK: Final = TierTraits(persistent=True, deletion_is_io=True, keeps_whole_prefixes=True)
+_MAPPED: Final = TierTraits(mapped=True)
 _OWNER: Final = 1
 _TTL_S: Final = 1e9
 _TAIL: Final = b"\0\0\0\0"
@@ -92,7 +91,7 @@ def replay(
     were is told either way. `saved_s(tokens, hit tokens)` gives the seconds of prefill that a hit
     saves; `step` is told the number of requests done."""
     first = int(len(trace.requests) * warm)
-    tiers = {name: blocks_of[name] for name in TIERS if blocks_of.get(name, 0) > 0}
+    tiers = {row.name: blocks_of[row.name] for row in kinds() if blocks_of.get(row.name, 0) > 0}
     if not tiers:
         return ReplayTally(tokens=sum(request.input_tokens for request in trace.requests[first:]))
     if policy == MINIMUM:
@@ -125,17 +124,18 @@ class ReplayedEngine:
         block_tokens: int,
         min_return: float = 0.0,
     ) -> None:
+        rows = [row for row in kinds() if row.name in tiers]
+        # Requests need a tier that they can be written to: the fastest one.
+        traits = [row.traits if row.traits.persistent else _MAPPED for row in rows]
+        traits[0] = _MAPPED
         specs = [
-            # Requests need one tier that they can be written to: the fastest there is.
-            TierSpec(
-                name,
-                blocks * PAGE_BYTES,
-                _ON_DISK if name == "disk" and len(tiers) > 1 else _IN_MEMORY,
-            )
-            for name, blocks in tiers.items()
+            TierSpec(row.name, tiers[row.name] * PAGE_BYTES, each)
+            for row, each in zip(rows, traits, strict=True)
         ]
+        near = next((number for number, row in enumerate(rows) if row.is_near), 0)
+        links = [(near, n) for n in range(len(rows)) if n != near]
+        links += [(there, here) for here, there in links]
         pools = [SlotPool(spec.capacity_bytes, spec.capacity_bytes) for spec in specs]
-        links = [(a, b) for a in range(len(specs)) for b in range(len(specs)) if abs(a - b) == 1]
         settings = EngineSettings(
             planner=PlannerSettings(mode="always_reload"), min_return=min_return
         )

@@ -17,8 +17,9 @@ from typing import Any, Final
 import numpy as np
 
 from hicache.daemon.upkeep.request_sample import Hashes
-from hicache.replay.simulate import TIERS, replay
+from hicache.replay.simulate import replay
 from hicache.replay.traces import Trace, TraceRequest, num_distinct
+from hicache.tiers.catalog import kinds
 
 SCALES: Final = (0.5, 1.0, 2.0, 4.0)
 
@@ -93,7 +94,7 @@ def what_if(
     """Each tier at each of SCALES, the others as they are. Reports on the requests after the first
     `warm` share; `step` is told the number of requests done, of each replay."""
     found: list[Estimate] = []
-    names = [name for name in TIERS if name in sampled.blocks_of]
+    names = [row.name for row in kinds() if row.name in sampled.blocks_of]
     as_it_is: dict[str, tuple[float, float]] = {}
     for tier in names:
         for scale in SCALES:
@@ -127,7 +128,7 @@ def _hits(
         step=lambda done: step(what, done),
     )
     expected = max(1.0, tally.tokens * sampled.expected)
-    hits = {name: float(tally.hit_tokens[name]) for name in TIERS if name in sizes}
+    hits = {row.name: float(tally.hit_tokens[row.name]) for row in kinds() if row.name in sizes}
     hits[next(iter(hits))] += expected - tally.tokens
     told = sampled.tokens_told / expected
     together = sum(hits.values()) * told

@@ -287,7 +287,7 @@ def test_copies_check_their_shapes(tmp_path: Path) -> None:
 
 
 def test_the_device_is_picked_with_a_reason() -> None:
-    assert pick_device("host", [0], "").kind == "host"
+    assert pick_device("host", [0], "").is_emulated
     assert pick_device("auto", [2, 1], "").index == 1
     assert pick_device("cuda:2", [1, 2], "").index == 2
     assert pick_device("auto", [], "there is no GPU").reason.endswith("there is no GPU")

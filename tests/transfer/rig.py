@@ -8,14 +8,15 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority
 from hicache.tiers.block import slot_bytes_for
+from hicache.tiers.disk.builder import MAX_COMMITTED
 from hicache.tiers.dram import DramTier
-from hicache.tiers.hbm import HostPool
+from hicache.tiers.hbm import HostPool, emulated_spec, gpu_spec
+from hicache.tiers.tier import DeviceSpec, DeviceTraits
 from hicache.transfer.mover import Mover
 from hicache.transfer.worker_events import News, WorkerDown, WorkerRows, WorkerUp
 from hicache.transfer.worker_messages import WorkerConfig
@@ -38,32 +39,26 @@ class Rig:
         *,
         devices: Sequence[str] = (DISK, GPU),
         capacity_bytes: int = 32 * MIB,
-        kind: Literal["memory", "cuda"] = "memory",
+        on_gpu: bool = False,
+        codec: str = "",
     ) -> None:
         self.dram = DramTier(path, "dram-", 16 * MIB)
         self.hbm = HostPool(path, "hbm-", 16 * MIB)
         self.disk_path = path / "disk"
-        near = {"near": "dram", "near_path": str(self.dram.path), "probe_bytes": 1 << 20}
+        disk = DeviceSpec(
+            DISK,
+            "hicache-disk-0",
+            "hicache.transfer.media.disk:DiskMedium",
+            capacity_bytes,
+            {"path": str(self.disk_path), "durability": "fast"},
+            DeviceTraits(persistent=True, batch_moves=MAX_COMMITTED),
+            codec,
+        )
+        hbm = gpu_spec(0, 16 * MIB) if on_gpu else emulated_spec(self.hbm.arena)
+        near = "dram", str(self.dram.path)
         configs = {
-            DISK: WorkerConfig(
-                device=DISK,
-                title="hicache-disk-0",
-                kind="disk",
-                far="disk",
-                far_path=str(self.disk_path),
-                capacity_bytes=capacity_bytes,
-                durability="fast",
-                **near,  # type: ignore[arg-type]
-            ),
-            GPU: WorkerConfig(
-                device=GPU,
-                title="hicache-gpu-0",
-                kind=kind,
-                far="hbm",
-                far_path=str(self.hbm.path),
-                capacity_bytes=16 * MIB,
-                **near,  # type: ignore[arg-type]
-            ),
+            DISK: WorkerConfig(disk, *near, "disk", probe_bytes=1 << 20),
+            GPU: WorkerConfig(hbm, *near, "hbm", probe_bytes=1 << 20),
         }
         self.arenas = {"dram": self.dram.arena, "hbm": self.hbm.arena}
         self.news: list[News] = []

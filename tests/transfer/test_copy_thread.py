@@ -24,6 +24,7 @@ from hicache.bench.gpu_check.stand_in import StandIn
 from hicache.engine.plan import Move, Priority
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES
+from hicache.tiers.hbm import gpu_spec
 from hicache.transfer.media.cuda import CudaLink, CudaMedium
 from hicache.transfer.queues import way_of, ways_of
 from hicache.transfer.worker import Worker
@@ -47,9 +48,7 @@ class Daemon:
     """The other end of the worker's socket: what both sides hold, whose slots are whose."""
 
     def __init__(self, arena: Arena, device: StandIn) -> None:
-        config = WorkerConfig(
-            "gpu:0", "gpu", "cuda", "dram", "/x", "hbm", capacity_bytes=TIER_BYTES
-        )
+        config = WorkerConfig(gpu_spec(0, TIER_BYTES), "dram", "/x", "hbm")
         self.medium = CudaMedium(config, arena, cupy=device)
         self.sock, theirs = socket.socketpair()
         self.sock.settimeout(WAIT_S)

@@ -272,11 +272,13 @@ def test_a_second_worker_on_a_path_says_whose_it_is(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     rig = Rig(tmp_path, devices=[DISK])
     config = rig.mover._devices[DISK].config
-    second = Mover([replace(config, lock_wait_s=0.0)], rig.arenas, rig.identify)
+    options = {**config.spec.options, "lock_wait_s": 0.0}
+    config = replace(config, spec=replace(config.spec, options=options))
+    second = Mover([config], rig.arenas, rig.identify)
     second.start(rig.now_s)
     news = second.close(10.0)  # `stop` waits behind the opening, which fails
     assert not news
-    third = Mover([replace(config, lock_wait_s=0.0)], rig.arenas, rig.identify)
+    third = Mover([config], rig.arenas, rig.identify)
     rig.mover, first = third, rig.mover
     third.start(rig.now_s)
     rig.wait(lambda: bool(rig.downs()))

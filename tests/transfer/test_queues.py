@@ -29,7 +29,7 @@ def gpu_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """With a worker whose CuPy is a stand-in."""
     paths = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    rig = Rig(tmp_path, devices=[GPU], kind="cuda")
+    rig = Rig(tmp_path, devices=[GPU], on_gpu=True)
     yield rig
     rig.close()
 

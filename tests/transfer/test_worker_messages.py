@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome, Priority, Use
 from hicache.tiers.block import StoredRows
+from hicache.tiers.tier import DeviceSpec
 from hicache.transfer import worker_messages as messages
 from hicache.transfer.worker_messages import Batch, Done, MalformedMessage, Stream, WorkerConfig
 
@@ -105,23 +106,16 @@ def test_wrong_fields_are_malformed_and_nothing_else(fields: dict[str, Any]) -> 
 
 
 def config(**fields: Any) -> WorkerConfig:
-    start: dict[str, Any] = {
-        "device": "disk:x",
-        "title": "hicache-disk-0",
-        "kind": "disk",
-        "near": "dram",
-        "near_path": "/a",
-        "far": "disk",
-        "far_path": "/b",
-    }
-    return WorkerConfig(**(start | fields))
+    spec = DeviceSpec("disk:x", "hicache-disk-0", "a.module:Medium", 1 << 30, {"path": "/b"})
+    return replace(WorkerConfig(spec, "dram", "/a", "disk"), **fields)
 
 
 def test_a_config_survives_and_is_checked() -> None:
     fields = asdict(config())
     assert WorkerConfig.from_fields(fields) == config()
-    for wrong in ({"kind": "tape"}, {"capacity_bytes": "8GiB"}, {"far_path": "b"}, {"colour": 1}):
+    wrong_spec = {**fields["spec"], "capacity_bytes": "8GiB"}
+    for wrong in ({"spec": wrong_spec}, {"near": 7}, {"near_path": "b"}, {"colour": 1}):
         with pytest.raises(MalformedMessage):
             WorkerConfig.from_fields(fields | wrong)
     with pytest.raises(ValueError, match="15 bytes"):
-        config(title="hicache-disk-number-0")
+        replace(config().spec, title="hicache-disk-number-0")

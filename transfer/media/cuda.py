@@ -20,16 +20,18 @@ The process must be a fresh one (transfer/worker_process.py), not a fork of one 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from hicache.engine.plan import Move, Outcome, Priority
 from hicache.tiers.arena import Arena
 from hicache.tiers.errors import TierDamaged
-from hicache.tiers.hbm import CudaPool
+from hicache.tiers.hbm import CudaPool, GpuOptions
 from hicache.tiers.numa import bytes_by_node, describe, node_of, num_nodes
 from hicache.transfer.gpu_pages.engine_pages import EnginePages
 from hicache.transfer.gpu_pages.page_choice import MPS_PIPES, choose_page_path
@@ -44,8 +46,8 @@ from hicache.transfer.media.cuda_copy import (
     fastest_by_size,
     rows_of,
 )
-from hicache.transfer.media.medium import Forgetful, Link, Measured, failed
-from hicache.transfer.media.pinned_memory import CHUNK_BYTES, PinnedArena, Progress
+from hicache.transfer.media.medium import Forgetful, Link, Measured, Progress, failed, options_of
+from hicache.transfer.media.pinned_memory import CHUNK_BYTES, PinnedArena
 from hicache.transfer.worker_messages import WorkerConfig
 
 _TRIAL_BLOCKS: Final = 32
@@ -160,7 +162,8 @@ def _or_damaged(pool: CudaPool) -> Iterator[None]:
 
 class CudaMedium(Forgetful):
     """The pool in GPU memory; everything in it is gone when its worker ends. A stream for each
-    direction and priority: what a request waits for is not behind demotions."""
+    direction and priority: what a request waits for is not behind demotions. Its options:
+    GpuOptions."""
 
     by_priority = True
 
@@ -168,23 +171,26 @@ class CudaMedium(Forgetful):
         self,
         config: WorkerConfig,
         near: Arena,
-        progress: Progress = lambda done, total: None,
+        progress: Progress = lambda unit, done, total: None,
         cupy: Any = None,
         chunk_bytes: int = CHUNK_BYTES,
-        mps_pipes: Path = MPS_PIPES,
     ) -> None:
-        self._pool = pool = CudaPool(config.gpu, config.capacity_bytes, cupy)
+        options = options_of(GpuOptions, config)
+        mps_pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", MPS_PIPES))
+        self._pool = pool = CudaPool(options.gpu, config.spec.capacity_bytes, cupy)
         self._names = near_name, far_name = config.near, config.far
         with _or_damaged(pool):
-            self._pinned = PinnedArena(pool.cupy.cuda.runtime, near, progress, chunk_bytes)
+            self._pinned = PinnedArena(
+                pool.cupy.cuda.runtime, near, partial(progress, "bytes"), chunk_bytes
+            )
             self._copies, why = choose_path(pool, self._pinned)
             more = (self._pinned, pool, self._copies)
             self._ups = [CudaLink(far_name, near_name, *more, to_device=False) for _ in Priority]
             self._downs = [CudaLink(near_name, far_name, *more, to_device=True) for _ in Priority]
-            choice = (config.page_kernels, mps_pipes)
+            choice = (options.page_kernels, mps_pipes)
             path, pages_why = choose_page_path(pool, self._pinned, self._copies, *choice)
             self.pages = EnginePages(near_name, far_name, self._pinned, pool, path)
-        self.detail = f"memory of GPU {config.gpu}"
+        self.detail = f"memory of GPU {options.gpu}"
         self.notes = [f"{self._pinned.told()}; {why}; {pages_why}", *_surroundings(pool, near)]
         self.readers: Sequence[Link] = self._ups
         self.writers: Sequence[Link] = self._downs

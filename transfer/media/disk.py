@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,24 @@ import numpy as np
 from hicache.engine.plan import BlockIdentity, Move, Outcome
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import StoredRows, slot_bytes_for
+from hicache.tiers.disk.builder import DiskOptions
 from hicache.tiers.disk.disk_tier import DiskTier
 from hicache.tiers.disk.environment import give_memory_back
 from hicache.tiers.disk.format import derive_key
 from hicache.tiers.disk.restore_order import StoredForest
 from hicache.tiers.disk.scan import Scanned
 from hicache.tiers.errors import NoRoomForSize, TierBroken, TierDamaged, TierError, TierFull
-from hicache.transfer.media.medium import Link, Measured, Scrubbed, Spoilt, by_size, failed
+from hicache.transfer.media.codec import Bytes, Codec, codec_of
+from hicache.transfer.media.medium import (
+    Link,
+    Measured,
+    Progress,
+    Scrubbed,
+    Spoilt,
+    by_size,
+    failed,
+    options_of,
+)
 from hicache.transfer.worker_messages import WorkerConfig
 
 PROGRESS_ROWS = 20_000
@@ -37,29 +48,39 @@ SCRUB_BYTES = 1 << 20
 class DiskReader:
     """disk → arena. A block is ok only when its destination's bytes match the stored checksum."""
 
-    def __init__(self, src: str, tier: DiskTier, dst: str, arena: Arena) -> None:
+    def __init__(self, src: str, tier: DiskTier, dst: str, arena: Arena, codec: Codec) -> None:
         self.src, self.dst = src, dst
-        self._tier, self._arena = tier, arena
+        self._tier, self._arena, self._codec = tier, arena, codec
 
     def copy(self, batch: Sequence[Move]) -> list[Outcome]:
         outcomes = []
         for slot_bytes, moves in by_size(batch):
-            wanted = [
-                (_identity(move), self._arena.view(move.dst_slot, move.block_bytes))
-                for move in moves
-            ]
-            for move, problem in zip(moves, self._tier.read(slot_bytes, wanted), strict=True):
-                ok = Outcome(move.id, ok=True)
-                outcomes.append(ok if problem is None else failed(move, problem))
+            views = [self._arena.view(move.dst_slot, move.block_bytes) for move in moves]
+            buffers = [self._codec.buffer(view) for view in views]
+            wanted = list(zip(map(_identity, moves), buffers, strict=True))
+            problems = self._tier.read(slot_bytes, wanted)
+            for move, view, stored, problem in zip(moves, views, buffers, problems, strict=True):
+                outcomes.append(self._decoded(move, view, stored, problem))
         return outcomes
+
+    def _decoded(
+        self, move: Move, view: Bytes, stored: Bytes, problem: TierError | None
+    ) -> Outcome:
+        try:
+            if problem is None:
+                self._codec.decode(stored, view)
+                return Outcome(move.id, ok=True)
+        except TierError as error:
+            problem = error
+        return failed(move, problem)
 
 
 class DiskWriter:
     """arena → disk, as many blocks a transaction as the durability mode allows."""
 
-    def __init__(self, src: str, arena: Arena, dst: str, tier: DiskTier) -> None:
+    def __init__(self, src: str, arena: Arena, dst: str, tier: DiskTier, codec: Codec) -> None:
         self.src, self.dst = src, dst
-        self._tier, self._arena = tier, arena
+        self._tier, self._arena, self._codec = tier, arena, codec
 
     def copy(self, batch: Sequence[Move]) -> list[Outcome]:
         outcomes = []
@@ -70,8 +91,9 @@ class DiskWriter:
         return outcomes
 
     def _commit(self, slot_bytes: int, moves: Sequence[Move]) -> list[Outcome]:
+        encode, view = self._codec.encode, self._arena.view
         blocks = [
-            (_identity(move), self._arena.view(move.src_slot, move.block_bytes)) for move in moves
+            (_identity(move), encode(view(move.src_slot, move.block_bytes))) for move in moves
         ]
         try:
             self._tier.put(slot_bytes, blocks)
@@ -106,33 +128,33 @@ class DiskDeleter:
 
 
 class DiskMedium:
-    """The disk tier as its worker opens it."""
+    """The disk tier as its worker opens it. Its options: DiskOptions."""
 
     remembers = True
     by_priority = False
     pages = None
 
-    def __init__(
-        self, config: WorkerConfig, near: Arena, progress: Callable[[str, int, int], None]
-    ) -> None:
-        self._config = config
+    def __init__(self, config: WorkerConfig, near: Arena, progress: Progress) -> None:
+        self._names = config.near, config.far
+        self._options = options = options_of(DiskOptions, config)
         self._progress = progress
+        self._codec = codec = codec_of(config.spec.codec)
         self._tier = tier = DiskTier(
-            config.far_path,
-            config.capacity_bytes,
-            durability=config.durability,
-            read_ahead=config.read_ahead,
-            min_free_bytes=config.min_free_bytes,
-            usable_bytes=config.usable_bytes or None,
+            options.path,
+            config.spec.capacity_bytes,
+            durability=options.durability,
+            read_ahead=options.read_ahead,
+            min_free_bytes=options.min_free_bytes,
+            usable_bytes=options.usable_bytes or None,
             progress=partial(progress, "bytes"),
-            lock_wait_s=config.lock_wait_s,
+            lock_wait_s=options.lock_wait_s,
             set_aside=config.set_aside,
         )
-        self.detail = f"LMDB at {config.far_path}, durability {config.durability}"
+        self.detail = f"LMDB at {options.path}, durability {options.durability}"
         self.notes = tier.notes
-        self.readers: Sequence[Link] = [DiskReader(config.far, tier, config.near, near)]
+        self.readers: Sequence[Link] = [DiskReader(config.far, tier, config.near, near, codec)]
         self.writers: Sequence[Link] = [
-            DiskWriter(config.near, near, config.far, tier),
+            DiskWriter(config.near, near, config.far, tier, codec),
             DiskDeleter(config.far, tier),
         ]
 
@@ -154,16 +176,16 @@ class DiskMedium:
             for t in tokens
         ]
         blocks = [(name, np.ones(block_bytes, np.uint8)) for name in names]
-        near, far = self._config.near, self._config.far
+        near, far = self._names
         try:
-            with DiskTier(path, room, durability=self._config.durability) as tier:
+            with DiskTier(path, room, durability=self._options.durability) as tier:
                 start = time.perf_counter()
                 tier.put(slot_bytes, blocks)
                 write_s = time.perf_counter() - start
             fd = os.open(path / f"class-{slot_bytes}" / "data.mdb", os.O_RDONLY)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
-            with DiskTier(path, room, durability=self._config.durability) as tier:
+            with DiskTier(path, room, durability=self._options.durability) as tier:
                 start = time.perf_counter()
                 problems = tier.read(slot_bytes, blocks)
                 read_s = time.perf_counter() - start
@@ -179,6 +201,7 @@ class DiskMedium:
         written while the block above it was given up, and the daemon died in between."""
         forests: dict[tuple[bytes, int, int], StoredForest] = {}
         for rows in self._watched(self._tier.scan()):
+            rows.block_bytes = self._codec.block_bytes(rows.block_bytes)
             kind = rows.namespace, rows.block_bytes, rows.step
             if kind not in forests:
                 forests[kind] = StoredForest(*kind)
@@ -192,7 +215,8 @@ class DiskMedium:
             if forest.orphans:
                 self.notes.append(f"{len(forest.orphans)} blocks had lost the block above them")
                 with contextlib.suppress(TierFull):  # they are found again at the next start
-                    self._tier.delete(slot_bytes_for(forest.block_bytes), forest.orphans)
+                    stored_bytes = self._codec.stored_bytes(forest.block_bytes)
+                    self._tier.delete(slot_bytes_for(stored_bytes), forest.orphans)
         give_memory_back()
 
     def _watched(self, batches: Iterable[Scanned]) -> Iterator[Scanned]:

@@ -13,7 +13,8 @@ import numpy as np
 
 from hicache.engine.plan import Move, Outcome
 from hicache.tiers.arena import Arena
-from hicache.transfer.media.medium import Forgetful, Link, Measured, failed
+from hicache.tiers.hbm import ArenaOptions
+from hicache.transfer.media.medium import Forgetful, Link, Measured, Progress, failed, options_of
 from hicache.transfer.worker_messages import WorkerConfig
 
 
@@ -39,13 +40,15 @@ class ArenaLink:
 
 
 class MemoryMedium(Forgetful):
-    """The emulated pool, as its worker maps it. The daemon owns both files."""
+    """The emulated pool, as its worker maps it. The daemon owns both files. Its options:
+    ArenaOptions."""
 
-    def __init__(self, config: WorkerConfig, near: Arena) -> None:
-        self._far = Arena.attach(config.far_path)
+    def __init__(self, config: WorkerConfig, near: Arena, progress: Progress) -> None:
+        path = options_of(ArenaOptions, config).path
+        self._far = Arena.attach(path)
         self._far.hold()
         self._names = (config.near, config.far)
-        self.detail = f"host memory at {config.far_path}, emulated"
+        self.detail = f"host memory at {path}, emulated"
         self.notes: list[str] = []
         self.readers: Sequence[Link] = [ArenaLink(config.far, self._far, config.near, near)]
         self.writers: Sequence[Link] = [ArenaLink(config.near, near, config.far, self._far)]

@@ -9,17 +9,23 @@ medium cannot be used any more (`TierBroken`): then the worker ends and the daem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from hicache.engine.plan import Move, Outcome
 from hicache.tiers.block import StoredRows
-from hicache.tiers.errors import TierBroken, TierCorrupt, TierMissing
+from hicache.tiers.errors import TierBroken, TierCorrupt, TierMissing, TierUnavailable
+from hicache.tiers.tier import checked
 
 if TYPE_CHECKING:
     from hicache.transfer.gpu_pages.engine_pages import EnginePages
+    from hicache.transfer.worker_messages import WorkerConfig
+
+Progress = Callable[[str, int, int], None]
+"""Called with (unit, done, in all) while a medium is opened."""
+T = TypeVar("T")
 
 
 class Link(Protocol):
@@ -93,7 +99,8 @@ class Measured:
 
 
 class Medium(Protocol):
-    """What a worker opens: one device, the links to and from it, and what it remembers.
+    """What a worker opens: one device, the links to and from it, and what it remembers. Made by
+    calling its class with (config: WorkerConfig, near: Arena, progress: Progress).
 
     `readers` are called from the reading direction's threads; `writers`, `forget`, `note` and
     `describe` from the writing direction's; `stored` and `scrub` each from a thread of its own
@@ -157,6 +164,14 @@ class Forgetful:
 
     def describe(self, namespace: bytes, description: Mapping[str, Any]) -> None:
         pass
+
+
+def options_of(cls: type[T], config: WorkerConfig) -> T:
+    """The medium's own options, as its dataclass. Raises TierUnavailable when they are not."""
+    try:
+        return checked(cls, config.spec.options)
+    except ValueError as error:
+        raise TierUnavailable(f"{config.device}: {error}") from error
 
 
 def failed(move: Move, error: Exception) -> Outcome:

@@ -11,6 +11,7 @@ from hicache.bench.gpu_check.check import Check
 from hicache.bench.gpu_check.gpu_machine import arena_of
 from hicache.engine.plan import Move, Outcome
 from hicache.tiers.arena import Arena
+from hicache.tiers.hbm import emulated_spec, gpu_spec
 from hicache.transfer.mover import Mover
 from hicache.transfer.worker_events import WorkerDown, WorkerUp
 from hicache.transfer.worker_messages import WorkerConfig
@@ -22,17 +23,8 @@ class Fed:
     """The mover, turned by hand. In a dry run its worker copies host memory."""
 
     def __init__(self, check: Check, near: Arena, far: Arena) -> None:
-        config = WorkerConfig(
-            device="gpu:0",
-            title="hicache-gpu-0",
-            kind="memory" if check.is_dry else "cuda",
-            near="dram",
-            near_path=str(near.path),
-            far="hbm",
-            far_path=str(far.path),
-            capacity_bytes=near.data_bytes,
-            probe_bytes=0,
-        )
+        spec = emulated_spec(far) if check.is_dry else gpu_spec(0, near.data_bytes)
+        config = WorkerConfig(spec, "dram", str(near.path), "hbm", probe_bytes=0)
         self._mover = Mover([config], {"dram": near}, lambda moves: None)
         self._poller = select.poll()
         self._poller.register(self._mover.fileno(), select.POLLIN)

@@ -1,6 +1,7 @@
 """The file in which a daemon's estimates survive its restart: small, versioned, replaced at once.
 
-It lies beside the blocks on disk, or beside the socket where there is no disk tier. What cannot be
+It lies beside the blocks of the first tier in a folder of this host's own, or beside the socket
+where there is no such tier. What cannot be
 read is left alone until it is replaced, and costs nothing but what was learned. It is not synced,
 since after a power cut a few prefills teach as much. While the daemon serves, it is written by a
 thread of its own: a file system may take its time, or never answer.
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from hicache.config import Config
+from hicache.config import Config, VolumeTierConfig
 from hicache.daemon.upkeep.supervised import Hand
 from hicache.engine.planner.estimates import Memory
 from hicache.protocol.endpoint import ipc_path
@@ -30,8 +31,9 @@ log = logging.getLogger("hicache")
 
 def file_for(config: Config) -> Path | None:
     """Where this configuration's estimates are kept; None where there is no place for them."""
-    if config.tiers.disk is not None:
-        return Path(config.tiers.disk.path) / "estimates.json"
+    for row, section in config.tiers.present():
+        if isinstance(section, VolumeTierConfig) and not row.traits.shared_between_hosts:
+            return Path(section.path) / "estimates.json"
     socket = ipc_path(config.socket.endpoint)
     return Path(socket).with_name(Path(socket).name + ".estimates.json") if socket else None
 

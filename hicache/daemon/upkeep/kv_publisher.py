@@ -36,6 +36,7 @@ from hicache.daemon.socket_lock import listen
 from hicache.daemon.upkeep.supervised import Hand
 from hicache.engine.kv_changes.diff import Changes, Removed, Stored
 from hicache.protocol.keys import ROOT_KEY, TOKEN_BYTES
+from hicache.tiers.catalog import event_media
 
 MAX_BYTES_PER_TICK: Final = 128 << 10
 """Of news, as `Changes.take` counts: 1,020 blocks of 16 tokens, 8,192 that are gone, 7 blocks of
@@ -52,7 +53,6 @@ MAX_PAGE_BLOCKS: Final = 4096
 MAX_TOPICS: Final = 4096
 """Whose sequences are kept though nothing is held of them."""
 CLOSE_S: Final = 1.0
-MEDIA: Final = {"hbm": "GPU", "dram": "CPU", "disk": "STORAGE"}
 
 _KEY_BYTES: Final = 34
 _TOKEN_BYTES: Final = 5
@@ -82,6 +82,7 @@ class Publisher:
         self._context = context
         self._changes = changes
         self._tiers = list(tiers)
+        self._media = event_media()
         self._epoch = epoch
         self._sequences: dict[bytes, int] = {}
         self._first_sequence = 0
@@ -148,7 +149,11 @@ class Publisher:
     def _events(self, item: News, used_bytes: int) -> Iterator[tuple[dict[str, Any], int]]:
         """One piece of news as events, the first of which fits into a message that has so much
         already, if one block does; each with what it takes, at most."""
-        head = {"medium": MEDIA.get(item.tier, item.tier), "tier": item.tier, "epoch": self._epoch}
+        head = {
+            "medium": self._media.get(item.tier, item.tier),
+            "tier": item.tier,
+            "epoch": self._epoch,
+        }
         step = len(item.tokens) // len(item.keys) if isinstance(item, Stored) else 0
         block_bytes = _KEY_BYTES + step // TOKEN_BYTES * _TOKEN_BYTES
         start = 0

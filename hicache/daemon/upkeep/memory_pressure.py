@@ -1,4 +1,4 @@
-"""Memory that the dram tier gives back when the machine runs short of it, before the kernel ends a
+"""Memory that the near tier gives back when the machine runs short of it, before the kernel ends a
 process: slab by slab, and taken again slab by slab when there is plenty. What is looked at comes
 from `available_memory.py`; how much goes, and in haste or not, `engine/placement/shedding.py` says.
 
@@ -21,7 +21,6 @@ from hicache.engine.placement.shedding import weigh
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import SlotAllocator
 
-TIER: Final = "dram"
 EVERY_S: Final = 0.25
 MAX_CUT_AGAIN: Final = 16
 
@@ -29,10 +28,12 @@ log = logging.getLogger("hicache")
 
 
 class Shedding:
-    """`do` hands an event to the cache engine; `headrooms` looks at the machine."""
+    """Of `tier`, in this arena. `do` hands an event to the cache engine; `headrooms` looks at the
+    machine."""
 
     def __init__(
         self,
+        tier: str,
         arena: Arena,
         pool: SlotAllocator,
         is_pinned: bool,
@@ -42,7 +43,8 @@ class Shedding:
         self.num_given = 0
         self.num_taken = 0
         self.note = ""
-        self._arena, self._pool, self._is_pinned, self._do = arena, pool, is_pinned, do
+        self._tier, self._arena, self._pool, self._is_pinned = tier, arena, pool, is_pinned
+        self._do = do
         self._headrooms = headrooms
         self._due_s = 0.0
         self._again: list[int] = []
@@ -57,7 +59,7 @@ class Shedding:
         looks = [(h.available_bytes, _least_of(h, min_available)) for h in headrooms]
         wanted = weigh(looks, self._pool.slab_bytes)
         if wanted.num_slabs and not self._is_pinned:
-            for page in self._do(p.Shed(TIER, wanted.num_slabs, wanted.in_haste)):
+            for page in self._do(p.Shed(self._tier, wanted.num_slabs, wanted.in_haste)):
                 self._cut(page)
                 self.num_given += 1
         elif wanted.may_regain and self._pool.withheld:
@@ -72,7 +74,7 @@ class Shedding:
             self._arena.refill(page, self._pool.slab_bytes)
         except OSError:
             return  # somebody else has it; the next look may find some
-        self._do(p.Regain(TIER, page))
+        self._do(p.Regain(self._tier, page))
         self.num_taken += 1
 
     def _cut_again(self) -> None:
@@ -98,12 +100,12 @@ class Shedding:
                 format_size(tightest.available_bytes),
                 format_size(tightest.total_bytes),
                 tightest.of,
-                "dram is pinned for the GPU and keeps its own"
+                f"{self._tier} is pinned for the GPU and keeps its own"
                 if self._is_pinned
-                else "dram gives some of its own back",
+                else f"{self._tier} gives some of its own back",
             )
         if self._is_short and not is_short and not self._pool.withheld:
-            log.info("memory is plentiful again: dram has its whole size")
+            log.info("memory is plentiful again: %s has its whole size", self._tier)
         self._is_short = is_short or (self._is_short and bool(self._pool.withheld))
 
 

@@ -1,4 +1,4 @@
-"""The scrub of a disk tier that serves: asked for, watched, and what it has found so far.
+"""The scrub of a persistent tier that serves: asked for, watched, and what it has found so far.
 
 Used from the daemon's loop only. The worker reads block after block at a limited rate, removes what
 does not match its checksum, and says so (`WorkerScrubbed`); the cache engine forgets those copies.
@@ -37,17 +37,18 @@ class Progress:
 
 
 class Scrubbing:
-    """`disks`: the workers that can be asked; `scrub(device, bytes_per_s)` asks one; `do` hands an
-    event to the cache engine, and `knows` says whether that has a namespace."""
+    """Persistent devices among those of `workers` can be scrubbed. `scrub(device, bytes_per_s)`
+    starts one; `do` hands an event to the cache engine; `knows` says whether that has a
+    namespace."""
 
     def __init__(
         self,
-        disks: Sequence[WorkerConfig],
+        workers: Sequence[WorkerConfig],
         scrub: Callable[[str, float], None],
         do: Callable[[p.Event[Any]], Any],
         knows: Callable[[bytes], bool],
     ) -> None:
-        self.devices = {disk.device: disk.far for disk in disks}
+        self.devices = {w.device: w.far for w in workers if w.spec.traits.persistent}
         self._scrub, self._do, self._knows = scrub, do, knows
         self._scrubs: dict[str, Progress] = {}
 

@@ -27,7 +27,7 @@ class Machine:
         self.available = 100 * MIB
         self.hasty: list[bool] = []
         self.now_s = 0.0
-        parts = self.tier.arena, self.tier.pool, is_pinned
+        parts = "dram", self.tier.arena, self.tier.pool, is_pinned
         self.shedding = Shedding(*parts, self.do, self.headrooms)
 
     def headrooms(self) -> list[Headroom]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from hicache.bench.gpu_check import stand_in
 from hicache.bench.gpu_check.cpu_kernels import NoCompiler
 from hicache.bench.gpu_check.stand_in import ATTRIBUTES, StandIn
 from hicache.tiers.arena import Arena
-from hicache.tiers.hbm import CudaPool
+from hicache.tiers.hbm import CudaPool, PageKernels, gpu_spec
 from hicache.transfer.gpu_pages import page_choice
 from hicache.transfer.gpu_pages.page_choice import choose_page_path
 from hicache.transfer.gpu_pages.page_paths import ByCopyEngines, Fastest, PagePath
@@ -157,9 +156,9 @@ def test_a_pool_too_small_to_try_with(arena: Arena, compiler: None) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["always", "never"])
-def test_a_medium_says_what_serves_pages(arena: Arena, compiler: None, wanted: str) -> None:
-    config = WorkerConfig("gpu:0", "gpu", "cuda", "dram", "/x", "hbm", capacity_bytes=POOL_BYTES)
-    medium = CudaMedium(replace(config, page_kernels=wanted), arena, cupy=StandIn())
+def test_a_medium_says_what_serves_pages(arena: Arena, compiler: None, wanted: PageKernels) -> None:
+    config = WorkerConfig(gpu_spec(0, POOL_BYTES, wanted), "dram", "/x", "hbm")
+    medium = CudaMedium(config, arena, cupy=StandIn())
     right = {"always": "; pages of slots in GPU memory by ", "never": "(as configured)"}
     assert right[wanted] in medium.notes[0]
     medium.close()

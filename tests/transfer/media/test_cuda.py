@@ -17,7 +17,7 @@ from hicache.engine.plan import Move, Outcome, Priority
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.errors import TierDamaged, TierUnavailable
-from hicache.tiers.hbm import CudaPool
+from hicache.tiers.hbm import CudaPool, gpu_spec
 from hicache.transfer.media.cuda import CudaLink, CudaMedium, Started, choose_path
 from hicache.transfer.media.cuda_copy import EachCopy, Pieces
 from hicache.transfer.media.pinned_memory import PinnedArena
@@ -234,10 +234,10 @@ class Stingy(StandIn):
 def test_a_medium_whose_memory_cannot_all_be_pinned(arena: Arena) -> None:
     """It says so and copies all the same; at the end it gives back what it pinned."""
     device = Stingy(2)
-    config = WorkerConfig("gpu:0", "gpu", "cuda", "dram", "/x", "hbm", capacity_bytes=TIER_BYTES)
-    told: list[tuple[int, int]] = []
+    config = WorkerConfig(gpu_spec(0, TIER_BYTES), "dram", "/x", "hbm")
+    told: list[tuple[str, int, int]] = []
     medium = CudaMedium(config, arena, lambda *news: told.append(news), device, CHUNK_BYTES)
-    assert told[-1] == (2 * CHUNK_BYTES, TIER_BYTES)
+    assert told[-1] == ("bytes", 2 * CHUNK_BYTES, TIER_BYTES)
     assert len(device.pinned) == 2
     assert "could be pinned (cudaErrorInvalidValue" in medium.notes[0]
     measured = medium.probe(TIER_BYTES, SLOT_BYTES)
