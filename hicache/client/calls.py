@@ -48,12 +48,12 @@ from hicache.client.results import (
 from hicache.client.session import TROUBLE, Body, Connection
 from hicache.client.transport import Reply
 from hicache.protocol.keys import TOKEN_BYTES, Tokens, encode_tokens
-from hicache.protocol.messages import (
+from hicache.protocol.messages import WireError
+from hicache.protocol.operations import (
     MAX_DEADLINE_S,
     MAX_SCORED_PROMPTS,
     MAX_SCORED_TOKENS,
     MatchRequest,
-    WireError,
 )
 from hicache.tiers.arena import Arena
 

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from hicache.protocol.messages import SESSION_BYTES, Count, DecisionName, WireError
+from hicache.protocol.messages import SESSION_BYTES, WireError
+from hicache.protocol.operations import Count, DecisionName
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES, Ids, slot_bytes_for
 

@@ -32,7 +32,8 @@ from hicache.client.transport import (
 )
 from hicache.protocol.endpoint import ipc_path
 from hicache.protocol.keys import NamespaceSpec
-from hicache.protocol.messages import PROTOCOL, MatchRequest, WireError, pack
+from hicache.protocol.messages import PROTOCOL, WireError, pack
+from hicache.protocol.operations import MatchRequest
 from hicache.tiers.arena import Arena, ArenaError
 
 log = logging.getLogger("hicache.client")

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import click
 
 from hicache.config.units import UnitError, format_seconds, parse_seconds
-from hicache.protocol.messages import MAX_DEADLINE_S
+from hicache.protocol.operations import MAX_DEADLINE_S
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -28,7 +28,7 @@ from hicache.commands.time_options import timeout_option
 from hicache.commands.tree_drawing import draw, title_of
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import default_endpoint
-from hicache.protocol.messages import NAMESPACE_BYTES
+from hicache.protocol.operations import NAMESPACE_BYTES
 
 EXIT_UNKNOWN = 2
 

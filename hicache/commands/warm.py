@@ -16,7 +16,7 @@ from hicache.config.units import format_seconds
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import default_endpoint
 from hicache.protocol.keys import encode_tokens
-from hicache.protocol.messages import MAX_DEADLINE_S, MAX_PIN_S
+from hicache.protocol.operations import MAX_DEADLINE_S, MAX_PIN_S
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 TIMEOUT_S = 5.0

@@ -32,13 +32,13 @@ from hicache.engine.core import CacheEngine
 from hicache.engine.planner.cost import plausible_hop
 from hicache.engine.residency.pinned import leased_share
 from hicache.protocol.keys import NamespaceSpec
-from hicache.protocol.messages import (
-    PROTOCOL,
+from hicache.protocol.messages import PROTOCOL, WireError, unpack
+from hicache.protocol.operations import (
     DecisionReply,
     MatchReply,
     MatchRequest,
     Request,
-    WireError,
+    operation_of,
 )
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import slot_bytes_for
@@ -71,7 +71,7 @@ class Asked(msgspec.Struct, frozen=True):
     """A request with where it came from. `pid` is 0 where the socket does not tell it."""
 
     peer: Peer
-    request: Request
+    request: Any
     parts: Sequence[Part]
     pid: int
     now_s: float
@@ -157,20 +157,21 @@ class Service:
 
     def handle(self, asked: Asked) -> None:
         """Serve one request. Raises WireError for the one error reply it gets instead."""
-        request = asked.request
-        self.requests[request.op] += 1
-        if request.op == "hello":
+        request: Request = asked.request
+        op = operation_of(request).name
+        self.requests[op] += 1
+        if op == "hello":
             self._hello(asked)
             return
-        if request.op == "score":
-            self._reply(asked.peer, **self._scoring.answer(request.body, asked.now_s))
+        if op == "score":
+            self._reply(asked.peer, **self._scoring.answer(asked.request, asked.now_s))
             return
-        if (foreseen := self.foresight.handlers.get(request.op)) is not None:
+        if (foreseen := self.foresight.handlers.get(op)) is not None:
             foreseen(asked.peer, request, asked.now_s)
             return
-        session = self.sessions.get(request.session, asked.now_s)
+        session = self.sessions.get(request.s, asked.now_s)
         try:
-            self._handlers[request.op](asked, session)
+            self._handlers[op](asked, session)
         except p.UnknownLease:
             raise WireError("unknown_lease", "", request.id) from None
         except p.UnknownTicket:
@@ -185,15 +186,17 @@ class Service:
     # --- sessions -------------------------------------------------------------------------------
 
     def _hello(self, asked: Asked) -> None:
-        body = asked.request.body
-        if body["protocol"] != PROTOCOL:
+        body = asked.request
+        if body.protocol != PROTOCOL:
             raise WireError(
-                "version", f"this daemon speaks protocol {PROTOCOL}, not {body['protocol']}"
+                "version", f"this daemon speaks protocol {PROTOCOL}, not {body.protocol}"
             )
-        if body["transport"] not in TRANSPORTS:
+        if body.transport not in TRANSPORTS:
             raise WireError("malformed", f"transport: must be one of {', '.join(TRANSPORTS)}")
         try:
-            spec = NamespaceSpec.from_wire(body["spec"])
+            spec = NamespaceSpec.from_wire(unpack(bytes(body.spec)))
+        except WireError:
+            raise
         except ValueError as error:
             raise WireError("spec", f"spec: {error}") from None
         check_spec(spec, self.engine)
@@ -203,13 +206,13 @@ class Service:
         self.sessions.check_room()
         digest = spec.digest()
         number = self._open_namespace(digest, spec)
-        by_frames = body["transport"] == "frames" or (body["transport"] == "auto" and not asked.pid)
+        by_frames = body.transport == "frames" or (body.transport == "auto" and not asked.pid)
         session = self.sessions.open(
             number,
             spec,
             "frames" if by_frames else "arena",
-            body["client"],
-            body["group"],
+            body.client,
+            body.group,
             asked.pid,
             asked.now_s,
         )
@@ -318,7 +321,7 @@ class Service:
     # --- asking for a prefix --------------------------------------------------------------------
 
     def _match(self, asked: Asked, session: Session) -> None:
-        wanted: MatchRequest = asked.request.body
+        wanted: MatchRequest = asked.request
         tokens, request = wanted.tokens, wanted.request
         self._check_tokens(tokens)
         digest = b""
@@ -344,12 +347,11 @@ class Service:
         )
         decision = matched.decision
         reply = MatchReply(
-            wanted.id,
-            True,
-            matched.lease,
-            matched.hit_blocks,
-            [(run.tier, run.num_blocks) for run in matched.runs],
-            DecisionReply(
+            id=wanted.id,
+            lease=matched.lease,
+            hit_blocks=matched.hit_blocks,
+            runs=[(run.tier, run.num_blocks) for run in matched.runs],
+            decision=DecisionReply(
                 decision.name,
                 decision.reload_blocks,
                 decision.reason,
@@ -381,7 +383,7 @@ class Service:
         if lease in self.waiting.fetches:
             raise WireError("refused", "this lease is being fetched already")
         deadline_s = self._deadline(asked, self.deadlines.fetch_s)
-        by_worker = asked.request.body["pages"]
+        by_worker = asked.request.pages
         fetched = self.do(p.Fetch(lease, asked.now_s, deadline_s, by_worker))
         leased = self.engine.residency.leases.leases[lease]
         fetch = WaitingFetch(
@@ -393,13 +395,13 @@ class Service:
             self.waiting.fetches[lease] = fetch
 
     def _release(self, asked: Asked, session: Session) -> None:
-        body = asked.request.body
-        lease = body["lease"]
+        body = asked.request
+        lease = body.lease
         leased = self.engine.residency.leases.leases.get(lease)
         if leased is None or leased.owner != session.group.number:
             self._confirm(asked, released=False)
             return
-        self.do(p.ObserveReload(lease, body["hop_bytes"], body["hop_s"], body["total_s"]))
+        self.do(p.ObserveReload(lease, body.hop_bytes, body.hop_s, body.total_s))
         fetch = self.waiting.fetches.pop(lease, None)
         if fetch is not None:  # given up while blocks were still on their way
             self._give_up(fetch)
@@ -408,19 +410,19 @@ class Service:
     # --- handing blocks over --------------------------------------------------------------------
 
     def _put(self, asked: Asked, session: Session) -> None:
-        body = asked.request.body
-        self._check_tokens(body["tokens"])
-        whole = len(body["tokens"]) // (4 * session.spec.block_tokens)
-        if not body["first"] < body["last"] <= whole:
+        body = asked.request
+        self._check_tokens(body.tokens)
+        whole = len(body.tokens) // (4 * session.spec.block_tokens)
+        if not body.first < body.last <= whole:
             raise WireError(
                 "malformed",
-                f"first and last: blocks {body['first']} … {body['last']} of {whole} whole blocks",
+                f"first and last: blocks {body.first} … {body.last} of {whole} whole blocks",
             )
         event = p.Put(
             session.namespace,
-            body["tokens"],
-            body["first"],
-            body["last"],
+            body.tokens,
+            body.first,
+            body.last,
             session.group.number,
             asked.now_s,
             self.limits.lease_ttl_s,
@@ -457,30 +459,30 @@ class Service:
         )
 
     def _commit(self, asked: Asked, session: Session) -> None:
-        body = asked.request.body
-        ticket = self.engine.residency.leases.tickets.get(body["ticket"])
+        body = asked.request
+        ticket = self.engine.residency.leases.tickets.get(body.ticket)
         if ticket is None or ticket.owner != session.group.number:
-            raise p.UnknownTicket(body["ticket"])
+            raise p.UnknownTicket(body.ticket)
         if self.paging.is_saving(ticket.id):
             raise WireError("refused", "a save into this ticket's slots is still under way")
-        indices = np.frombuffer(body["indices"], "<u4").astype(np.int32)
+        indices = np.frombuffer(body.indices, "<u4").astype(np.int32)
         server = self.engine.residency
         arena = self.arenas[server.tiers[ticket.tier].name]
         arena.unmark(server.blocks.slot[ticket.tier][ticket.ids])
         if session.transport == "frames" and not self.paging.was_saved(ticket.id):
             self._take_parts(asked, session, indices)
-        committed = self.do(p.Commit(body["ticket"], indices, asked.now_s, body["durable"]))
+        committed = self.do(p.Commit(body.ticket, indices, asked.now_s, body.durable))
         self.puts["stored"] += committed
-        if body["durable"] and committed and self.engine.writedown.tier is not None:
+        if body.durable and committed and self.engine.writedown.tier is not None:
             deadline_s = self._deadline(asked, self.deadlines.put_s)
-            commit = WaitingCommit(asked.peer, body["ticket"], committed, deadline_s)
-            self.waiting.commits[body["ticket"]] = commit
+            commit = WaitingCommit(asked.peer, body.ticket, committed, deadline_s)
+            self.waiting.commits[body.ticket] = commit
             return
         self._reply(asked.peer, committed=committed, durable=False)
 
     def _take_parts(self, asked: Asked, session: Session, indices: Any) -> None:
         """Blocks that came as message parts are written by us into the ticket's slots."""
-        ticket = self.engine.residency.leases.tickets[asked.request.body["ticket"]]
+        ticket = self.engine.residency.leases.tickets[asked.request.ticket]
         size = session.spec.block_bytes
         if len(asked.parts) != len(indices) or any(len(part) != size for part in asked.parts):
             raise WireError("malformed", f"commit needs one part of {size} bytes for every index")
@@ -499,7 +501,7 @@ class Service:
 
     def _abort(self, asked: Asked, session: Session) -> None:
         book = self.engine.residency.leases
-        number = asked.request.body["ticket"]
+        number = asked.request.ticket
         held = book.tickets.get(number) or book.quarantine.get(number)
         if held is None or held.owner != session.group.number:
             raise p.UnknownTicket(number)
@@ -516,36 +518,36 @@ class Service:
         self.clearances.ask(asked.peer, session.namespace, deadline_s, asked.now_s)
 
     def _register(self, asked: Asked, session: Session) -> None:
-        self.paging.register(asked.peer, session, asked.request.body)
+        self.paging.register(asked.peer, session, asked.request)
 
     def _load(self, asked: Asked, session: Session) -> None:
-        self.paging.load(asked.peer, session, asked.request.body)
+        self.paging.load(asked.peer, session, asked.request)
 
     def _save(self, asked: Asked, session: Session) -> None:
-        self.paging.save(asked.peer, session, asked.request.body)
+        self.paging.save(asked.peer, session, asked.request)
 
     def _unregister(self, asked: Asked, session: Session) -> None:
-        self.paging.unregister(asked.peer, session, asked.request.body["registration"])
+        self.paging.unregister(asked.peer, session, asked.request.registration)
 
     def _observe(self, asked: Asked, session: Session) -> None:
-        body = asked.request.body
+        body = asked.request
         self.do(
             p.Observe(
                 session.namespace,
-                body["num_requests"],
-                body["sum_n"],
-                body["sum_nc"],
-                body["seconds"],
-                body["decode_tokens"],
+                body.num_requests,
+                body.sum_n,
+                body.sum_nc,
+                body.seconds,
+                body.decode_tokens,
             )
         )
         self._confirm(asked)
 
     def _hint(self, asked: Asked, session: Session) -> None:
         """About the prompt of `tokens`, or the newest one of the conversation."""
-        body = asked.request.body
-        tokens, conversation = body["tokens"], body["conversation"]
-        ended = ENDED.get(body["ended"])
+        body = asked.request
+        tokens, conversation = body.tokens, body.conversation
+        ended = ENDED.get(body.ended)
         if ended is None:
             raise WireError("malformed", f"ended: must be one of {', '.join(ENDED)[2:]}")
         self._check_tokens(tokens)
@@ -559,14 +561,14 @@ class Service:
                     known,
                     asked.now_s,
                     ended,
-                    body["finish_reason"],
-                    body["return_s"],
-                    body["keep"],
-                    body["answer_tokens"],
+                    body.finish_reason,
+                    body.return_s,
+                    body.keep,
+                    body.answer_tokens,
                 )
             )
-        stop = " ".join(filter(None, (ended, body["finish_reason"])))
-        told = session, conversation, stop, body["answer_tokens"], asked.now_s
+        stop = " ".join(filter(None, (ended, body.finish_reason)))
+        told = session, conversation, stop, body.answer_tokens, asked.now_s
         self.witnesses.note(lambda witness: witness.hinted(*told))
         if conversation and ended == "conversation":
             self.conversations.ended(session.namespace, conversation)
@@ -662,7 +664,7 @@ class Service:
 
     def _confirm(self, asked: Asked, **fields: Any) -> None:
         """Reply that it is done, to whoever wants to hear that."""
-        if not asked.request.body["quiet"]:
+        if not asked.request.quiet:
             self._reply(asked.peer, **fields)
 
     def _deadline(self, asked: Asked, default_s: float) -> float:
@@ -673,7 +675,7 @@ class Service:
         return asked.now_s + 0.95 * wait_s
 
     def _own_lease(self, asked: Asked, session: Session) -> int:
-        lease: int = asked.request.body["lease"]
+        lease: int = asked.request.lease
         leased = self.engine.residency.leases.leases.get(lease)
         if leased is None or leased.owner != session.group.number:
             raise p.UnknownLease(lease)

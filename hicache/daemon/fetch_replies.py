@@ -18,7 +18,7 @@ from hicache.daemon.pending import Peer, WaitingFetch
 from hicache.daemon.sessions import Session, Tracker
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
-from hicache.protocol.messages import MatchReply
+from hicache.protocol.operations import MatchReply
 from hicache.tiers.arena import Arena
 
 Part = bytes | memoryview

@@ -49,7 +49,8 @@ from hicache.daemon.upkeep.trace import TraceRecorder
 from hicache.engine import plan as p
 from hicache.protocol.endpoint import ipc_path
 from hicache.protocol.keys import NamespaceSpec
-from hicache.protocol.messages import MatchReply, WireError, decode_request, error_reply, pack
+from hicache.protocol.messages import WireError, error_reply, pack
+from hicache.protocol.operations import MatchReply, decode_request, operation_of
 from hicache.transfer.mover import (
     Mover,
     News,
@@ -74,8 +75,6 @@ KEEP_S: Final = 2.0
 """How long the last writing of what was learned may take."""
 MAX_UNSENT_BYTES: Final = 4 << 20
 """Uses are not noted while a worker has so much still to read."""
-_GIVING_BACK: Final = frozenset({"release", "abort", "bye"})
-"""Done however late they come: the client has forgotten what it held, and its process lives on."""
 MAX_DRAIN: Final = 64
 """Requests served between two polls, so that workers and timers get their turn."""
 
@@ -359,18 +358,18 @@ class Daemon:
         try:
             request = decode_request(frames[0].buffer)
             peer.request_id = request.id
+            operation = operation_of(request)
             late_s = now_s - request.sent_s
             is_late = 0 < request.deadline_s < late_s < 3600 and self._is_ipc
-            if request.sent_s and is_late and request.op not in _GIVING_BACK:
+            if request.sent_s and is_late and not operation.runs_late:
                 raise WireError("expired", f"it came {late_s:.3f} s after it was sent")
-            if request.op in _ADMIN:
-                self._send(
-                    peer, {"id": request.id, "ok": True, **_ADMIN[request.op](self, request)}
-                )
+            if operation.is_admin:
+                fields = _ADMIN[operation.name](self, request)
+                self._send(peer, {"id": request.id, "ok": True, **fields})
                 return
             if self._is_stopping:
                 raise WireError("stopping", "")
-            pid = peer_pid(frames[0]) if request.op == "hello" and self._is_ipc else 0
+            pid = peer_pid(frames[0]) if operation.name == "hello" and self._is_ipc else 0
             parts = [frame.buffer for frame in frames[1:]]
             self.service.handle(Asked(peer, request, parts, pid, now_s))
             os.sched_yield()  # ZeroMQ's own thread has the answer to send; the rest can wait
@@ -558,7 +557,7 @@ class Daemon:
 
     def _events(self, request: Any) -> dict[str, Any]:
         """What has been told as held of a namespace, and where more is told."""
-        namespace, after = request.body["namespace"], request.body["after"]
+        namespace, after = request.namespace, request.after
         if self._publisher is None:
             return unpublished(namespace, self.epoch)
         return self._publisher.page(namespace, after)
@@ -566,7 +565,7 @@ class Daemon:
     def _explain(self, request: Any) -> dict[str, Any]:
         """The last decisions on hits, in words and as data."""
         self.engine.matching.settle()
-        last = request.body["last"]
+        last = request.last
         return {"decisions": figures.decision_rows(self.service, last, time.monotonic())}
 
     def _tree(self, request: Any) -> dict[str, Any]:
@@ -574,19 +573,19 @@ class Daemon:
         keys) is told nothing of what stands in prompts."""
         is_private = self._is_ipc or bool(self._doorkeepers)
         now_s = time.monotonic()
-        rows = figures.tree_rows(self.service, request.body, now_s, with_tokens=is_private)
+        rows = figures.tree_rows(self.service, request, now_s, with_tokens=is_private)
         return {"epoch": self.epoch, **rows}
 
     def _verify(self, request: Any) -> dict[str, Any]:
-        if request.body["start"]:
-            self.scrubbing.begin(self.condition.tier_states(), request.body["bytes_per_s"])
+        if request.start:
+            self.scrubbing.begin(self.condition.tier_states(), request.bytes_per_s)
         return {"devices": self.scrubbing.told()}
 
     def _reload(self, request: Any) -> dict[str, Any]:
         from hicache.config import ConfigError
 
         try:
-            applied = self._apply(self._load(request.body["file"]).config)
+            applied = self._apply(self._load(request.file).config)
         except ConfigError as error:
             raise WireError("refused", str(error)) from None
         return applied

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from hicache.protocol.keys import NamespaceSpec
-from hicache.protocol.messages import SESSION_BYTES, MatchReply, WireError
+from hicache.protocol.messages import SESSION_BYTES, WireError
+from hicache.protocol.operations import MatchReply
 
 MAX_REMEMBERED_MATCHES: Final = 1024
 """Per session: somebody who asks again does so while it waits, not thousands of requests later."""

@@ -23,7 +23,8 @@ import msgspec
 import zmq
 
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
-from hicache.protocol.messages import OPS, Request, decode_request, error_reply, pack
+from hicache.protocol.messages import error_reply, pack, unpack
+from hicache.protocol.operations import Request, decode_request, operation_of
 
 HOLD: Final = object()
 DIE: Final = object()
@@ -63,14 +64,14 @@ class Seen:
 
     @property
     def op(self) -> str:
-        return self.request.op
+        return operation_of(self.request).name
 
     @property
     def body(self) -> dict[str, Any]:
         """The fields of the operation alone."""
-        body = self.request.body
-        fields = body if isinstance(body, dict) else msgspec.structs.asdict(body)
-        return {name: fields[name] for name in OPS[self.request.op]}
+        fields = {name: getattr(self.request, name) for name in operation_of(self.request).fields}
+        raw = (name for name, value in fields.items() if isinstance(value, msgspec.Raw))
+        return fields | {name: unpack(bytes(fields[name])) for name in raw}
 
 
 Script = Callable[[Seen], Any] | Any

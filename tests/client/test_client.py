@@ -35,7 +35,7 @@ from hicache.client import (
 from hicache.client.put import TELL_S, Offer, Source
 from hicache.client.session import TOLD_SHARE
 from hicache.client.transport import Breaker, Held
-from hicache.protocol.messages import MAX_SCORED_TOKENS, NEEDS_SESSION
+from hicache.protocol.operations import MAX_SCORED_TOKENS, OPERATIONS
 from hicache.tiers.arena import Arena
 from tests.client.scripted_daemon import (
     DIE,
@@ -407,7 +407,7 @@ def test_a_session_that_is_not_known_is_opened_again(connect: Any, daemon: Scrip
     daemon.on("hello", greeting(session=second, epoch="e2"))
     daemon.on(
         "match",
-        lambda seen: hit(2) if seen.request.session == second else refuse("unknown_session"),
+        lambda seen: hit(2) if seen.request.s == second else refuse("unknown_session"),
     )
     assert client.match(TOKENS).hit_blocks == 2
     assert daemon.ops() == ["hello", "match", "match", "hello", "match"]
@@ -859,7 +859,7 @@ def test_a_new_session_maps_the_new_arena(
     daemon.on("hello", mapped(other, session=second, epoch="e2"))
     daemon.on(
         "match",
-        lambda seen: hit(1) if seen.request.session == second else refuse("unknown_session"),
+        lambda seen: hit(1) if seen.request.s == second else refuse("unknown_session"),
     )
     out = rows(1)
     assert client.fetch(client.match(TOKENS), out).blocks == 1
@@ -1003,7 +1003,8 @@ def test_both_clients_have_the_same_names() -> None:
 
     assert names(Client) == names(AsyncClient)
     pages = {"register", "load", "save", "unregister"}
-    assert names(Client) >= (NEEDS_SESSION - pages - {"commit", "abort", "bye"})
+    with_session = {op for op, declared in OPERATIONS.items() if declared.needs_session}
+    assert names(Client) >= (with_session - pages - {"commit", "abort", "bye"})
     assert names(Client) >= {"share_pages", "load_pages", "save_pages", "unshare_pages"}
 
 

@@ -306,7 +306,7 @@ def test_a_daemon_without_tokens(daemon: ScriptedDaemon) -> None:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (refuse("unsupported"), "not built yet"),
+        (refuse("unsupported"), "does not serve that operation"),
         (DIE, "no answer in time"),
         (b"garbage", "garbage"),
         ({"nodes": 7}, "is no page of its tree"),

@@ -22,7 +22,8 @@ from hicache.engine import plan as p
 from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
-from hicache.protocol.messages import MatchReply, WireError, decode_reply, decode_request, pack
+from hicache.protocol.messages import WireError, decode_reply, pack
+from hicache.protocol.operations import MatchReply, decode_request
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import TierTraits
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, ONE_TIER, World

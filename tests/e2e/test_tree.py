@@ -20,7 +20,7 @@ import pytest
 
 from hicache.client import AdminLine
 from hicache.commands.index_tree import Reading
-from hicache.protocol.messages import MAX_TREE_NODES
+from hicache.protocol.operations import MAX_TREE_NODES
 from tests.e2e.daemon_process import (
     ROOT,
     SPEC,

@@ -150,7 +150,7 @@ class Paging:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def register(self, peer: Peer, session: Session, body: Mapping[str, Any]) -> None:
+    def register(self, peer: Peer, session: Session, body: Any) -> None:
         """Answered when the worker has mapped them. WireError where that cannot be."""
         if not self._devices:
             raise WireError("refused", "no GPU worker here: copy through the arena")
@@ -162,7 +162,7 @@ class Paging:
             )
         claim = _claim(next(self._numbers), body)
         num_planes = len(claim.planes)
-        block_bytes = num_planes * body["pages_per_block"] * body["page_bytes"]
+        block_bytes = num_planes * body.pages_per_block * body.page_bytes
         if block_bytes != session.spec.block_bytes:
             raise WireError(
                 "malformed",
@@ -180,21 +180,21 @@ class Paging:
             session.namespace,
             session.pid,
             device,
-            body["pages_per_block"],
+            body.pages_per_block,
             num_planes,
             peer=peer,
         )
 
-    def load(self, peer: Peer, session: Session, body: Mapping[str, Any]) -> None:
+    def load(self, peer: Peer, session: Session, body: Any) -> None:
         """Blocks of a lease of this session's group into pages. Raises UnknownLease, WireError."""
-        registration = self._mapped(session, body["registration"])
-        lease = self._engine.residency.leases.leases.get(body["lease"])
+        registration = self._mapped(session, body.registration)
+        lease = self._engine.residency.leases.leases.get(body.lease)
         if lease is None or lease.owner != session.group.number:
-            raise p.UnknownLease(body["lease"])
+            raise p.UnknownLease(body.lease)
         if not lease.by_worker:
             raise WireError("refused", "a load needs a fetch of its lease with `pages`, before it")
-        pages = _table(body["pages"], registration.pages_per_block)
-        first, last = body["first"], body["first"] + len(pages)
+        pages = _table(body.pages, registration.pages_per_block)
+        first, last = body.first, body.first + len(pages)
         if last > len(lease.ids):
             raise WireError("malformed", f"blocks {first} … {last} of {len(lease.ids)} leased ones")
         runs = tuple(self._engine.readable_now(lease.id, first, last))
@@ -207,18 +207,18 @@ class Paging:
             session,
             [(run.tier, run.slots) for run in runs],
             pages[:num_blocks],
-            body["planes_per_part"],
+            body.planes_per_part,
         )
         self._do(p.Loading(lease.id, first))
 
-    def save(self, peer: Peer, session: Session, body: Mapping[str, Any]) -> None:
+    def save(self, peer: Peer, session: Session, body: Any) -> None:
         """Pages into slots of a ticket of this session's group. Raises UnknownTicket, WireError."""
-        registration = self._mapped(session, body["registration"])
-        ticket = self._engine.residency.leases.tickets.get(body["ticket"])
+        registration = self._mapped(session, body.registration)
+        ticket = self._engine.residency.leases.tickets.get(body.ticket)
         if ticket is None or ticket.owner != session.group.number:
-            raise p.UnknownTicket(body["ticket"])
-        indices = np.frombuffer(body["indices"], "<u4").astype(np.int64)
-        pages = _table(body["pages"], registration.pages_per_block)
+            raise p.UnknownTicket(body.ticket)
+        indices = np.frombuffer(body.indices, "<u4").astype(np.int64)
+        pages = _table(body.pages, registration.pages_per_block)
         places = np.searchsorted(ticket.indices, indices)
         is_known = places < len(ticket.indices)
         is_known &= ticket.indices[np.minimum(places, len(ticket.indices) - 1)] == indices
@@ -432,10 +432,10 @@ class Paging:
             raise WireError("refused", "the GPU worker is not up: copy through the arena")
 
 
-def _claim(number: int, body: Mapping[str, Any]) -> Claim:
-    sizes = body["page_bytes"], body["pages_per_block"]
+def _claim(number: int, body: Any) -> Claim:
+    sizes = body.page_bytes, body.pages_per_block
     try:
-        claim = claim_of(number, body["bus_id"], body["handles"], body["planes"], *sizes)
+        claim = claim_of(number, body.bus_id, body.handles, body.planes, *sizes)
     except ValueError as error:
         raise WireError("malformed", str(error)) from error
     if not len(claim.planes):

@@ -7,7 +7,7 @@ prompts are bounded together (`wire.MAX_SCORED_…`). Used from the daemon's loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy as np
 from hicache.daemon.operations.gpu_pages import Paging
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
-from hicache.protocol.messages import MAX_SCORED_PROMPTS, MAX_SCORED_TOKENS, TOKEN_BYTES, WireError
+from hicache.protocol.messages import TOKEN_BYTES, WireError
+from hicache.protocol.operations import MAX_SCORED_PROMPTS, MAX_SCORED_TOKENS, ScoreRequest
 
 _NOBODY = 0
 _NOTHING = p.Scored((), 0, p.Forecast(0, 0.0, 0.0, 0.0))
@@ -30,10 +31,10 @@ class Scoring:
         self._engine = engine
         self._paging = paging
 
-    def answer(self, body: Mapping[str, Any], now_s: float) -> dict[str, Any]:
+    def answer(self, body: ScoreRequest, now_s: float) -> dict[str, Any]:
         """The reply's fields. Raises WireError('malformed' or 'too_large')."""
         prompts = list(_prompts_of(body))
-        number = self._engine.number_of(body["namespace"])
+        number = self._engine.number_of(body.namespace)
         if number is None:
             scores = [_NOTHING] * len(prompts)
             return {"block_tokens": 0, "measured": False, "scores": list(map(_told, scores))}
@@ -49,9 +50,9 @@ class Scoring:
         }
 
 
-def _prompts_of(body: Mapping[str, Any]) -> Iterator[bytes]:
+def _prompts_of(body: ScoreRequest) -> Iterator[bytes]:
     """The tokens of each prompt, which came in a row."""
-    tokens, lengths = body["tokens"], np.frombuffer(body["lengths"], "<u4").tolist()
+    tokens, lengths = body.tokens, np.frombuffer(body.lengths, "<u4").tolist()
     if len(lengths) > MAX_SCORED_PROMPTS:
         raise WireError("too_large", f"{len(lengths)} prompts; at most {MAX_SCORED_PROMPTS}")
     count = len(tokens) // TOKEN_BYTES

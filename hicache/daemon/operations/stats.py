@@ -18,6 +18,7 @@ from hicache.engine.planner.decision_log import Record
 from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.pinned import pinned_bytes
 from hicache.protocol.messages import TOKEN_BYTES
+from hicache.protocol.operations import TreeRequest
 from hicache.transfer.mover import Mover
 
 NODE_BYTES: Final = 400
@@ -137,11 +138,11 @@ def namespace_rows(service: Service) -> list[dict[str, Any]]:
 
 
 def tree_rows(
-    service: Service, body: Mapping[str, Any], now_s: float, *, with_tokens: bool
+    service: Service, body: TreeRequest, now_s: float, *, with_tokens: bool
 ) -> dict[str, Any]:
     """A page of the index's nodes (engine/index/snapshot.py), and the namespaces that are in it."""
     residency = service.engine.residency
-    after, most, digest = body["after"], body["most"], body["namespace"]
+    after, most, digest = body.after, body.most, body.namespace
     found = page(residency, after, most, now_s, digest, with_tokens=with_tokens)
     spaces = [residency.namespaces[number] for number in found.namespaces]
     names = [service.namespaces.get(space.digest) for space in spaces]

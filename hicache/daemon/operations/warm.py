@@ -16,10 +16,10 @@ from hicache.daemon.operations.gpu_pages import Paging
 from hicache.daemon.pending import Peer, Waiting
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
-from hicache.protocol.messages import Request, WireError
+from hicache.protocol.messages import WireError
 
 Fields = Mapping[str, Any]
-Handler = Callable[[Peer, Request, float], None]
+Handler = Callable[[Peer, Any, float], None]
 TICK_S: Final = 0.1
 """What has come to its end is noticed so late."""
 MAX_WARMINGS: Final = 64
@@ -67,11 +67,11 @@ class Foresight:
             "unpin": self._unpin,
         }
 
-    def _warm(self, peer: Peer, request: Request, now_s: float) -> None:
+    def _warm(self, peer: Peer, request: Any, now_s: float) -> None:
         """Plan it, and reply at once or at its end. Raises WireError('too_large' or 'refused')."""
-        body = request.body
-        self._check_tokens(body["tokens"])
-        number = self._engine.number_of(body["namespace"])
+        body = request
+        self._check_tokens(body.tokens)
+        number = self._engine.number_of(body.namespace)
         if number is None:
             self._reply(peer, _told(p.WarmStarted(0, 0, 0, 0)))
             return
@@ -80,27 +80,27 @@ class Foresight:
             self._turned_away["warmings"] += 1
             raise WireError("refused", f"{MAX_WARMINGS} prompts are being warmed; ask again later")
         ttl_s = self.limits.lease_ttl_s
-        if body["wait"] and request.deadline_s:
+        if body.wait and request.deadline_s:
             ttl_s = min(ttl_s, max(0.0, 0.95 * request.deadline_s - TICK_S))
         by_worker = self._paging.copies_in(number)
-        warmed = self._do(p.Warm(number, body["tokens"], now_s, ttl_s, by_worker))
-        if body["wait"] and warmed.warming:
+        warmed = self._do(p.Warm(number, body.tokens, now_s, ttl_s, by_worker))
+        if body.wait and warmed.warming:
             self._waiting.warms[warmed.warming] = peer
         else:
             self._reply(peer, _told(warmed))
 
-    def _pin(self, peer: Peer, request: Request, now_s: float) -> None:
+    def _pin(self, peer: Peer, request: Any, now_s: float) -> None:
         """Raises WireError('too_large' or 'refused')."""
-        body = request.body
-        self._check_tokens(body["tokens"])
+        body = request
+        self._check_tokens(body.tokens)
         pins = self._engine.residency.leases.pins
         if len(pins) >= MAX_PINS:
             self._turned_away["pinned memory"] += 1
             raise WireError("refused", f"there are {MAX_PINS} pins, and may not be more")
-        number = self._engine.number_of(body["namespace"])
+        number = self._engine.number_of(body.namespace)
         pinned = p.PinPlaced(0, 0)
         if number is not None:
-            pin = p.PinPrompt(number, body["tokens"], body["name"], now_s, body["ttl_s"])
+            pin = p.PinPrompt(number, body.tokens, body.name, now_s, body.ttl_s)
             pinned = self._do(pin)
         if pinned.tier:
             self._turned_away["pinned memory"] += 1
@@ -113,9 +113,9 @@ class Foresight:
         name = name_of(self._epoch, pinned.pin)
         self._reply(peer, {"pin": name, "blocks": pinned.blocks, "epoch": self._epoch})
 
-    def _unpin(self, peer: Peer, request: Request, now_s: float) -> None:
+    def _unpin(self, peer: Peer, request: Any, now_s: float) -> None:
         """A pin of another run of the daemon is none: its number may be another's by now."""
-        epoch, _, number = request.body["pin"].rpartition("-")
+        epoch, _, number = request.pin.rpartition("-")
         is_ours = epoch == self._epoch and number.isdecimal()
         self._reply(peer, {"unpinned": is_ours and self._do(p.Unpin(int(number)))})
 

@@ -21,7 +21,8 @@ from hicache.daemon.operations.stats import namespace_rows
 from hicache.daemon.pending import Peer
 from hicache.daemon.sessions import Session
 from hicache.engine import plan as p
-from hicache.protocol.messages import WireError, decode_request, pack
+from hicache.protocol.messages import WireError, pack
+from hicache.protocol.operations import decode_request
 from hicache.tiers.block import slot_bytes_for
 from hicache.transfer.gpu_pages.page_messages import PageTold, unpack_claim, unpack_copy
 from hicache.transfer.worker_events import PageNews

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.protocol.messages import MAX_SCORED_PROMPTS, MAX_SCORED_TOKENS, WireError
+from hicache.protocol.messages import WireError
+from hicache.protocol.operations import MAX_SCORED_PROMPTS, MAX_SCORED_TOKENS
 from tests.daemon.test_dispatch import PROMPT, SPEC, Desk, store
 from tests.engine.index.tree_picture import portrait
 from tests.engine.world import BLOCK_TOKENS

@@ -10,7 +10,8 @@ import pytest
 from hicache.config import DeadlinesConfig, LimitsConfig
 from hicache.daemon.operations.warm import MAX_PINS, MAX_WARMINGS, pin_rows
 from hicache.engine import plan as p
-from hicache.protocol.messages import MAX_PIN_S, WireError
+from hicache.protocol.messages import WireError
+from hicache.protocol.operations import MAX_PIN_S
 from tests.daemon.test_dispatch import Desk
 from tests.engine.test_races import DRAM_DISK, END, on_disk_only
 from tests.engine.world import DIGEST, MAPPED, ON_DISK, STEP, tokens_of

@@ -1,0 +1,647 @@
+"""Every operation of protocol 1, declared once: request, reply, and how the daemon serves it.
+
+    MATCH = declare(Operation(MatchRequest, MatchReply, capability="match", deadline="match"))
+      ├─ decode_request    bytes → MatchRequest, every field checked     (the only decoder)
+      ├─ daemon/operations one handler, registered with `handles(MATCH)`
+      ├─ client            one method
+      └─ reference         its rows in the table of docs/protocol.md
+
+A request struct holds the fields that a client sends; `Request` holds those that every request has.
+A field without a default is required. What the fields mean is said in docs/protocol.md. Field names
+and defaults are the wire format: a client of any version must go on working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar, Union
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from hicache.protocol.messages import MAX_HEAD_BYTES, SESSION_BYTES, WireError, pack, unpack
+
+NAMESPACE_BYTES: Final = 32
+MAX_DEADLINE_S: Final = 3600.0
+MAX_SCORED_PROMPTS: Final = 128
+MAX_SCORED_TOKENS: Final = 1 << 21
+"""All prompts of one `score` together. It is answered in one step of the daemon's loop, so it may
+take no longer than one match of a very long prompt."""
+MAX_PIN_S: Final = 30 * 86400.0
+MAX_TREE_NODES: Final = 512
+"""Nodes of one page of `tree`: the daemon reads 512 in half a millisecond."""
+
+MULTIPLE: Final = "multiple"
+Int = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Float = Annotated[float, Meta(ge=0, le=2**63)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+U32s = Annotated[bytes, Meta(extra={MULTIPLE: 4})]
+"""Little-endian unsigned 32-bit integers."""
+Name = Annotated[str, Meta(max_length=200)]
+Digest = Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
+Token = Annotated[bytes, Meta(max_length=SESSION_BYTES)]
+Count = Annotated[int, Meta(ge=0)]
+DecisionName = Literal["reload", "partial", "recompute"]
+TierRun = tuple[str, Count]
+"""(tier, number of blocks)."""
+ReadyRun = tuple[int, str, bytes, bytes, int]
+"""(first block, tier, slots, generations, number of blocks)."""
+
+
+class Request(
+    msgspec.Struct, tag_field="op", kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The fields of every request. `deadline_s` is how long the caller waits, counted from
+    `sent_s` on the host's CLOCK_MONOTONIC, or from arrival where that is 0."""
+
+    id: Int = 0
+    s: Token = b""
+    deadline_s: Annotated[float, Meta(ge=0, le=MAX_DEADLINE_S)] = 0.0
+    sent_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """The fields of every reply. The daemon fills in `id`."""
+
+    id: int = 0
+    ok: bool = True
+
+
+Q = TypeVar("Q", bound=Request)
+R = TypeVar("R", bound=Reply)
+Deadline = Literal["match", "fetch", "put", "default"]
+
+
+@dataclass(frozen=True)
+class Operation(Generic[Q, R]):
+    """`capability`: the name under which `hello` lists it, if any. `is_admin`: served while the
+    daemon stops, too, and not counted among the clients' requests. `runs_late`: served after its
+    deadline, too. `deadline`: the key of the configuration's `deadlines` that limits it."""
+
+    request: type[Q]
+    reply: type[R]
+    needs_session: bool = True
+    capability: str = ""
+    is_admin: bool = False
+    runs_late: bool = False
+    deadline: Deadline = "default"
+
+    @cached_property
+    def name(self) -> str:
+        """On the wire."""
+        return str(self.request.__struct_config__.tag)
+
+    @cached_property
+    def fields(self) -> tuple[str, ...]:
+        """The request's own fields."""
+        names = self.request.__struct_fields__
+        return tuple(name for name in names if name not in Request.__struct_fields__)
+
+    @cached_property
+    def u32s(self) -> tuple[str, ...]:
+        """The request's fields that hold u32s."""
+        return tuple(f.name for f in msgspec.structs.fields(self.request) if f.type == U32s)
+
+
+OPERATIONS: Final[dict[str, Operation[Any, Any]]] = {}
+_BY_REQUEST: Final[dict[type[Request], Operation[Any, Any]]] = {}
+
+
+def declare(operation: Operation[Q, R]) -> Operation[Q, R]:
+    """Make an operation known to `decode_request`. Its name must be new."""
+    assert operation.name not in OPERATIONS, operation.name
+    OPERATIONS[operation.name] = _BY_REQUEST[operation.request] = operation
+    _decoder.cache_clear()
+    return operation
+
+
+def operation_of(request: Request) -> Operation[Any, Any]:
+    """The operation that a decoded request asks for."""
+    return _BY_REQUEST[type(request)]
+
+
+@cache
+def _decoder() -> Callable[[bytes | memoryview], Request]:
+    requests: Any = Union[tuple(_BY_REQUEST)]  # noqa: UP007
+    decode: Callable[[bytes | memoryview], Request] = msgspec.msgpack.Decoder(requests).decode
+    return decode
+
+
+def decode_request(data: bytes | memoryview) -> Request:
+    """Raises WireError naming the field that is wrong; its `request_id` is set when known."""
+    if len(data) > MAX_HEAD_BYTES:
+        unpack(data)
+    try:
+        request = _decoder()(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        request = _without_nils(data)
+    operation = _BY_REQUEST[type(request)]
+    if len(request.s) != SESSION_BYTES:
+        _check_session(operation, request.s, request.id)
+    for name in operation.u32s:
+        if len(getattr(request, name)) & 3:
+            size = len(getattr(request, name))
+            raise WireError("malformed", f"{name}: length {size} is no multiple of 4", request.id)
+    return request
+
+
+def _without_nils(data: bytes | memoryview) -> Request:
+    """A request that the decoder refused, decoded again: a nil field counts as an absent one.
+    Otherwise it raises WireError for the first mistake, in this order: id, op, s, the fields."""
+    message = unpack(data)
+    request_id = message.get("id", 0)
+    if type(request_id) is not int or not 0 <= request_id < 2**63:
+        raise WireError("malformed", "id: must be an unsigned integer")
+    op = message.get("op")
+    if type(op) is not str:
+        raise WireError("malformed", "op: missing, or not a string", request_id)
+    operation = OPERATIONS.get(op)
+    if operation is None:
+        raise WireError("malformed", f"op: {op[:40]!r} is no operation of protocol 1", request_id)
+    _check_session(operation, message.get("s", b""), request_id)
+    present = {name: value for name, value in message.items() if value is not None}
+    try:
+        return _decoder()(pack(present))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # msgspec says: "Expected `int`, got `str` - at `$.lease`".
+        sentence, _, path = str(error).partition(" - at ")
+        where = f"{path.strip('`$.')}: " if path else ""
+        code = "too_large" if " of length <= " in sentence else "malformed"
+        raise WireError(code, f"{where}{sentence[:200]}", request_id) from None
+
+
+def _check_session(operation: Operation[Any, Any], session: object, request_id: int) -> None:
+    if type(session) is not bytes or len(session) not in (0, SESSION_BYTES):
+        raise WireError("malformed", "s: must be the 16 bytes that hello returned", request_id)
+    if not session and operation.needs_session:
+        op = operation.name
+        raise WireError("unknown_session", f"{op} needs a session: say hello first", request_id)
+
+
+# --- sessions -----------------------------------------------------------------------------------
+
+
+class HelloRequest(Request, tag="hello"):
+    """`spec` is decoded by the handler: its nested arrays would be believed in here."""
+
+    protocol: Int
+    spec: msgspec.Raw
+    client: Name = ""
+    transport: str = "arena"
+    group: Token = b""
+
+
+class ArenaFile(msgspec.Struct):
+    """One file to map."""
+
+    tier: str
+    path: str
+    bytes: int
+
+
+class HelloReply(Reply):
+    session: bytes
+    group: bytes
+    epoch: str
+    version: str
+    pid: int
+    namespace: bytes
+    block_tokens: int
+    block_bytes: int
+    slot_bytes: int
+    transport: str
+    arenas: list[ArenaFile]
+    lease_ttl_s: float
+    heartbeat_s: float
+    max_message_bytes: int
+    max_prompt_tokens: int
+    capabilities: list[str]
+
+
+class HeartbeatRequest(Request, tag="heartbeat"):
+    pass
+
+
+class ByeRequest(Request, tag="bye"):
+    quiet: bool = False
+
+
+HELLO = declare(Operation(HelloRequest, HelloReply, needs_session=False, capability="frames"))
+HEARTBEAT = declare(Operation(HeartbeatRequest, Reply))
+BYE = declare(Operation(ByeRequest, Reply, runs_late=True))
+
+# --- asking for a prompt ------------------------------------------------------------------------
+
+
+class DecisionReply(msgspec.Struct, omit_defaults=True):
+    """How much of a hit to reload, and why; `sentence` only where the request says `explain`."""
+
+    name: DecisionName
+    reload_blocks: Count
+    reason: str
+    reload_s: float
+    prefill_s: float
+    recompute_s: float
+    sentence: str = ""
+
+
+class MatchRequest(Request, tag="match"):
+    tokens: U32s
+    request: Name = ""
+    skip_blocks: Int = 0
+    hop_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    explain: bool = False
+    conversation: Name = ""
+
+
+class MatchReply(Reply):
+    lease: Count
+    hit_blocks: Count
+    runs: list[TierRun]
+    decision: DecisionReply
+
+
+class FetchRequest(Request, tag="fetch"):
+    lease: Int
+    pages: bool = False
+
+
+class FetchReply(Reply):
+    """A progress answer has `more`; the reply has `blocks` and `waiting`."""
+
+    ready: list[ReadyRun]
+    more: bool | UnsetType = UNSET
+    blocks: int | UnsetType = UNSET
+    waiting: int | UnsetType = UNSET
+
+
+class ReleaseRequest(Request, tag="release"):
+    lease: Int
+    hop_bytes: Float = 0.0
+    hop_s: Seconds = 0.0
+    total_s: Seconds = 0.0
+    quiet: bool = False
+
+
+class ReleaseReply(Reply):
+    released: bool
+
+
+class ScoreRequest(Request, tag="score"):
+    namespace: Digest
+    tokens: U32s
+    lengths: U32s
+
+
+class PromptScore(msgspec.Struct):
+    hit_blocks: Count
+    runs: list[TierRun]
+    reload_blocks: Count
+    reload_s: float
+    prefill_s: float
+    recompute_s: float
+
+
+class ScoreReply(Reply):
+    block_tokens: int
+    measured: bool
+    scores: list[PromptScore]
+
+
+class WarmRequest(Request, tag="warm"):
+    namespace: Digest
+    tokens: U32s
+    wait: bool = False
+
+
+class WarmReply(Reply):
+    held_blocks: int
+    warm_blocks: int
+    refused_blocks: int
+
+
+class PinRequest(Request, tag="pin"):
+    namespace: Digest
+    tokens: U32s
+    ttl_s: Annotated[float, Meta(ge=1, le=MAX_PIN_S)] = 3600.0
+    name: Name = ""
+
+
+class PinReply(Reply):
+    pin: str
+    blocks: int
+    epoch: str
+
+
+class UnpinRequest(Request, tag="unpin"):
+    pin: Annotated[str, Meta(max_length=64)]
+
+
+class UnpinReply(Reply):
+    unpinned: bool
+
+
+MATCH = declare(Operation(MatchRequest, MatchReply, capability="match", deadline="match"))
+FETCH = declare(Operation(FetchRequest, FetchReply, capability="fetch", deadline="fetch"))
+RELEASE = declare(Operation(ReleaseRequest, ReleaseReply, runs_late=True))
+SCORE = declare(Operation(ScoreRequest, ScoreReply, needs_session=False, capability="score"))
+WARM = declare(Operation(WarmRequest, WarmReply, needs_session=False, capability="warm"))
+PIN = declare(Operation(PinRequest, PinReply, needs_session=False, capability="pin"))
+UNPIN = declare(Operation(UnpinRequest, UnpinReply, needs_session=False))
+
+# --- storing blocks -----------------------------------------------------------------------------
+
+
+class PutRequest(Request, tag="put"):
+    tokens: U32s
+    last: Int
+    first: Int = 0
+
+
+class PutReply(Reply):
+    ticket: int
+    tier: str
+    indices: U32s
+    slots: U32s
+    present: int
+    busy: int
+    refused: int
+
+
+class CommitRequest(Request, tag="commit"):
+    ticket: Int
+    indices: U32s
+    durable: bool = False
+
+
+class CommitReply(Reply):
+    committed: int
+    durable: bool
+
+
+class AbortRequest(Request, tag="abort"):
+    ticket: Int
+    quiet: bool = False
+
+
+class AbortReply(Reply):
+    aborted: int
+
+
+class ClearRequest(Request, tag="clear"):
+    pass
+
+
+class ClearReply(Reply):
+    cleared: int
+    complete: bool
+
+
+PUT = declare(Operation(PutRequest, PutReply, capability="put", deadline="put"))
+COMMIT = declare(Operation(CommitRequest, CommitReply, capability="durable", deadline="put"))
+ABORT = declare(Operation(AbortRequest, AbortReply, runs_late=True))
+CLEAR = declare(Operation(ClearRequest, ClearReply, capability="clear", deadline="put"))
+
+# --- what the inference engine reports ----------------------------------------------------------
+
+
+class ObserveRequest(Request, tag="observe"):
+    sum_n: Annotated[float, Meta(ge=0, le=1e15)]
+    sum_nc: Annotated[float, Meta(ge=0, le=1e18)]
+    seconds: Seconds
+    num_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
+    decode_tokens: Int = 0
+    quiet: bool = False
+
+
+class HintRequest(Request, tag="hint"):
+    tokens: U32s = b""
+    conversation: Name = ""
+    ended: Annotated[str, Meta(max_length=20)] = ""
+    finish_reason: Name = ""
+    return_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    keep: bool = True
+    answer_tokens: Int = 0
+    quiet: bool = False
+
+
+class HintReply(Reply):
+    known: bool
+
+
+OBSERVE = declare(Operation(ObserveRequest, Reply, capability="observe"))
+HINT = declare(Operation(HintRequest, HintReply, capability="hint"))
+
+# --- pages of an inference engine's own ---------------------------------------------------------
+
+
+class RegisterRequest(Request, tag="register"):
+    bus_id: Annotated[str, Meta(max_length=64)]
+    handles: Annotated[bytes, Meta(max_length=1 << 16)]
+    planes: Annotated[bytes, Meta(max_length=1 << 20)]
+    page_bytes: Annotated[int, Meta(ge=1, le=1 << 32)]
+    pages_per_block: Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+class RegisterReply(Reply):
+    registration: int
+    pid: int
+
+
+class LoadRequest(Request, tag="load"):
+    registration: Int
+    lease: Int
+    pages: U32s
+    first: Int = 0
+    planes_per_part: Int = 0
+
+
+class LoadReply(Reply):
+    """A progress answer has `more` and `planes`; the reply has `seconds`."""
+
+    blocks: int
+    seconds: float | UnsetType = UNSET
+    more: bool | UnsetType = UNSET
+    planes: int | UnsetType = UNSET
+
+
+class SaveRequest(Request, tag="save"):
+    registration: Int
+    ticket: Int
+    indices: U32s
+    pages: U32s
+
+
+class SaveReply(Reply):
+    blocks: int
+    seconds: float
+
+
+class UnregisterRequest(Request, tag="unregister"):
+    registration: Int
+
+
+REGISTER = declare(Operation(RegisterRequest, RegisterReply, capability="pages"))
+LOAD = declare(Operation(LoadRequest, LoadReply))
+SAVE = declare(Operation(SaveRequest, SaveReply))
+UNREGISTER = declare(Operation(UnregisterRequest, Reply))
+
+# --- operators and routers ----------------------------------------------------------------------
+
+
+class PingRequest(Request, tag="ping"):
+    pass
+
+
+class PingReply(Reply):
+    epoch: str
+    version: str
+    pid: int
+    uptime_s: float
+    ready: bool
+    tiers: dict[str, str]
+    block_tokens: int
+
+
+class EventsRequest(Request, tag="events"):
+    namespace: Digest
+    after: Int = 0
+
+
+class EventsReply(Reply):
+    epoch: str
+    endpoint: str | None
+    topic: str
+    sequence: int
+    tier_names: list[str]
+    keys: bytes
+    tiers: bytes
+    next: int | None
+
+
+class HealthRequest(Request, tag="health"):
+    pass
+
+
+class HealthReply(Reply):
+    live: bool
+    ready: bool
+    healthy: bool
+    tiers: dict[str, str]
+    problems: dict[str, str]
+    parts: dict[str, dict[str, Any]]
+
+
+class StatsRequest(Request, tag="stats"):
+    pass
+
+
+Row = dict[str, Any]
+
+
+class StatsReply(Reply):
+    """The daemon's counters; fields may be added."""
+
+    uptime_s: float
+    epoch: str
+    pid: int
+    version: str
+    events: Row
+    sessions: int
+    leases: int
+    pins: list[Row]
+    pinned_blocks: int
+    tickets: int
+    waiting: int
+    namespaces: list[Row]
+    index: Row
+    tiers: list[Row]
+    links: list[Row]
+    planner: Row
+    requests: dict[str, int]
+    errors: dict[str, int]
+    puts: dict[str, int]
+    gate: Row
+    history: Row
+    dropped_blocks: int
+    workers: dict[str, int]
+    memory: Row
+    pages: Row
+    queues: list[Row]
+
+
+class ExplainRequest(Request, tag="explain"):
+    last: Annotated[int, Meta(ge=1, le=256)] = 10
+
+
+class ExplainReply(Reply):
+    decisions: list[Row]
+
+
+class WhatIfRequest(Request, tag="what_if"):
+    pass
+
+
+class WhatIfReply(Reply):
+    tiers: list[Row]
+    share: float
+    forgotten: int
+    at_s: bytes
+    tokens: bytes
+    num_blocks: bytes
+    block_tokens: bytes
+    block_bytes: bytes
+    num_sampled: bytes
+    ids: bytes
+
+
+class TreeRequest(Request, tag="tree"):
+    namespace: Annotated[bytes, Meta(max_length=NAMESPACE_BYTES)] = b""
+    after: Int = 0
+    most: Annotated[int, Meta(ge=1, le=MAX_TREE_NODES)] = MAX_TREE_NODES
+
+
+class TreeReply(Reply):
+    epoch: str
+    next: int | None
+    end: int
+    tiers: list[str]
+    namespaces: list[Row]
+    nodes: list[list[Any]]
+
+
+class VerifyRequest(Request, tag="verify"):
+    start: bool = False
+    bytes_per_s: Annotated[float, Meta(ge=1e5, le=1e12)] = 64e6
+
+
+class VerifyReply(Reply):
+    devices: list[Row]
+
+
+class ReloadRequest(Request, tag="reload"):
+    file: Annotated[str, Meta(max_length=4096)] = ""
+
+
+class ReloadReply(Reply):
+    live: list[str]
+    restart: list[str]
+
+
+def _admin(request: type[Q], reply: type[R], capability: str = "") -> Operation[Q, R]:
+    return declare(
+        Operation(request, reply, needs_session=False, is_admin=True, capability=capability)
+    )
+
+
+PING = _admin(PingRequest, PingReply)
+EVENTS = _admin(EventsRequest, EventsReply, "events")
+HEALTH = _admin(HealthRequest, HealthReply)
+STATS = _admin(StatsRequest, StatsReply)
+EXPLAIN = _admin(ExplainRequest, ExplainReply)
+WHAT_IF = _admin(WhatIfRequest, WhatIfReply)
+TREE = _admin(TreeRequest, TreeReply)
+VERIFY = _admin(VerifyRequest, VerifyReply)
+RELOAD = _admin(ReloadRequest, ReloadReply)
