@@ -27,7 +27,7 @@ from hicache.engine.placement.write_back import WriteDown
 from hicache.engine.placement.write_gate import WriteGate
 from hicache.engine.planner.cost import LinkCost, PrefillCost, is_measurable, learn_hop
 from hicache.engine.planner.counters import Ledger, TierCounts
-from hicache.engine.planner.estimates import Memory
+from hicache.engine.planner.estimates import SavedEstimates
 from hicache.engine.planner.planner import Planner
 from hicache.engine.policies.base import EvictionPolicy
 from hicache.engine.policies.hazard.history import History
@@ -98,7 +98,7 @@ class CacheEngine:
         self.warming = Warming(self.residency, self.matching, self.evictor, self.fetching)
         self.pinning = Pinning(self.residency, self.matching)
         self.changes = Changes(self.residency)
-        self.memory = Memory(self.residency, self.estimates)
+        self.memory = SavedEstimates(self.residency, self.estimates)
         self.storing = Storing(self.residency, self.evictor, self.writedown, settings, history)
         self.uses = Uses(self.residency, self.identities, self.writedown.tier)
         self._restorations: dict[int, Restoration] = {}
@@ -203,7 +203,7 @@ class CacheEngine:
             self.hop_s_per_byte[number] = 1.0 / self.settings.hop_bytes_per_s
         self._by_digest[event.digest] = number
         with suppress(ValueError):  # damaged: it is learned anew
-            self.memory.greet(number)
+            self.memory.opened(number)
         return number
 
     def _new_namespace(self, event: p.OpenNamespace, number: int, root: Node) -> Namespace:

@@ -1,4 +1,4 @@
-"""What an operator can tune of the cache engine, as one frozen piece."""
+"""The cache engine's settings, as one frozen value."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`max_moving_bytes`: bytes handed to one link at a time (more waits in the engine).
+    """`max_moving_bytes`: bytes sent to one link at a time (more waits in the cache engine).
 
-    `selective_hits`: hits after which write-through-selective writes a path down.
-    `prior`, `flop_per_s`: what a prefill is believed to cost until one was measured; what the
-    machine computes in one, 0 where nobody has said so.
+    `selective_hits`: hits after which write-through-selective writes a path.
+    `prior`, `flop_per_s`: the prefill estimate before the first measurement; the machine's FLOP/s
+    in a prefill, 0 where not configured.
     `hop_bytes_per_s`: the client's last copy, until it has been measured.
-    `min_return`, `write_bytes_per_s`: what memory gives up is written to a durable tier only if it
-    returns with this probability, and on average no more of it (see WriteGate).
+    `min_return`, `write_bytes_per_s`: an evicted block is written to a persistent tier only if its
+    probability of reuse is at least this, and within this average rate (see WriteGate).
     `max_pinned`: share of each tier that all pins together may hold.
     """
 

@@ -1,12 +1,12 @@
-"""What the trees are made of: nodes, which are runs of blocks, and stems, which hold their symbols.
+"""The parts of the trees: nodes, which are runs of blocks, and stems, which hold their symbols.
 
-A stem is a chain of nodes, each the child of the one before, whose symbols stand in one `bytes`:
+A stem is a chain of nodes, each the child of the one before, with all their symbols in one `bytes`:
 
     stem A   [ b0 … b63 | b64 … b71 | b72 … b90 ]       one comparison matches all three nodes
-                        └─ stem B  [ b72'… b75' ]       the other child of the node above it
+                        └─ stem B  [ b72'… b75' ]       another child of A's second node
 
-Matching costs by the stem, not by the node, so a conversation that was stored turn by turn, with
-another try at every turn, is found as fast as one prompt. Splitting a node moves no byte.
+Matching takes one comparison per stem, not per node: a conversation stored turn by turn, with a
+second answer at every turn, is found as fast as one prompt. Splitting a node copies no bytes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 depth_of: Final = attrgetter("depth")
 
 SPARE_SHARE: Final = 0.75
-"""More of a stem's symbols than that are not kept for nobody."""
+"""A stem is compacted once more than this share of its bytes is unused."""
 _NO_CHILDREN: Final[dict[bytes, Node]] = {}
 _HOLDING_NONE: Final = [0] * MAX_TIERS
 
 
 class Stem:
-    """`symbols` of all `nodes`, in order, and after them `spare_bytes` of blocks that are no more:
-    a stem that is given up piece by piece is not copied for every piece. Owned by the index."""
+    """`symbols` of all `nodes`, in order, followed by `spare_bytes` of removed blocks: removing
+    blocks from its end does not copy the stem every time. Owned by the index."""
 
     __slots__ = ("nodes", "spare_bytes", "symbols")
 
@@ -42,32 +42,32 @@ class Stem:
 
     @property
     def num_bytes(self) -> int:
-        """How many of `symbols` the nodes have."""
+        """The bytes of `symbols` in use."""
         return len(self.symbols) - self.spare_bytes
 
     def shorten(self, num_bytes: int) -> None:
-        """The last nodes have so much less."""
+        """Mark the last `num_bytes` in use as spare."""
         self.spare_bytes += num_bytes
         if self.spare_bytes > SPARE_SHARE * len(self.symbols):
-            self.tidy()
+            self.compact()
 
-    def tidy(self) -> None:
-        """Keep nothing that no node has."""
+    def compact(self) -> None:
+        """Drop the spare bytes."""
         if self.spare_bytes:
             self.symbols = self.symbols[: -self.spare_bytes]
             self.spare_bytes = 0
 
 
 class Node:
-    """A run of blocks. `span`: their ids, as an index into the arrays.
+    """A run of blocks. `span`: their ids, as an index into the arrays. A root is an empty run.
 
     `tiers`, `leaving`: bit sets, as in BlockTable.tags; `staying` is tiers without leaving.
-    `holding[t]` counts children that stay in tier t: a node is a leaf of t when it stays in t and
-    no child does. `queued`: the policies that have it as a candidate. `kind`, `uses`, `run`:
-    what the history knows of it (`History.marks`): -1, 0 and None until it is told, and where no
-    policy asks.
-    A root is an empty run.
-    Leaves share what they have none of: they are most, and are made and given up all the time.
+    `holding[t]` counts the children that stay in tier t: a node is a leaf of t when it stays in t
+    and no child does. `queued`: bit set of the policies that have it as a candidate. `kind`,
+    `uses`, `run`: its class, uses and ghost run (`History.marks`); -1, 0 and None until set, and
+    where no policy uses the history.
+    Leaves share their empty `children` and `holding`: most nodes are leaves, and they are created
+    and removed all the time.
     """
 
     __slots__ = (
@@ -112,14 +112,14 @@ class Node:
     def __len__(self) -> int:
         return self.num_blocks
 
-    def adopt(self, symbol: bytes, child: Node) -> None:
-        """Hang a child in, under the symbol of its first block."""
+    def add_child(self, symbol: bytes, child: Node) -> None:
+        """Add a child under the symbol of its first block."""
         if self.children is _NO_CHILDREN:
             self.children = {}
         self.children[symbol] = child
 
-    def hold(self, tier: int, count: int) -> None:
-        """So many children more (or less) stay in this tier."""
+    def count_holding(self, tier: int, count: int) -> None:
+        """Add `count` to the number of children that stay in this tier."""
         if self.holding is _HOLDING_NONE:
             self.holding = [0] * MAX_TIERS
         self.holding[tier] += count
@@ -129,8 +129,8 @@ class Node:
         return ids_of(self.span)
 
     def symbols(self, step: int, first: int, last: int) -> bytes:
-        """The symbols of the node's blocks first … last-1, `step` bytes each. That of its first
-        block is its place among its parent's children."""
+        """The symbols of the node's blocks first … last-1, `step` bytes each. The first block's
+        symbol is the node's key among its parent's children."""
         above = self.depth - self.stem.nodes[0].depth
         return self.stem.symbols[(above + first) * step : (above + last) * step]
 

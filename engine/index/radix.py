@@ -1,17 +1,16 @@
-"""The radix index: which blocks of a prompt are known, and in which tiers they can be read.
+"""The radix index: which blocks of a prompt are known, and which tiers they can be read from.
 
-A path-compressed tree per namespace. A node is a run of blocks with the same residency, tagged
-with it (a bit set of tiers). Symbols are a block's tokens (or a hash): the tree compares bytes and
-does not care which.
+A path-compressed tree per namespace. A node is a run of blocks in the same tiers, tagged with a bit
+set of them. A block's symbol is its tokens, or a hash of them: the tree only compares bytes.
 
     root ─┬─ [b0 … b63 | dram+disk] ─┬─ [b64 … b71 | hbm]
           │                          └─ [b64'… b90'| disk]
           └─ [c0 … c511 | disk]
 
-Matching never changes the tree. A run that moves in part is split: the node object stays the lower
-part, so what hangs on a leaf still hangs on a leaf. Neighbours that became equal are merged.
-Symbols are `bytes` walked by offset with `startswith`, a whole stem of nodes at a time; slicing the
-query per node is what makes other trees superlinear. Owned by the daemon's one loop.
+Matching never changes the tree. When part of a run moves, the run is split: the node object stays
+the lower part, so a leaf stays the same object. Equal neighbours are merged. Symbols are `bytes`
+compared by offset with `startswith`, a whole stem of nodes at a time; slicing the query per node
+would make matching superlinear. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -31,21 +30,19 @@ from hicache.engine.residency.blocks import LEAVING_SHIFT, BlockTable
 from hicache.tiers.block import Ids
 
 MAX_STEM_BYTES: Final = 256 << 10
-"""Stems are not joined past this length, so a change copies at most so much."""
+"""Stems are not joined beyond this length, which bounds what a change copies."""
 
-MAX_WAYS: Final = 2
-"""A stem goes on below a node with at most so many children: where more ways part, looking the next
-block up is faster than finding where two stems part."""
+MAX_CHILDREN: Final = 2
+"""Within a stem. A node with more children ends its stem: there a lookup of the next block is
+faster than a comparison that finds where two stems differ."""
 
 _NO_STEM: Final = Stem(b"", [])
 _NO_BLOCKS: Final = slice(0, 0)
 
 
 class Path(msgspec.Struct):
-    """The longest known prefix of a query: whole nodes, the last perhaps only `partial` blocks in.
-
-    `num_blocks` counts all matched blocks, readable or not.
-    """
+    """The longest known prefix of a query: whole nodes, or `partial` blocks of the last one if not
+    0. `num_blocks` counts all matched blocks, readable or not."""
 
     nodes: list[Node] = msgspec.field(default_factory=list)
     partial: int = 0
@@ -79,7 +76,7 @@ class Index:
         self.nodes: list[Node | None] = []
         self._free_numbers: list[int] = []
         self.num_nodes = 0
-        self.num_blocks: dict[int, int] = {}  # by namespace: asked often, and a tree may be large
+        self.num_blocks: dict[int, int] = {}  # by namespace; counting a large tree is slow
 
     def add_root(self, namespace: int) -> Node:
         """A new, empty tree."""
@@ -89,13 +86,13 @@ class Index:
         return root
 
     def match(self, root: Node, tokens: bytes, step: int) -> Path:
-        """The longest known prefix of whole blocks (`step` symbol bytes each), from a root or from
-        the last node of a stem (`part`) on. Changes nothing."""
+        """The longest known prefix of whole blocks (`step` symbol bytes each), below a root or the
+        last node of a stem (`split_stem`). Changes nothing."""
         nodes: list[Node] = []
         children = root.children
         position = 0
         while (child := children.get(tokens[position : position + step])) is not None:
-            stem = child.stem  # it is the first of its stem: its parent would be in it too
+            stem = child.stem  # `child` is its first node: else its parent would be in it too
             if not stem.spare_bytes and tokens.startswith(stem.symbols, position):
                 nodes += stem.nodes
                 position += len(stem.symbols)
@@ -112,10 +109,8 @@ class Index:
         return Path(nodes, 0, position // step)
 
     def extend(self, root: Node, path: Path, symbols: bytes, step: int) -> Node:
-        """Append new blocks (no copies yet) after a path that ends before them.
-
-        Returns the new node, a child of the path's end.
-        """
+        """Append new blocks (without copies yet) to a path. Returns the new node, a child of the
+        path's last node."""
         self.cut(path, step)
         parent = path.nodes[-1] if path.nodes else root
         count, rest = divmod(len(symbols), step)
@@ -129,23 +124,23 @@ class Index:
         node.stem = Stem(symbols, [node])
         self.blocks.place(span, node.number, depth)
         self.num_blocks[root.namespace] += count
-        parent.adopt(first, node)
-        if len(parent.children) > MAX_WAYS:
-            self.part(parent, step)
+        parent.add_child(first, node)
+        if len(parent.children) > MAX_CHILDREN:
+            self.split_stem(parent, step)
         path.nodes.append(node)
         path.num_blocks += count
         return node
 
     def cut(self, path: Path, step: int) -> None:
-        """Make the path end at a node's end, splitting the last node where it is partial."""
+        """Make the path end at a node's end: split its last node where that is partial."""
         if path.partial:
             path.nodes[-1] = self.split(path.nodes[-1], path.partial, step)
             path.partial = 0
 
     def split(self, node: Node, count: int, step: int) -> Node:
-        """Cut the first `count` blocks off into a new parent, which is returned.
+        """Move the first `count` blocks into a new parent, which is returned.
 
-        Leases, moves and states hang on block ids and notice nothing.
+        Leases, moves and states refer to block ids, so a split does not affect them.
         """
         assert 0 < count < len(node)
         parent = node.parent
@@ -162,14 +157,15 @@ class Index:
         upper.stem = node.stem
         upper.stem.nodes.insert(upper.stem.nodes.index(node), upper)
         node.depth += count
-        upper.adopt(node.symbols(step, 0, 1), node)
+        upper.add_child(node.symbols(step, 0, 1), node)
         for tier in range(len(self.blocks.tiers)):
-            upper.hold(tier, node.staying >> tier & 1)
+            upper.count_holding(tier, node.staying >> tier & 1)
         self.blocks.node[upper.span] = upper.number
         return upper
 
     def try_merge(self, node: Node, step: int) -> Node | None:
-        """Merge a node's parent into it when nothing tells them apart. Returns the dead parent."""
+        """Merge a node's parent into it when their attributes are equal and it is the only child.
+        Returns the removed parent, or None."""
         parent = node.parent
         if (
             parent is None
@@ -194,9 +190,9 @@ class Index:
         return parent
 
     def mark(self, nodes: Sequence[Node], marks: Sequence[Mark], step: int) -> bool:
-        """Tell the nodes of one path their kind, uses and run: each of `marks` holds up to a block,
-        (end, kind, uses, run). Nodes are split where kinds differ: whether any was, so that a path
-        of them is stale."""
+        """Set kind, uses and run of the nodes of one path: each of `marks` is (end, kind, uses,
+        run) and applies up to block `end`. Nodes are split where kinds differ. Returns whether any
+        was split, which makes paths of these nodes stale."""
         position = 0
         is_stale = False
         for node in nodes:
@@ -217,7 +213,7 @@ class Index:
         return is_stale
 
     def join(self, nodes: Sequence[Node]) -> None:
-        """Bring a path's symbols together in as few stems as may be: it will be asked for again."""
+        """Join the stems along a path, as far as allowed, to make its next match faster."""
         start = 0
         while start < len(nodes):
             stem = nodes[start].stem
@@ -228,17 +224,20 @@ class Index:
                 end = start + 1
                 while nodes[end].stem is stem:
                     end += 1
-            elif len(nodes[end - 1].children) <= MAX_WAYS and self._try_join(stem, nodes[end].stem):
+            elif len(nodes[end - 1].children) <= MAX_CHILDREN and self._try_join(
+                stem, nodes[end].stem
+            ):
                 continue
             start = end
 
     def _try_join(self, stem: Stem, below: Stem) -> bool:
-        """Append a stem to the one that it hangs from the end of. False if that is too long."""
+        """Append stem `below` to the one that ends at its parent. Returns False, and changes
+        nothing, if the result would be too long."""
         if stem is below:
             return True
         if stem.num_bytes + below.num_bytes > MAX_STEM_BYTES:
             return False
-        stem.tidy()
+        stem.compact()
         stem.symbols += below.symbols
         stem.spare_bytes = below.spare_bytes
         stem.nodes += below.nodes
@@ -246,12 +245,12 @@ class Index:
             node.stem = stem
         return True
 
-    def part(self, node: Node, step: int) -> None:
-        """End a stem with this node; what followed becomes a stem of its own."""
+    def split_stem(self, node: Node, step: int) -> None:
+        """End a stem with this node; the nodes after it become another stem."""
         stem = node.stem
         if node is stem.nodes[-1]:
             return
-        stem.tidy()
+        stem.compact()
         kept = stem.nodes.index(node) + 1
         num_bytes = (node.depth + node.num_blocks - stem.nodes[0].depth) * step
         below = Stem(stem.symbols[num_bytes:], stem.nodes[kept:])
@@ -261,20 +260,18 @@ class Index:
         del stem.nodes[kept:]
 
     def set_residency(self, node: Node, tiers: int, leaving: int) -> None:
-        """Tag a node; its parent's counts follow."""
+        """Tag a node, and update its parent's counts."""
         before = node.staying
         node.tiers, node.leaving, node.staying = tiers, leaving, tiers & ~leaving
         changed = before ^ node.staying
         if changed and node.parent is not None:
             for tier in range(len(self.blocks.tiers)):
                 if changed >> tier & 1:
-                    node.parent.hold(tier, 1 if node.staying >> tier & 1 else -1)
+                    node.parent.count_holding(tier, 1 if node.staying >> tier & 1 else -1)
 
     def retag(self, node: Node, step: int) -> list[Node]:
-        """Bring a node's tags in line with its blocks, splitting where they differ.
-
-        Returns the resulting nodes, top first; the last is `node` itself.
-        """
+        """Set a node's tags from its blocks, splitting it where they differ. Returns the resulting
+        nodes, top first; the last is `node` itself."""
         tags = self.blocks.tags[node.span]
         pieces: list[Node] = []
         if (tags != tags[0]).any():
@@ -290,8 +287,8 @@ class Index:
         return pieces
 
     def trim(self, node: Node, count: int, step: int) -> Span:
-        """Cut the last `count` blocks, not all, off a childless node. Returns them; they are the
-        caller's to forget."""
+        """Remove the last `count` blocks, but not all, of a childless node. Returns them: the
+        caller must free them."""
         kept = node.num_blocks - count
         assert 0 < kept < node.num_blocks
         assert not node.children
@@ -302,7 +299,7 @@ class Index:
         return gone
 
     def remove(self, node: Node, step: int) -> Node:
-        """Forget a childless node and its blocks, which have no copy left. Returns its parent."""
+        """Remove a childless node and its blocks, which have no copy left. Returns its parent."""
         parent = node.parent
         assert parent is not None
         assert not node.tiers
@@ -311,14 +308,14 @@ class Index:
         return parent
 
     def unlink(self, leaves: list[Node], step: int) -> None:
-        """Take childless nodes, whose blocks are no more, out of the tree and out of the list: each
-        is let go of while it is at hand."""
+        """Remove childless nodes, whose blocks are freed already, from the tree. Empties the
+        list."""
         while leaves:
             node = leaves.pop()
             parent, stem = node.parent, node.stem
             assert parent is not None
             assert not node.children
-            if stem.nodes[0] is node:  # its stem goes with it
+            if stem.nodes[0] is node:  # it is its stem's only node
                 del parent.children[stem.symbols[:step]]
             else:
                 del parent.children[node.symbols(step, 0, 1)]
@@ -328,13 +325,13 @@ class Index:
             self._drop(node)
 
     def node_of(self, block: int) -> Node:
-        """The node that holds a block now."""
+        """The node that contains a block."""
         node = self.nodes[int(self.blocks.node[block])]
         assert node is not None, self.blocks.story(block)
         return node
 
     def nodes_of(self, ids: Ids) -> list[Node]:
-        """The distinct nodes holding these blocks."""
+        """The distinct nodes that contain these blocks."""
         numbers = self.blocks.node[ids]
         if len(numbers) and (numbers == numbers[0]).all():
             return [self.node_of(int(ids[0]))]
@@ -342,7 +339,7 @@ class Index:
         return [node for node in found if node is not None]
 
     def path_to(self, node: Node) -> list[Node]:
-        """The nodes from below the root down to this one."""
+        """The nodes from the root's child down to this one."""
         path = []
         while node.parent is not None:
             path.append(node)
@@ -375,12 +372,12 @@ class Index:
         self._free_numbers.append(node.number)
         self.num_nodes -= 1
         node.parent = None
-        node.stem = _NO_STEM  # who still knows the node must not keep its symbols alive
+        node.stem = _NO_STEM  # a remaining reference to the node must not keep its symbols alive
         node.span, node.num_blocks = _NO_BLOCKS, 0
         node.tiers = node.leaving = node.staying = 0
 
     def validate(self, root: Node, step: int) -> int:
-        """Check a tree from the ground. Returns its number of blocks."""
+        """Check a tree's invariants. Returns its number of blocks."""
         num_blocks = 0
         for node in self.subtree(root):
             assert self.nodes[node.number] is node
@@ -414,17 +411,18 @@ class Index:
         return num_blocks
 
     def _validate_stem(self, stem: Stem, step: int) -> None:
-        """A chain of nodes with all their symbols, that goes on where few ways part."""
+        """Check that a stem is a chain of nodes with all their symbols."""
         assert stem.num_bytes == sum(map(len, stem.nodes)) * step
         assert 0 <= stem.spare_bytes <= SPARE_SHARE * len(stem.symbols)
         assert all(node.stem is stem for node in stem.nodes)
         for above, node in pairwise(stem.nodes):
             assert node.parent is above
-            assert len(above.children) <= MAX_WAYS
+            assert len(above.children) <= MAX_CHILDREN
 
 
 def _common_blocks(edge: bytes, tokens: bytes, position: int, step: int) -> int:
-    """How many whole blocks of `edge` stand in `tokens` at `position`: at least 1, not all."""
+    """How many whole blocks `edge` and `tokens` from `position` have in common: at least 1, not
+    all."""
     query = memoryview(tokens)[position:]  # its slices copy nothing
     low, high = 1, min(len(edge), len(query)) // step
     if edge.startswith(query[: high * step]):  # a query that ends within the edge

@@ -1,15 +1,15 @@
-"""A look into the index, page by page: which runs of blocks are there, and what holds them.
+"""Lists the index page by page: runs of blocks, their tiers, and whether they are leased.
 
-A page is a slice of the list of nodes by their numbers, so what it costs depends on its length and
-not on the index. Numbers of nodes that are no more are gaps until they are given out again:
+A page is a slice of the list of nodes by number, so its cost depends on its length, not on the size
+of the index. Numbers of removed nodes are gaps until they are used again:
 
     numbers    0     1     2     3     4     5     6     7
     nodes     root   A     –    root   B     C     –     D
               └──── page ────┘└──── page ────┘└── page ──┘     `next`: 3, 6, None
 
-A question, not an event: nothing is touched by it. The tree may change between two pages: a node
-that is split keeps its number for its lower part, one that is merged takes in its parent, and a
-number may stand for another node by then. Owned by the daemon's one loop.
+A query: it changes nothing and counts as no use. The tree may change between two pages: a node that
+is split keeps its number for its lower part, one that is merged takes in its parent, and a number
+may stand for another node by then. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import msgspec
 from hicache.engine.residency.copies import DISMISSED_S, Residency
 
 MAX_FIRST_TOKENS: Final = 8
-"""Of a run: enough to tell branches apart, and little of a prompt."""
+"""Of a run: enough to distinguish branches, and little of a prompt."""
 TOKEN_BYTES: Final = 4
 
 
 class TreeRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One node. It travels as an array of its fields in this order, which may grow at its end.
+    """One node. Encoded as an array of its fields in this order; new fields go at the end.
 
-    `parent`: the number of the node above it, None where it is the first of its namespace's.
-    `namespace`: a place in the page's list. `depth`, `blocks`: where it begins and how long it is,
-    in blocks. `tiers`, `leaving`: bit t for tier t, where it can be read and what it is leaving.
-    `idle_s`: since it was last asked for or stored; None where nobody is expected to ask again.
-    `is_leased`: some of it is. `tokens`: the first of its first block, u32 little-endian.
+    `parent`: its parent's number, None at the top of a namespace. `namespace`: position in the
+    page's list. `depth`, `blocks`: start and length in blocks. `tiers`, `leaving`: bit t for tier
+    t: the tiers it can be read from, and those it is leaving. `idle_s`: seconds since its last use
+    or store; None where no further use is expected. `is_leased`: some of its blocks are leased.
+    `tokens`: the first tokens of its first block, u32 little-endian.
     """
 
     number: int
@@ -48,8 +48,9 @@ class TreeRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class TreePage(msgspec.Struct, frozen=True):
-    """`namespaces`: numbers of those whose root or nodes are in it, as in `TreeRun.namespace`.
-    `next`: where the next page begins, None where there is none; `end`: how far numbers go."""
+    """`namespaces`: numbers of the namespaces with a root or node in it; `TreeRun.namespace` is a
+    position in this list. `next`: the next page's `after`, None at the end; `end`: the number after
+    the last."""
 
     runs: list[TreeRun]
     namespaces: list[int]
@@ -66,8 +67,8 @@ def page(
     *,
     with_tokens: bool = True,
 ) -> TreePage:
-    """The nodes with the numbers `after … after + most - 1`, of namespaces whose digest begins with
-    `namespace`. Any `after` from 0 on is right, also one that no page named."""
+    """The nodes numbered `after … after + most - 1`, of namespaces whose digest begins with
+    `namespace`. Any `after` from 0 on is valid, also one that no page returned."""
     blocks, spaces = residency.blocks, residency.namespaces
     nodes = residency.index.nodes
     first_bytes = MAX_FIRST_TOKENS * TOKEN_BYTES if with_tokens else 0

@@ -1,4 +1,4 @@
-"""Which blocks came to be held where and which are gone, for a subscriber that keeps a copy.
+"""Which blocks were stored in which tier and which were removed, for subscribers with a copy.
 
 Door: `diff.Changes`, read by the daemon's KV-event publisher.
 """

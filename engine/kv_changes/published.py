@@ -1,8 +1,8 @@
-"""What was told of each block: in which tiers it is held, and its key.
+"""What has been published of each block: its tiers and its key.
 
-By block id, beside the table of blocks: `told` (a bit for each tier), the block's key and its
-namespace, 38 bytes a block. A row changes when something is told of its block, and when the id is
-given back. Keys are computed when they are first needed; whatever block has one, all above it have.
+Arrays by block id: `tiers` (a bit set), the block's key and its namespace, 38 bytes a block. A row
+changes when its block is published, and when its id is freed. Keys are computed when first needed;
+if a block has one, all blocks above it have one.
 
 Owned by `hicache.engine.kv_changes.diff`.
 """
@@ -24,13 +24,13 @@ from hicache.tiers.block import Ids
 Bits = npt.NDArray[np.uint8]
 KEY_BYTES: Final = len(ROOT_KEY)
 MAX_SCANNED: Final = 1 << 18
-"""Ids looked at for one page, whoever's they are."""
+"""Ids scanned for one page, of all namespaces."""
 _AT_A_TIME: Final = 256
 
 
 class PublishedPage(msgspec.Struct, frozen=True):
-    """Some of the blocks that were told as held: `keys`, 32 bytes each, and `tiers`, a byte with a
-    bit for each tier. `next`: where the next page begins, None behind the last."""
+    """Some of the published blocks: `keys`, 32 bytes each, and `tiers`, a bit set of one byte each.
+    `next`: the next page's `after`, None at the end."""
 
     keys: bytes
     tiers: bytes
@@ -38,18 +38,18 @@ class PublishedPage(msgspec.Struct, frozen=True):
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """Blocks that are no more, and were told as held in `tiers`."""
+    """Blocks that no longer exist, and are published as held in `tiers`."""
 
     namespace: bytes
     tiers: Bits
     keys: npt.NDArray[np.uint8]
 
 
-class Shadow:
-    """`told` is read by `Changes`, and written here."""
+class PublishedBlocks:
+    """`tiers` is read by `Changes`, and written only here."""
 
     def __init__(self) -> None:
-        self.told: Bits = np.empty(0, np.uint8)
+        self.tiers: Bits = np.empty(0, np.uint8)
         self._has_key = np.empty(0, np.bool_)
         self._of = np.empty(0, np.int32)
         self._keys = np.empty((0, KEY_BYTES), np.uint8)
@@ -57,52 +57,53 @@ class Shadow:
         self._numbers: dict[bytes, int] = {}
 
     def grow(self, size: int) -> None:
-        """As many rows as there are ids. Zeros are not touched before they are used."""
-        known = len(self.told)
+        """Extend the arrays to `size` ids. New rows take no memory until they are used."""
+        known = len(self.tiers)
         if size == known:
             return
-        for name in ("told", "_has_key", "_of", "_keys"):
+        for name in ("tiers", "_has_key", "_of", "_keys"):
             old = getattr(self, name)
             new = np.zeros((size, *old.shape[1:]), old.dtype)
             new[:known] = old
             setattr(self, name, new)
 
     def note(self, blocks: Ids, digest: bytes, came: int, left: int) -> None:
-        """It was told that these came to and left these tiers; all were told alike before."""
-        self.told[blocks] = (int(self.told[blocks[0]]) | came) & ~left
+        """Record that these were published as stored in `came` and removed from `left`. All had the
+        same published tiers before."""
+        self.tiers[blocks] = (int(self.tiers[blocks[0]]) | came) & ~left
         self._of[blocks] = self._number_of(digest)
 
     def drop(self, ids: Ids) -> Iterator[Gone]:
-        """These ids were given back, whatever they name by now. What was told as held of them is
-        gone, in pieces."""
+        """Clear the rows of freed ids. Returns the blocks among them that were published, in
+        pieces."""
         if not len(ids):
             return
-        told = ids[self.told[ids] != 0]
-        for number in np.unique(self._of[told]).tolist():
-            mine = told[self._of[told] == number]
+        published = ids[self.tiers[ids] != 0]
+        for number in np.unique(self._of[published]).tolist():
+            mine = published[self._of[published] == number]
             for start in range(0, len(mine), _AT_A_TIME):
                 some = mine[start : start + _AT_A_TIME]
-                yield Gone(self._digests[number], self.told[some], self._keys[some])
-        self.told[ids] = 0
+                yield Gone(self._digests[number], self.tiers[some], self._keys[some])
+        self.tiers[ids] = 0
         self._has_key[ids] = False
 
     def page(self, digest: bytes, after: int, most: int) -> PublishedPage:
-        """What was told as held of a namespace, from id `after` on; at most so many blocks. May be
-        empty and not the last."""
+        """Published blocks of a namespace, from id `after` on, at most `most`. A page may be empty
+        without being the last."""
         number = self._numbers.get(digest)
-        if number is None or after >= len(self.told):
+        if number is None or after >= len(self.tiers):
             return PublishedPage(b"", b"", None)
-        end = min(after + MAX_SCANNED, len(self.told))
-        is_held = (self.told[after:end] != 0) & (self._of[after:end] == number)
+        end = min(after + MAX_SCANNED, len(self.tiers))
+        is_held = (self.tiers[after:end] != 0) & (self._of[after:end] == number)
         found = np.flatnonzero(is_held)[:most] + after
         if len(found) == most:
             end = int(found[-1]) + 1
-        keys, tiers = self._keys[found].tobytes(), self.told[found].tobytes()
-        return PublishedPage(keys, tiers, end if end < len(self.told) else None)
+        keys, tiers = self._keys[found].tobytes(), self.tiers[found].tobytes()
+        return PublishedPage(keys, tiers, end if end < len(self.tiers) else None)
 
     def forget_idle(self, busy: set[bytes]) -> list[bytes]:
-        """Forget the namespaces of which nothing is told as held, but for these. Returns them."""
-        held = set(np.unique(self._of[self.told != 0]).tolist())
+        """Delete the namespaces without published blocks, except those in `busy`. Returns them."""
+        held = set(np.unique(self._of[self.tiers != 0]).tolist())
         idle = [n for n, digest in self._digests.items() if n not in held and digest not in busy]
         digests = [self._digests.pop(number) for number in idle]
         for digest in digests:
@@ -110,7 +111,7 @@ class Shadow:
         return digests
 
     def _number_of(self, digest: bytes) -> int:
-        """A number of its own: a namespace's number in the engine may be given to another."""
+        """This table's number for a namespace; the cache engine's may be used for another later."""
         number = self._numbers.get(digest)
         if number is None:
             number = next(n for n in range(len(self._digests) + 1) if n not in self._digests)
@@ -121,12 +122,12 @@ class Shadow:
     # --- keys -----------------------------------------------------------------------------------
 
     def key_before(self, node: Node, place: int) -> bytes:
-        """The key of the block before this place of a node, which has one."""
+        """The key of the block before this place of a node; that block must have one."""
         before = block_before(node, place)
         return ROOT_KEY if before is None else self._key_of(before)
 
     def keys_of(self, node: Node, place: int, blocks: Ids, namespace: Namespace) -> list[bytes]:
-        """The keys of consecutive blocks of a node. Whatever has one, all above it have."""
+        """The keys of consecutive blocks of a node; missing ones are computed."""
         if self._has_key[blocks[-1]]:
             return split_keys(self._keys[blocks])
         before = block_before(node, place)
@@ -142,16 +143,16 @@ class Shadow:
         return front + keys
 
     def _key(self, node: Node, ids: Ids, namespace: Namespace) -> None:
-        """Know the keys of these first blocks of a node, hence those of all above it."""
+        """Compute the keys of these first blocks of a node, and of all blocks above it."""
         path = [node]
         while (above := path[-1].parent) is not None and not above.is_root:
             if self._has_key[int(above.block_ids()[-1])]:
                 break
             path.append(above)
-        for due in reversed(path):
-            mine = ids if due is node else due.block_ids()
+        for part in reversed(path):
+            mine = ids if part is node else part.block_ids()
             if len(mine):
-                self.keys_of(due, 0, mine, namespace)
+                self.keys_of(part, 0, mine, namespace)
 
     def _key_of(self, block: int) -> bytes:
         key: bytes = self._keys[block].tobytes()
@@ -159,7 +160,7 @@ class Shadow:
 
 
 def block_before(node: Node, place: int) -> int | None:
-    """The block before this place of a node, None before the first of all."""
+    """The block before this place of a node, None at the root."""
     if not place:
         above = node.parent
         if above is None or above.is_root:
@@ -170,6 +171,6 @@ def block_before(node: Node, place: int) -> int | None:
 
 
 def split_keys(keys: npt.NDArray[np.uint8]) -> list[bytes]:
-    """Rows of key bytes as keys."""
+    """An array of key bytes as a list of keys."""
     packed = keys.tobytes()
     return [packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES)]

@@ -1,5 +1,5 @@
-"""Reload or recompute, decided per hit, and what was learned about the cost of each.
+"""Decides per hit whether to reload or to recompute, from measured costs of both.
 
-Doors: `planner.Planner`, `cost` and `reload_time` (the estimates), `decision_log` (what came of
-decisions), `counters` (for `stats`), `estimates` (what outlives the daemon).
+Doors: `planner.Planner`, `cost` and `reload_time` (the estimates), `decision_log` (predicted and
+actual times), `counters` (for `stats`), `estimates` (saving them across restarts).
 """

@@ -1,7 +1,4 @@
-"""What the cache engine has done, counted: for `stats`.
-
-Owned by the daemon's one loop.
-"""
+"""The cache engine's counters, for `stats`. Owned by the daemon's one loop."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from hicache.engine.residency.leases import Lease
 
 @dataclass(slots=True)
 class TierCounts:
-    """One tier's services. `hits` counts blocks."""
+    """One tier's counters. `hits` counts blocks."""
 
     hits: int = 0
     hit_tokens: int = 0
@@ -23,7 +20,7 @@ class TierCounts:
 
 @dataclass(slots=True)
 class Ledger:
-    """Counters since the start. A hit counts once, by the tier its blocks came from."""
+    """Counters since the start. A hit block counts once, in the tier that it was read from."""
 
     tiers: dict[str, TierCounts]
     matches: int = 0
@@ -33,13 +30,13 @@ class Ledger:
     reasons: dict[str, int] = field(default_factory=dict)
 
     def decided(self, name: str, reason: str) -> None:
-        """A match was answered."""
+        """Count a match and its decision."""
         self.matches += 1
         self.decisions[name] += 1
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def served(self, lease: Lease, num_blocks: int, block_tokens: int, block_bytes: int) -> None:
-        """The first `num_blocks` of a lease were readable and are given back now."""
+        """Count the first `num_blocks` of a lease, which were readable, at its end."""
         total = max(1, num_blocks)
         saved_s = lease.decision.recompute_s - lease.decision.reload_s - lease.decision.prefill_s
         for run in lease.runs:
@@ -52,5 +49,5 @@ class Ledger:
             counts.seconds_saved += max(0.0, saved_s) * blocks / total
 
     def planner_summary(self) -> dict[str, Any]:
-        """For `stats`."""
+        """Decisions and reasons, for `stats`."""
         return {"decisions": dict(self.decisions), "reasons": dict(self.reasons)}

@@ -1,10 +1,10 @@
-"""The planner's own record: what it foresaw for each decision on a hit, and what came of it.
+"""The planner's decisions on hits: the predicted times, the actual times, and the regret.
 
-A decision is recorded once its answer has left. What the reload took comes with the lease's end,
-what the prefill took with the inference engine's measurement of a step of just that size. Then the
-decision is judged in hindsight: against what the best other cut, recomputing everything among them,
-would take by what is known by now.
-Owned by the daemon's one loop; a row of the last decisions, and totals that never go.
+A decision is recorded once its reply has been sent. The reload's actual time comes with the end of
+the lease, the prefill's with the inference engine's measurement of a step of exactly that size.
+Then the regret is computed: the time taken, less the estimated time of the best other cut
+(recomputing everything is one), by the current estimates.
+Keeps the last decisions and totals since the start. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hicache.engine.planner.planner import Hit
 
 KEPT: Final = 256
 PREFILL: Final = "prefill"
-"""What stands in a tier's place for the other estimate."""
+"""In the place of a tier's name: the errors of the prefill estimate."""
 _MAX_TOTALS: Final = 4096
 
 
 @dataclass(slots=True)
 class Record:
-    """One decision. Actual seconds are None while they are not known; `regret_s` is how much longer
-    it took than the best other way would have, None while that cannot be said."""
+    """One decision. Actual seconds are None while unknown. `regret_s`: how much longer it took than
+    the best other cut would have; None while unknown."""
 
     number: int
     now_s: float
@@ -43,7 +43,7 @@ class Record:
 
     @property
     def last_run(self) -> int:
-        """The run that the reload ends in; of what is recomputed, the last one of the hit."""
+        """The number of the run that the reload ends in; the hit's last one for a recompute."""
         end = 0
         for number, run in enumerate(self.hit.runs):
             end += run.num_blocks
@@ -53,7 +53,7 @@ class Record:
 
     @property
     def context_tokens(self) -> int:
-        """What is left to prefill stands on so many tokens: as decided, then as it came."""
+        """The context of the prefill: as decided, and once loaded, as actually loaded."""
         came = self.decision.reload_blocks if self.blocks_came is None else self.blocks_came
         return self.hit.skipped_tokens + came * self.hit.block_tokens
 
@@ -64,8 +64,8 @@ class Record:
 
 @dataclass(slots=True)
 class Errors:
-    """How predictions compare with what came. `within`: those not further off than two standard
-    deviations of estimate and noise, about 95 % of them if the doubt is right."""
+    """Sums over predictions and actual times. `within`: predictions off by at most two standard
+    deviations of estimate and noise; about 95 % of them if `doubt_s` is right."""
 
     num: int = 0
     abs_error_s: float = 0.0
@@ -82,7 +82,8 @@ class Errors:
         self.within += error_s <= 2.0 * hypot(doubt_s, RELATIVE_NOISE * predicted_s)
 
     def summary(self) -> dict[str, Any]:
-        """`bias` above 0: things take so much longer than foreseen."""
+        """For `stats`. `bias`: the mean of log(actual / predicted), above 0 where predictions are
+        too short."""
         num = max(self.num, 1)
         return {
             "judged": self.num,
@@ -95,7 +96,7 @@ class Errors:
 
 @dataclass(slots=True)
 class Regrets:
-    """What judged decisions took, and how much of that the best other way would have saved."""
+    """Over all judged decisions: the time taken, and what the best other cut would have saved."""
 
     num: int = 0
     num_wrong: int = 0
@@ -105,8 +106,8 @@ class Regrets:
 
 @dataclass(slots=True)
 class DecisionLog:
-    """`reload_again(hit, blocks)`: what reloading so much of a hit would take by what is known now,
-    behind the queue of then."""
+    """`reload_again(hit, blocks)`: expected seconds to reload the first `blocks` of a hit by the
+    current estimates, behind the queue of the time of the decision."""
 
     prefill: list[PrefillCost]
     reload_again: Callable[[Hit, int], float]
@@ -119,7 +120,7 @@ class DecisionLog:
     _serial: int = 0
 
     def decided(self, hit: Hit, decision: ReloadDecision, lease: int, now_s: float) -> None:
-        """A hit was decided on."""
+        """Record a decision; `lease` is 0 where nothing is reloaded."""
         self._serial += 1
         record = Record(self._serial, now_s, hit, decision)
         self.rows.append(record)
@@ -129,7 +130,8 @@ class DecisionLog:
             self._await(record)
 
     def reloaded(self, lease: int, blocks_came: int, seconds: float | None) -> None:
-        """The lease has ended: so many of its blocks had come, after so long (None: not known)."""
+        """A lease has ended: `blocks_came` of its blocks were loaded within `seconds` (None:
+        unknown)."""
         record = self._of_lease.pop(lease, None)
         if record is None:
             return
@@ -146,13 +148,13 @@ class DecisionLog:
         self._await(record)
 
     def dropped(self, lease: int) -> None:
-        """The lease has ended without having been fetched."""
+        """A lease has ended without a fetch: nothing was measured."""
         self._of_lease.pop(lease, None)
 
     def prefilled(self, step: Observe) -> None:
-        """A step was measured, and is not yet learned from."""
+        """A step was measured. Call before the estimate learns from it."""
         cost, n, nc = self.prefill[step.namespace], step.sum_n, step.sum_nc
-        predicted_s, doubt_s = cost.foreseen(step.num_requests, n, nc, step.decode_tokens)
+        predicted_s, doubt_s = cost.predict(step.num_requests, n, nc, step.decode_tokens)
         self._errors(step.namespace, PREFILL).add(predicted_s, step.seconds, doubt_s)
         record = self._awaited.get((step.namespace, int(n)))
         is_alone = step.num_requests == 1 and not step.decode_tokens
@@ -164,14 +166,14 @@ class DecisionLog:
             self._judge(record)
 
     def last(self, count: int) -> Iterator[Record]:
-        """The youngest first."""
+        """The last `count` decisions, newest first."""
         for number, record in enumerate(reversed(self.rows)):
             if number == count:
                 return
             yield record
 
     def reload_errors(self) -> Errors:
-        """Of all reloads, whatever the tier."""
+        """The errors of all reloads, from all tiers together."""
         total = Errors()
         for (_, what), errors in self.errors.items():
             if what != PREFILL:
@@ -183,7 +185,7 @@ class DecisionLog:
         return total
 
     def forget(self, namespace: int) -> None:
-        """Its number will mean another one."""
+        """Delete a namespace's rows and errors: its number will be used for another namespace."""
         for key in [key for key in self.errors if key[0] == namespace]:
             del self.errors[key]
         for record in [record for record in self.rows if record.hit.namespace == namespace]:
@@ -203,7 +205,7 @@ class DecisionLog:
         return errors
 
     def _judge(self, record: Record) -> None:
-        """What was measured of the way taken, and what is foreseen now of every other one."""
+        """Compute the regret: measured times of the cut taken, current estimates of the others."""
         hit, cost = record.hit, self.prefill[record.hit.namespace]
         rest_s = record.prefill_s
         if rest_s is None:
@@ -221,7 +223,7 @@ class DecisionLog:
         regrets = self.regrets
         if record.regret_s is None:
             regrets.num += 1
-        else:  # judged before, by less
+        else:  # judged before with fewer measurements: replace that result
             regrets.regret_s -= record.regret_s
             regrets.num_wrong -= record.regret_s > 0
             regrets.taken_s -= record.taken_s

@@ -1,8 +1,8 @@
-"""What is believed about speeds, as plain values that outlive the daemon, and back.
+"""Converts the estimates to plain values that are saved across restarts, and back.
 
-Links go by their tiers' names, namespaces by digest: one that is not open yet is kept until it is.
-What is recalled counts for `KEPT` of what it did: the machine may be another one by now. Pure; the
-daemon writes and reads the file.
+Links are named by their tiers, namespaces by digest: a namespace's estimates wait until it is
+opened. Restored estimates are weighted by `KEPT`: the machine may have changed. Pure; the daemon
+reads and writes the file.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ KEPT: Final = 0.5
 MAX_NAMESPACES: Final = 4096
 
 
-class Memory:
-    """Snapshots of the estimates, and those that wait for their namespace."""
+class SavedEstimates:
+    """Snapshots of the estimates, and restored ones that wait for their namespace."""
 
     def __init__(self, residency: Residency, estimates: Estimates) -> None:
         self._residency = residency
@@ -27,7 +27,7 @@ class Memory:
         self._waiting: dict[str, dict[str, Any]] = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything that was learned, now or in an earlier run."""
+        """All estimates, including restored ones that still wait."""
         names = [tier.name for tier in self._residency.tiers]
         links = {
             f"{names[src]} to {names[dst]}": cost.snapshot()
@@ -41,8 +41,8 @@ class Memory:
         return {"version": VERSION, "links": links, "namespaces": namespaces}
 
     def recall(self, known: dict[str, Any]) -> None:
-        """Go on from a snapshot. Raises ValueError where it is none; what was recalled until then
-        is right."""
+        """Restore a snapshot. Raises ValueError where it is invalid; what was restored until then
+        stays."""
         if known.get("version") != VERSION:
             raise ValueError(f"version {known.get('version')!r}, not {VERSION}")
         links, namespaces = known.get("links"), known.get("namespaces")
@@ -57,8 +57,8 @@ class Memory:
             if isinstance(namespaces[digest], dict):
                 self._waiting[digest] = namespaces[digest]
 
-    def greet(self, number: int) -> None:
-        """A namespace was opened: what is remembered of it holds again. Raises ValueError."""
+    def opened(self, number: int) -> None:
+        """A namespace was opened: restore its estimates. Raises ValueError."""
         known = self._waiting.pop(self._residency.namespaces[number].digest.hex(), None)
         if known is None:
             return
@@ -70,7 +70,7 @@ class Memory:
             self._estimates.load(number, self._residency).restore(known["load"], KEPT)
 
     def forget(self, number: int) -> None:
-        """The namespace's number goes to another one."""
+        """Save a namespace's estimates: its number will be used for another namespace."""
         is_known = self._estimates.prefill[number].num_observed > 0
         if is_known and len(self._waiting) < MAX_NAMESPACES:
             digest = self._residency.namespaces[number].digest.hex()

@@ -1,17 +1,17 @@
-"""A small fit that learns while it is used: seconds ≈ θ·x, with two or three terms, none negative.
+"""An online fit of seconds ≈ θ·x, with two or three terms, none of them negative.
 
-Regularised least squares with four habits that machines call for:
+Regularised least squares, with four properties that measurements of machines need:
 
-- **a prior that never fades**, so terms that the data leave open cannot wind up. It may be surer of
-  how the terms compare (`alone`) than of their size (`common`): a model's shape is known before its
-  hardware's speed, and the first step scales all terms;
-- **forgetting**: a step counts 1/e after some thirty more;
-- **deafness to stragglers**: beyond three deviations a step's weight falls with its distance
-  (Huber);
-- **change**: steps that are far off in a row, all to one side, are no stragglers. What was learned
-  of the machine before is forgotten then.
+- **a constant prior**, so that terms which the data do not determine stay bounded. It may be more
+  certain of the ratios of the terms (`alone`) than of their size (`common`): a model's shape is
+  known before its hardware's speed, and the first step scales all terms;
+- **forgetting**: a step's weight falls to 1/e after about thirty more steps;
+- **robustness against stragglers**: beyond three standard deviations a step's weight falls with its
+  distance (Huber);
+- **change detection**: several steps in a row that are far off to the same side are not stragglers.
+  Then earlier steps are forgotten.
 
-The noise is taken as relative (20 % of what is expected), so `variance` is in seconds². Pure.
+The noise is relative (20 % of the expected seconds), so `variance` is in seconds². Pure.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ FORGET: Final = 0.97
 RELATIVE_NOISE: Final = 0.2
 HUBER: Final = 3.0
 LEAST_NOISE_S: Final = 1e-6
-"""No step is timed more finely; weights of less noise would drown the prior and the solver."""
+"""Steps are not timed more finely; weights for less noise would outweigh the prior, and make the
+solver inaccurate."""
 MAX_WRONG: Final = 5.0
-"""A prior that is off by more than this at the first step only says how the terms compare."""
+"""If the prior is off by a larger factor at the first step, only its ratios are used."""
 LEAST_SHARE: Final = 0.02
-"""A term that the prior takes for nothing may be this share of the largest."""
+"""A term that is 0 in the prior may be up to this share of the largest."""
 RESTORED: Final = 4
-"""What was restored counts for so many fresh steps."""
+"""A restored fit counts as this many steps."""
 _LEAST_PIVOT: Final = 1e-12
 
 Row = list[float]
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
-    """What differs from one kind of machine to another.
+class FitSettings:
+    """What differs between prefills and links.
 
-    `common`: how far, relatively, all terms of a prior may be off together; `alone`: one of them
-    against the others. `steps` in a row that are off by more than `factor` to one side mean a
-    change; `first_steps`, while hardly anything has been learned."""
+    `common`: relative standard deviation of all terms of a prior together; `alone`: of one of them
+    against the others. `steps` in a row that are off by more than `factor` to the same side are a
+    change; `first_steps` are, after few steps."""
 
     common: float
     alone: float
@@ -54,44 +55,44 @@ class Habits:
 
 
 class Fit:
-    """`theta` is the estimate, `num_learned` the steps so far, `num_fresh` those since it began or
-    changed. Features and `theta` are the caller's, in units that bring them near 1."""
+    """`theta` is the estimate, `num_learned` the steps so far, `num_fresh` those since the start or
+    the last change. The caller chooses units that bring features and `theta` near 1."""
 
-    def __init__(self, theta: Sequence[float], habits: Habits) -> None:
+    def __init__(self, theta: Sequence[float], settings: FitSettings) -> None:
         self.num_learned = self.num_fresh = 0
         self.theta: Row = list(theta)
-        self._habits = habits
-        self._strange: Row = []  # how far the last steps were off, as long as all are to one side
+        self._settings = settings
+        self._outliers: Row = []  # ratios of the last steps that were far off to the same side
         self._size = range(len(theta))
         self._info = [[0.0 for _ in self._size] for _ in self._size]
         self._vector = [0.0 for _ in self._size]
         self._shape = list(theta)
-        self._assume(self.theta)
+        self._set_prior(self.theta)
 
     def expect(self, x: Sequence[float]) -> float:
         """Seconds for these features."""
         return _dot(self.theta, x)
 
     def variance(self, x: Sequence[float]) -> float:
-        """Of `expect(x)`, or of a difference of two such, in seconds²; the noise of a single step
-        is not in it."""
+        """The variance of `expect(x)`, in seconds², without the noise of a single step. For a
+        difference of two estimates, pass the difference of their features."""
         total = 0.0
         for row, a in zip(self._covariance, x, strict=True):
             total += a * _dot(row, x)
         return max(total, 0.0)
 
     def learn(self, x: Sequence[float], seconds: float) -> None:
-        """One step with these features took so long."""
+        """Learn from a step with these features that took `seconds`."""
         expected = self.expect(x)
         if not self.num_learned and _are_apart(seconds, expected, MAX_WRONG):
-            expected = self._start_anew(x, seconds) or expected
+            expected = self._reset(x, seconds) or expected
         scale = max(expected, 0.25 * seconds) if self.num_learned else seconds
         noise = max(RELATIVE_NOISE * scale, LEAST_NOISE_S)
         surprise = abs(seconds - expected) / noise
         weight = min(1.0, HUBER / surprise) if self.num_fresh and surprise else 1.0
         typical = self._changed_to(seconds, expected)
         if typical:
-            self._start_anew(x, typical)
+            self._reset(x, typical)
             noise = max(RELATIVE_NOISE * typical, LEAST_NOISE_S)
             weight = 1.0
         self._forget(FORGET)
@@ -106,17 +107,17 @@ class Fit:
         self._solve()
 
     @property
-    def is_puzzled(self) -> bool:
-        """Whether the last step was far off: a straggler, or the first of another machine."""
-        return bool(self._strange)
+    def has_outliers(self) -> bool:
+        """Whether the last step was far off: a straggler, or the first one after a change."""
+        return bool(self._outliers)
 
     def snapshot(self) -> dict[str, Any]:
-        """What was learned, as plain values."""
+        """The fit as plain values."""
         return {"info": self._info, "vector": self._vector, "shape": self._shape}
 
     def restore(self, known: object, kept: float) -> None:
-        """Go on from a snapshot, believing `kept` of it. Raises ValueError, with nothing changed,
-        where it is not of this kind."""
+        """Continue from a snapshot, weighted by `kept`. Raises ValueError, and changes nothing,
+        where it is invalid."""
         if not isinstance(known, dict):
             raise ValueError("not a fit")
         info, vector, shape = known.get("info"), known.get("vector"), known.get("shape")
@@ -134,37 +135,37 @@ class Fit:
         self._shape = [float(value) for value in shape]
         self.num_learned = max(self.num_learned, 1)
         self.num_fresh = max(self.num_fresh, RESTORED)
-        self._assume(self._shape)
+        self._set_prior(self._shape)
         self._solve()
 
     def _changed_to(self, seconds: float, expected: float) -> float:
-        """What such a step takes since the machine changed; 0 where it has not."""
-        strange = self._strange
+        """The expected seconds of such a step after a change; 0 where there was no change."""
+        outliers = self._outliers
         if not self.num_learned:
-            return 0.0  # the prior was wrong, and nothing has changed
-        if not _are_apart(seconds, expected, self._habits.factor):
-            strange.clear()
+            return 0.0  # at the first step the prior is wrong, not the machine changed
+        if not _are_apart(seconds, expected, self._settings.factor):
+            outliers.clear()
             return 0.0
         ratio = seconds / max(expected, LEAST_NOISE_S)
-        if strange and (strange[-1] > 1.0) != (ratio > 1.0):
-            strange.clear()
-        strange.append(ratio)
-        needed = self._habits.first_steps + self.num_fresh // 4
-        if len(strange) < min(needed, self._habits.steps):
+        if outliers and (outliers[-1] > 1.0) != (ratio > 1.0):
+            outliers.clear()
+        outliers.append(ratio)
+        needed = self._settings.first_steps + self.num_fresh // 4
+        if len(outliers) < min(needed, self._settings.steps):
             return 0.0
-        typical = expected * sorted(strange)[len(strange) // 2]
-        strange.clear()
+        typical = expected * sorted(outliers)[len(outliers) // 2]
+        outliers.clear()
         return typical or seconds
 
-    def _start_anew(self, x: Sequence[float], seconds: float) -> float:
-        """Another kind of machine: the prior's shape is kept, not its size; or only the term that
-        counts most here is new, where terms have nothing in common. Returns what is expected for
-        `x` now, 0 where the prior says nothing about it."""
+    def _reset(self, x: Sequence[float], seconds: float) -> float:
+        """Forget all steps and set another prior: the old one scaled to this step; or, if terms are
+        independent (`common` is 0), with a new value of the largest term only. Returns the expected
+        seconds for `x` now, 0 (and nothing changed) where the prior expects 0."""
         shares = [t * value for t, value in zip(self._shape, x, strict=True)]
         usual = sum(shares)
         if usual <= 0:
             return 0.0
-        if self._habits.common:
+        if self._settings.common:
             self._shape = [t * seconds / usual for t in self._shape]
         else:
             most = shares.index(max(shares))
@@ -172,14 +173,14 @@ class Fit:
             self._shape[most] = seconds / x[most]
         self._forget(0.0)
         self.num_fresh = 0
-        self._assume(self._shape)
+        self._set_prior(self._shape)
         return self.expect(x)
 
-    def _assume(self, theta: Row) -> None:
-        """The prior: its covariance is D·(common²·11ᵀ + alone²·1)·D with D = diag(θ), here as its
-        inverse."""
+    def _set_prior(self, theta: Row) -> None:
+        """Set the prior: its covariance is D·(common²·11ᵀ + alone²·1)·D with D = diag(θ); stored as
+        the inverse."""
         least = LEAST_SHARE * max(*theta, 1e-6)
-        common, alone = self._habits.common**2, self._habits.alone**2
+        common, alone = self._settings.common**2, self._settings.alone**2
         spread = [max(t, least) for t in theta]
         shared = common / (alone + len(theta) * common)
         self._prior_info = [
@@ -237,8 +238,9 @@ def _non_negative(info: list[Row], vector: Row, inverse: list[Row]) -> Row:
 
 
 def _inverse(matrix: list[Row]) -> list[Row]:
-    """Of a symmetric positive definite matrix, by Gauss-Jordan on it brought to a unit diagonal.
-    Where rounding has left it singular, pivots are held up: the inverse is finite all the same."""
+    """The inverse of a symmetric positive definite matrix, by Gauss-Jordan elimination after
+    scaling to a unit diagonal. Pivots have a lower limit, so the inverse is finite even where
+    rounding made the matrix singular."""
     size = range(len(matrix))
     scale = [1.0 / sqrt(max(matrix[i][i], 1e-300)) for i in size]
     rows = [

@@ -1,15 +1,15 @@
-"""Reload, recompute, or reload a part: decided per hit.
+"""Decides per hit: reload, recompute, or reload a part.
 
-The hit is a row of runs, each in one tier. Reloading k runs and recomputing the rest takes
+A hit is a sequence of runs, each in one tier. Reloading k runs and recomputing the rest takes
 
     reload(k) + prefill(n - tokens(k), context = tokens(k))
 
-Within a run the reload grows linearly and the prefill that remains is concave in the cut, so the
-best cut is at a run's end: only those are compared. Ties go to recomputing, which cannot fail, and
-so does what is gained too little beside what the estimates may be off. What was reloaded last time
-is reloaded until it is slower, so that noise does not swing the decision. Now and then the other
-way is tried, as far as the time set aside for that goes. Pure; the clock and the randomness are the
-caller's.
+Within a run the reload grows linearly and the remaining prefill is concave in the cut, so the best
+cut is at a run's end: only those are compared. A tie is recomputed, since that cannot fail, and so
+is a hit whose gain is small against the estimates' uncertainty. Hits like one that was reloaded
+last time are reloaded until that is slower, so that noise does not flip the decision. Now and then
+the other choice is tried, within a budget of time (`exploration`). Pure; the caller passes the
+clock and the randomness.
 
                  ┌── reload ──┐┌───────── recompute ─────────┐
     prompt       [ run 0 hbm ][ run 1 disk ][ new tokens      ]
@@ -46,21 +46,21 @@ Mode = Literal["measured", "always_reload", "always_recompute"]
 
 
 TRY_SHARE: Final = 0.25
-"""Of the decisions that could try the other way do: rows of alike requests must not all do."""
+"""Of the decisions that could explore, this share do: not all of a series of similar requests."""
 LEAST_CREDIT, MOST_CREDIT = 0.01, 0.3
-"""Time set aside for trying, as a share of one request's."""
+"""Limits of the time for exploration, as a share of one request's prefill."""
 FAR: Final = 0.7
-"""A reload that takes this share of recomputing, or less, is far from any band."""
+"""A reload that takes less than this share of recomputing is clearly faster."""
 WORTH_WAITING: Final = 0.1
 _MAX_KINDS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
-    """`recompute_band`: gains below this share are ties; below `doubt_band`, they must be larger
-    than the estimates may be off. `exploration`: the share of all time that may be spent on trying
-    the other way, to keep the estimates alive. A load may take at most `deadline_share` longer than
-    expected, but `min_deadline_s` in any case."""
+    """`recompute_band`: gains up to this share are ties; gains up to `doubt_band` must exceed their
+    standard deviation. `exploration`: the share of all time that may be spent on trying the other
+    choice, to keep estimates up to date. A load may take (1 + `deadline_share`) times its estimate,
+    and at least `min_deadline_s`."""
 
     mode: Mode = "measured"
     recompute_band: float = 0.05
@@ -71,16 +71,15 @@ class PlannerSettings:
 
 
 class Hit(msgspec.Struct):
-    """What there is to decide on. `reload_s[k]`: expected seconds until the first k+1 runs are in
-    the engine; `prefill_s(n, c)`: expected seconds to prefill n tokens on context c.
+    """A hit to decide on. `reload_s[k]`: expected seconds until the first k+1 runs are in the
+    inference engine; `prefill_s(n, c)`: expected seconds to prefill n tokens on context c.
 
-    `is_measured` is False while `prefill_s` is only a guess: then there is nothing to compare with,
-    and a hit is reloaded, which also brings the first measurement of the reload.
-    `skipped_tokens` at the front are in the engine already; runs begin after them.
-    `reload_doubt_s` and `prefill_doubt_s(n, c, n', c')`, standard deviations of a reload and of the
-    difference between two prefills, are empty and None where nothing is in doubt. `start_s` passes
-    before the first block of a reload comes. Hits of one `namespace` are alike. `by_worker`: the
-    last copy is that of the GPU's worker.
+    `is_measured` is False while `prefill_s` is only a guess: then a hit is reloaded, which also
+    gives the first measurement of a reload. `skipped_tokens` at the front are in the inference
+    engine already; runs begin after them. `reload_doubt_s` and `prefill_doubt_s(n, c, n', c')` are
+    the standard deviations of a reload and of the difference between two prefills; empty and None
+    stand for 0. `start_s`: seconds until a reload's first block. `by_worker`: the GPU's worker does
+    the last copy.
     """
 
     prompt_tokens: int
@@ -108,8 +107,8 @@ class _Cut(msgspec.Struct, frozen=True):
 
 
 class Planner:
-    """Chooses the cut. `rng()` gives a float in [0, 1). `num_tried` decisions went the other way,
-    which was expected to take `tried_s` longer in all."""
+    """Chooses the cut. `rng()` returns a float in [0, 1). `num_tried`: decisions that explored;
+    `tried_s`: the expected cost of these in all."""
 
     def __init__(self, settings: PlannerSettings, rng: Callable[[], float]) -> None:
         self.settings = settings
@@ -131,7 +130,7 @@ class Planner:
                 0.0,
                 recompute_s,
                 recompute_s,
-                partial(_tell_no_hit, hit, recompute_s),
+                partial(_explain_no_hit, hit, recompute_s),
             )
         mode = self.settings.mode
         best = _best_cut(hit, takes_all=self._takes_all(hit))
@@ -155,7 +154,7 @@ class Planner:
         return _reload(hit, best, recompute_s, "faster")
 
     def forecast(self, hit: Hit) -> Forecast:
-        """What is to be expected of a hit. Decides, tries and remembers nothing."""
+        """The expected times of a hit. Changes nothing."""
         context = hit.skipped_tokens
         recompute_s = hit.prefill_s(hit.prompt_tokens - context, context)
         if hit.runs and self.settings.mode != "always_recompute":
@@ -167,11 +166,11 @@ class Planner:
         return Forecast(0, 0.0, recompute_s, recompute_s)
 
     def _takes_all(self, hit: Hit) -> bool:
-        """Whether there is nothing to compare."""
+        """Whether everything is reloaded without a comparison."""
         return self.settings.mode == "always_reload" or not hit.is_measured
 
     def _why_not(self, hit: Hit, best: _Cut, recompute_s: float) -> str:
-        """The reason not to reload; empty where there is none."""
+        """The reason against reloading; "" to reload."""
         kind = hit.namespace, hit.runs[best.run].tier, best.end_tokens.bit_length()
         gain = 1.0 - best.total_s / recompute_s if recompute_s > 0 else 0.0
         if kind in self._reloaded:
@@ -191,8 +190,8 @@ class Planner:
     def _try(
         self, hit: Hit, best: _Cut, recompute_s: float, is_reload: bool
     ) -> ReloadDecision | None:
-        """The other way, if it may be faster for all that is known: as much of it as the credit
-        allows. None where nothing is to be learned."""
+        """Explore: the other choice, if it may be the faster one within its uncertainty, and as
+        large a part of it as the credit allows. None if not."""
         usual_s = best.total_s if is_reload else recompute_s
         band_s = 0.0 if is_reload else self.settings.recompute_band * recompute_s
         other_s = recompute_s if is_reload else best.total_s
@@ -219,15 +218,15 @@ class Planner:
 def load_limit_s(
     settings: PlannerSettings, expected_s: float, doubt_s: float, saves_s: float
 ) -> float:
-    """How long a load is waited for: half as long again as expected and twice its doubt, within
-    what the settings allow; in any case a tenth of the prefill that it saves, which is little
-    beside having to do it after all."""
+    """The deadline of a load: 1.5 times the expected seconds plus two standard deviations, at most
+    (1 + deadline_share) times the expected seconds; at least min_deadline_s, and at least a tenth
+    of the prefill it saves, since that much waiting is cheap compared with the prefill."""
     more_s = min(0.5 * expected_s + 2.0 * doubt_s, settings.deadline_share * expected_s)
     return max(expected_s + more_s, settings.min_deadline_s, WORTH_WAITING * saves_s)
 
 
 def _doubt_s(hit: Hit, cut: _Cut) -> float:
-    """Standard deviation of what the cut gains over recomputing everything."""
+    """Standard deviation of the cut's gain over recomputing everything."""
     reload_s = hit.reload_doubt_s[cut.run] if hit.reload_doubt_s else 0.0
     if hit.prefill_doubt_s is None:
         return reload_s
@@ -239,7 +238,7 @@ def _doubt_s(hit: Hit, cut: _Cut) -> float:
 
 
 def _best_cut(hit: Hit, *, takes_all: bool) -> _Cut:
-    """The one at a run's end that is expected to take the least time, or (`takes_all`) the last."""
+    """The cut at a run's end with the least expected time, or (`takes_all`) the last one."""
     context = hit.skipped_tokens
     best = None
     for number, run in enumerate(hit.runs):
@@ -254,7 +253,7 @@ def _best_cut(hit: Hit, *, takes_all: bool) -> _Cut:
 
 
 def _cut_at(hit: Hit, blocks: int) -> _Cut:
-    """A cut after so many blocks, within a run."""
+    """The cut after this many blocks, possibly within a run."""
     end = hit.skipped_tokens + blocks * hit.block_tokens
     prefill_s = hit.prefill_s(hit.prompt_tokens - end, end)
     if not blocks:
@@ -278,23 +277,23 @@ def _reload(hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> ReloadDecis
         cut.reload_s,
         cut.prefill_s,
         recompute_s,
-        partial(_tell_reload, hit, cut, recompute_s, reason),
+        partial(_explain_reload, hit, cut, recompute_s, reason),
     )
 
 
 def _recompute(hit: Hit, best: _Cut, recompute_s: float, reason: str) -> ReloadDecision:
-    told = partial(_tell_recompute, hit, best, recompute_s, reason)
-    return ReloadDecision("recompute", 0, reason, 0.0, recompute_s, recompute_s, told)
+    explain = partial(_explain_recompute, hit, best, recompute_s, reason)
+    return ReloadDecision("recompute", 0, reason, 0.0, recompute_s, recompute_s, explain)
 
 
-def _tell_no_hit(hit: Hit, recompute_s: float) -> str:
+def _explain_no_hit(hit: Hit, recompute_s: float) -> str:
     return (
         f"Nothing of these {hit.prompt_tokens} tokens is held; "
         f"prefill is expected to take {_ms(recompute_s)}."
     )
 
 
-def _tell_reload(hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> str:
+def _explain_reload(hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> str:
     sources = " and ".join(dict.fromkeys(run.tier for run in hit.runs[: cut.run + 1]))
     why = _WHY_RELOAD[reason].format(recompute=_ms(recompute_s))
     return (
@@ -304,7 +303,7 @@ def _tell_reload(hit: Hit, cut: _Cut, recompute_s: float, reason: str) -> str:
     )
 
 
-def _tell_recompute(hit: Hit, best: _Cut, recompute_s: float, reason: str) -> str:
+def _explain_recompute(hit: Hit, best: _Cut, recompute_s: float, reason: str) -> str:
     why = _WHY_RECOMPUTE[reason].format(best=_ms(best.total_s))
     return f"Recompute all {hit.prompt_tokens} tokens ({_ms(recompute_s)}): {why}."
 

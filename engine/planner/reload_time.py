@@ -1,15 +1,15 @@
-"""What reloading takes, run by run: links work side by side, the last copy comes on top.
+"""The time of a reload, run by run: links work in parallel, and the last copy is added.
 
-Each run is either readable in place, or comes over one link behind what is queued there. The time
-of the first k runs is the slowest link's time for its share of them. So a run costs nothing more
-for as long as another link is busy, and it may be best to stop where that ends: such a run is cut
-in two there (`docs/planner.md`).
+Each run is either readable in place, or comes over one link behind its queue. The time of the first
+k runs is that of the slowest link for its share of them. So a run adds no time while another link
+takes longer, and the best cut may be where that ends: such a run is split there
+(`docs/planner.md`).
 
     link a   [ queue ][ run 0        ]
     link b   [ run 1          ¦      ]
                               └ stopping here costs no more than run 0 alone
 
-The last copy, into the inference engine's own memory, is the client's or that of the GPU's worker,
+The last copy, into the inference engine's memory, is done by the client or by the GPU's worker,
 which reads some tiers faster than others. Pure.
 """
 
@@ -25,9 +25,9 @@ from hicache.engine.planner.cost import LinkCost
 
 
 @dataclass(slots=True, eq=False)
-class Way:
-    """How a tier's blocks come to where they can be read: over a link, behind `ahead_bytes`. A link
-    that should have brought something `late_s` ago may well need as long again."""
+class QueuedLink:
+    """A link with `ahead_bytes` queued, and `num_bytes` of this reload behind them. If the link's
+    last batch is `late_s` overdue, it is expected to need as long again."""
 
     cost: LinkCost
     ahead_bytes: float
@@ -36,7 +36,7 @@ class Way:
 
     @property
     def seconds(self) -> float:
-        """Until `num_bytes` have come; with none, until the first could."""
+        """Until `num_bytes` have come; if 0, until the first byte could."""
         return self.late_s + self.cost.seconds(max(self.num_bytes, 1.0), self.ahead_bytes)
 
     @property
@@ -45,16 +45,16 @@ class Way:
 
 
 class LastCopy(Protocol):
-    """Of so many bytes from each tier that they are read from."""
+    """The time of the last copy; `bytes_from`: tier that it reads → bytes."""
 
     def seconds(self, bytes_from: Mapping[int, float]) -> float: ...
     def doubt_s(self, bytes_from: Mapping[int, float]) -> float: ...
-    def relied_on(self) -> None: ...
+    def note_decision(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class OwnCopy:
-    """The client's, wherever the bytes lie."""
+class ClientCopy:
+    """The client's last copy, equally fast from all tiers."""
 
     s_per_byte: float
 
@@ -62,17 +62,17 @@ class OwnCopy:
         return sum(bytes_from.values()) * self.s_per_byte
 
     def doubt_s(self, bytes_from: Mapping[int, float]) -> float:
-        """It is taken at its word."""
+        """The client's figure is taken as exact."""
         return 0.0
 
-    def relied_on(self) -> None:
+    def note_decision(self) -> None:
         pass
 
 
 @dataclass(slots=True)
 class Reload:
-    """Per run (some cut in two): expected seconds until it and those before it are in the inference
-    engine, and how far off that may be. `start_s`: before the first block comes."""
+    """Per run (some are split): expected seconds until it and those before it are in the inference
+    engine, and their standard deviation. `start_s`: seconds until the first block."""
 
     runs: list[TierRun]
     seconds: list[float]
@@ -82,36 +82,36 @@ class Reload:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a tier's blocks come: the last copy reads them from tier `read_from`, and they come there
-    over `way`; None: they are there."""
+    """How a tier's blocks are reloaded: over `link` to tier `read_from`, where the last copy reads
+    them. `link` is None if they are there already."""
 
     read_from: int
-    way: Way | None
+    link: QueuedLink | None
 
 
 def reload_over(
     runs: Sequence[TierRun], routes: Mapping[str, Route], block_bytes: int, last_copy: LastCopy
 ) -> Reload:
-    """`routes`: of each tier that has one of the runs."""
+    """The time of reloading these runs. `routes`: by tier, for each tier that holds a run."""
     reload = Reload([], [], [], 0.0)
-    busy: list[Way] = []
+    busy: list[QueuedLink] = []
     bytes_from: dict[int, float] = {}
     for run in runs:
-        tier, way = routes[run.tier].read_from, routes[run.tier].way
+        tier, link = routes[run.tier].read_from, routes[run.tier].link
         pieces = [run]
-        if way is not None:
+        if link is not None:
             if not bytes_from:
-                reload.start_s = way.seconds
-            others_s = max([other.seconds for other in busy if other is not way], default=0.0)
-            free = int((others_s - way.seconds) * way.cost.bytes_per_s / block_bytes)
+                reload.start_s = link.seconds
+            others_s = max([other.seconds for other in busy if other is not link], default=0.0)
+            free = int((others_s - link.seconds) * link.cost.bytes_per_s / block_bytes)
             if 0 < free < run.num_blocks:
                 pieces = [TierRun(run.tier, free), TierRun(run.tier, run.num_blocks - free)]
-            if way not in busy:
-                busy.append(way)
+            if link not in busy:
+                busy.append(link)
         for piece in pieces:
             num_bytes = piece.num_blocks * block_bytes
-            if way is not None:
-                way.num_bytes += num_bytes
+            if link is not None:
+                link.num_bytes += num_bytes
             bytes_from[tier] = bytes_from.get(tier, 0.0) + num_bytes
             slowest = max(busy, key=_seconds_of, default=None)
             copy_s, copy_doubt_s = last_copy.seconds(bytes_from), last_copy.doubt_s(bytes_from)
@@ -121,5 +121,5 @@ def reload_over(
     return reload
 
 
-def _seconds_of(way: Way) -> float:
-    return way.seconds
+def _seconds_of(link: QueuedLink) -> float:
+    return link.seconds

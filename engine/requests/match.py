@@ -20,7 +20,7 @@ from hicache.engine.planner.cost import LinkCost, LoadCost, PrefillCost
 from hicache.engine.planner.counters import Ledger
 from hicache.engine.planner.decision_log import DecisionLog
 from hicache.engine.planner.planner import Hit, Planner
-from hicache.engine.planner.reload_time import LastCopy, OwnCopy, Route, Way, reload_over
+from hicache.engine.planner.reload_time import ClientCopy, LastCopy, QueuedLink, Route, reload_over
 from hicache.engine.policies.hazard.history import History, symbols_of
 from hicache.engine.residency.block_ids import Span, ids_along, in_few
 from hicache.engine.residency.blocks import LEAVING_SHIFT, CopyState
@@ -108,7 +108,7 @@ class Matching:
         hit = self._hit(event, namespace, path, runs, hit_blocks)
         decision = self.planner.decide(hit)
         if hit.reload_doubt_s:
-            self._relied_on(hit)
+            self._note_decision(hit)
         lease_id = residency.leases.next_id() if decision.reload_blocks else 0
         if path.num_blocks or self.history is not None:
             self._unsettled = _Unsettled(event, path, lease_id, hit, decision)
@@ -301,19 +301,21 @@ class Matching:
         for run in hit.runs:
             if run.tier not in routes:
                 link = self._link_of(run.tier, hit.by_worker)
-                routes[run.tier] = Route(link[1], self._way_over(link, hit, namespace, path, event))
+                routes[run.tier] = Route(
+                    link[1], self._queued_link(link, hit, namespace, path, event)
+                )
         last_copy = self._last_copy(hit, own_s_per_byte)
         reload = reload_over(hit.runs, routes, namespace.block_bytes, last_copy)
         hit.runs, hit.reload_s, hit.reload_doubt_s = reload.runs, reload.seconds, reload.doubt_s
         hit.start_s = reload.start_s
 
-    def _relied_on(self, hit: Hit) -> None:
+    def _note_decision(self, hit: Hit) -> None:
         """A decision was taken by what it was expected to take."""
         for link in {self._link_of(run.tier, hit.by_worker) for run in hit.runs}:
             if link[0] != link[1]:
-                self.estimates.links[link].relied_on()
+                self.estimates.links[link].note_decision()
         if hit.by_worker:
-            self.estimates.load(hit.namespace, self.residency).relied_on()
+            self.estimates.load(hit.namespace, self.residency).note_decision()
 
     def _reload_again(self, hit: Hit, blocks: int) -> float:
         """What reloading so much of a hit would take by what is known now, behind the queue of
@@ -342,7 +344,7 @@ class Matching:
         """Into the inference engine's memory, by whoever makes it."""
         if hit.by_worker:
             return self.estimates.expected_load(hit.namespace, self.residency)
-        return OwnCopy(own_s_per_byte)
+        return ClientCopy(own_s_per_byte)
 
     def _link_of(self, tier: str, by_worker: bool) -> tuple[int, int]:
         """The tier, and that from which the last copy reads what lies there: the same one, or
@@ -353,14 +355,14 @@ class Matching:
             return src, src
         return src, landing
 
-    def _way_over(
+    def _queued_link(
         self,
         link: tuple[int, int],
         hit: Hit,
         namespace: Namespace,
         path: Path,
         event: p.MatchPrompt,
-    ) -> Way | None:
+    ) -> QueuedLink | None:
         """None where nothing has to come. Some of the hit's own blocks may be on their way there:
         they are in that queue, and need not be copied once more."""
         residency, src = self.residency, link[0]
@@ -380,7 +382,7 @@ class Matching:
                         coming += int((state[span] == CopyState.FILLING).sum())
                 position = last
             ahead -= min(ahead, coming * namespace.block_bytes)
-        return Way(cost, ahead, late_s)
+        return QueuedLink(cost, ahead, late_s)
 
 
 def _slice_runs(runs: Sequence[p.TierRun], first: int, last: int) -> list[p.TierRun]:

@@ -127,7 +127,7 @@ class Restoration:
         residency, step, tier = self.residency, namespace.step, self.tier
         index, blocks = residency.index, residency.blocks
         count, depth = len(hits), parent.depth + len(parent)
-        index.part(parent, step)
+        index.split_stem(parent, step)
         found = index.match(parent, tokens, step)
         num_known = found.num_blocks
         if not num_known:  # nearly always

@@ -23,7 +23,7 @@ from hicache.bench.report import ProgressStep
 from hicache.engine.plan import TierRun
 from hicache.engine.planner.cost import LinkCost, PrefillCost, PrefillPrior
 from hicache.engine.planner.planner import Hit, Planner, PlannerSettings
-from hicache.engine.planner.reload_time import OwnCopy, Route, Way, reload_over
+from hicache.engine.planner.reload_time import ClientCopy, QueuedLink, Route, reload_over
 from tests.bench.synthetic_tree import CLOCK_S, clock
 
 FLOP_PER_S: Final = 4.95e14
@@ -139,9 +139,9 @@ class Pupil:
             self.link.measured(BATCH_BYTES, self._noisy(machine.copy_s(BATCH_BYTES)))
         runs = [TierRun(cell.link, cell.prefix // BLOCK)]
         start = clock()
-        routes = {cell.link: Route(0, Way(self.link, machine.queued_bytes))}
-        self.link.relied_on()
-        reload = reload_over(runs, routes, machine.block_bytes, OwnCopy(0.0))
+        routes = {cell.link: Route(0, QueuedLink(self.link, machine.queued_bytes))}
+        self.link.note_decision()
+        reload = reload_over(runs, routes, machine.block_bytes, ClientCopy(0.0))
         decision = self.planner.decide(
             Hit(
                 cell.context + cell.prefix + new,

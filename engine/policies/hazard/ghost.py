@@ -1,10 +1,9 @@
-"""The ghost index: what was asked for lately, whether or not it is still held.
+"""The ghost index: recently requested prefixes, whether or not their blocks are still held.
 
 A path-compressed tree per namespace over 8-byte symbols, like the radix index but without blocks:
-a run remembers when it was last used, how often, and of which class it has been since (`kind`, see
-`history.py`). Runs whose history is the same are one. The runs unused for longest are forgotten
-when there are too many blocks. It is advice only: a wrong or lost run costs hits.
-Owned by the daemon's one loop.
+a run stores its last use, its number of uses, and its class since then (`kind`, see `history.py`).
+Blocks with equal values form one run. Beyond `max_blocks`, the runs unused for longest are deleted.
+Only used for ranking: a wrong or lost run costs hits. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ SYMBOL: Final = 8
 
 
 class GhostRun:
-    """Blocks in a row with the same history.
+    """Consecutive blocks with the same uses.
 
-    `context`: what the request was like that last ended here, None where none did. `weight`: how
-    much the run counts as a witness. `is_partial`: one block that is not full.
+    `context`: of the request that last ended here, None where none did. `weight`: the run's weight
+    in the fit. `is_partial`: it is one block that is not full.
     """
 
     __slots__ = (
@@ -55,22 +54,22 @@ class GhostRun:
 
     @property
     def is_trunk(self) -> bool:
-        """Whether requests have left it in several directions."""
+        """Whether requests have continued from it in several ways."""
         full = (child for child in self.children.values() if not child.is_partial)
         return next(full, None) is not None and next(full, None) is not None
 
     def leads_elsewhere(self, below: GhostRun | None) -> bool:
-        """Whether requests have gone on from here otherwise than by `below`."""
+        """Whether requests have continued from here with another run than `below`."""
         return any(child is not below and not child.is_partial for child in self.children.values())
 
 
 Mark = tuple[int, int, int, GhostRun]
-"""The block a run ends at, its kind, its uses, and itself."""
+"""(block that a run ends at, its kind, its uses, the run)."""
 
 
 @dataclass(slots=True)
 class Walk:
-    """A request's way through the ghost: the runs it found, then the ones it added."""
+    """A request's path: the runs it found, then the runs it added."""
 
     found: list[GhostRun]
     added: list[GhostRun]
@@ -78,8 +77,8 @@ class Walk:
 
 
 class Ghost:
-    """All namespaces' ghosts, `max_blocks` in all. `forgotten(run)` is told of each run that is
-    given up."""
+    """The trees of all namespaces, `max_blocks` in all. `forgotten(run)` is called for each run
+    that is deleted."""
 
     def __init__(self, max_blocks: int, forgotten: Callable[[GhostRun], None]) -> None:
         self.max_blocks = max_blocks
@@ -90,9 +89,8 @@ class Ghost:
         self._serial = 0
 
     def walk(self, namespace: int, symbols: bytes, num_full: int, now_s: float) -> Walk:
-        """Follow the request's symbols and add what is new of them: the blocks up to `num_full`
-        as one run, those behind (a partial block) as another. Uses nothing: that is the caller's,
-        who sets what the runs remember."""
+        """Follow the request's symbols and add the new ones: the blocks up to `num_full` as one
+        run, those after them (a partial block) as another. The caller updates the runs' uses."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = GhostRun(None, b"", now_s)
@@ -120,7 +118,7 @@ class Ghost:
         return walk
 
     def find(self, namespace: int, symbols: bytes) -> list[GhostRun]:
-        """The runs along the symbols, as far as they are known as whole runs. Changes nothing."""
+        """The runs along the symbols, as far as whole runs match. Changes nothing."""
         node = self._roots.get(namespace)
         found: list[GhostRun] = []
         position = 0
@@ -133,7 +131,7 @@ class Ghost:
         return found
 
     def trim(self) -> None:
-        """Forget the oldest leaves beyond `max_blocks`."""
+        """Delete the leaves unused for longest until at most `max_blocks` are left."""
         while self.num_blocks > self.max_blocks and self._oldest:
             last_s, _, run = heapq.heappop(self._oldest)
             if run.parent is None or run.children:
@@ -154,7 +152,8 @@ class Ghost:
         return list(self.each())
 
     def each(self) -> Iterator[GhostRun]:
-        """All runs, one by one. Runs may come, go and be split meanwhile: those are told or not."""
+        """All runs, one by one. The tree may change meanwhile: runs added, deleted or split then
+        may or may not be included."""
         stack = list(self._roots.values())
         while stack:
             run = stack.pop()
@@ -163,7 +162,7 @@ class Ghost:
                 yield run
 
     def _split(self, run: GhostRun, count: int) -> GhostRun:
-        """Cut the first `count` blocks off into a run of their own, which is returned."""
+        """Move the first `count` blocks into another run above, which is returned."""
         above = run.parent
         assert above is not None
         upper = GhostRun(above, run.symbols[: count * SYMBOL], run.last_s)
@@ -180,7 +179,7 @@ class Ghost:
 
 
 def _common(edge: bytes, symbols: bytes, position: int) -> int:
-    """How many blocks of `edge` stand in `symbols` at `position`: at least 1, not all."""
+    """How many blocks `edge` and `symbols` from `position` have in common: at least 1, not all."""
     low, high = 1, min(len(edge), len(symbols) - position) // SYMBOL
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,25 +1,25 @@
-"""What has become of requests so far: the raw material of every policy but LRU.
+"""Counts uses of prefixes by class and age: the data that the hazard model is fitted to.
 
-For each request the history walks the ghost index and notes, for every run it finds, that the run
-came back after so long, as one of its class; then it gives all runs of the path the class they have
-from now on. A class (`kind`, a small number) stands for the levels of these features:
+For each request the history walks the ghost index and counts, for every run it finds, a use of the
+run's class at the time since its last use; then it sets the class of all runs of the path. A class
+(`kind`, a small number) stands for the levels of these features:
 
-    role      a trunk that several requests have left in different directions, whoever ends there;
-              a partial block (which the next turn will not ask for again); or else a tail, which
-              one conversation only has asked for
-    turn      how many requests, one extending the other, led here
-    blocks    the length of the prompt, of a tail: it says nothing of who else comes by a trunk
-    gap       between the conversation's turns so far (a geometric mean that forgets)
-    new       blocks that had not been seen before, of a tail
-    stop      why the inference engine's last answer ended, where it says so
-    answer    how long that answer was, where it says so and no reason: where both are known the
-              length only thins the classes out
-    touches   of a trunk
-    due       how soon the inference engine expects the next turn, where it says so
+    role      trunk: several requests have continued from it in different ways; partial: a block
+              that is not full (the next turn will not request it again); tail: everything else,
+              requested by one conversation only
+    turn      the number of requests, each extending the one before, that led here
+    blocks    of a tail: the length of the prompt (for a trunk it predicts nothing)
+    gap       seconds between the conversation's turns (a geometric mean with forgetting)
+    new       of a tail: the blocks that had not been requested before
+    stop      why the inference engine's last answer ended, where reported
+    answer    how long that answer was, where reported without a reason: with both, the length would
+              only make the classes smaller
+    touches   of a trunk: its uses
+    due       how soon the inference engine expects the next turn, where reported
 
-At most MAX_KINDS classes are told apart; rarer combinations fall together (`_kind_of`). The nodes
-of the radix index learn their kind and uses from here (`marks`). Advice only: nothing here is
-needed for correctness. Owned by the daemon's one loop.
+There are at most MAX_KINDS classes; rarer combinations share one (`_kind_of`). The nodes of the
+radix index get their kind and uses from here (`marks`). Only used for ranking, never for
+correctness. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from hicache.engine.policies.hazard.model import (
 
 MAX_KINDS: Final = 256
 _KIND_LIMITS: Final = (160, 180, 200, 240, MAX_KINDS)
-"""So many classes there may be before levels are left out, one step after the other."""
+"""With more classes than each of these, one more step of levels is left out (`_kind_of`)."""
 _MAX_REMEMBERED: Final = 4096
 
 MAX_GHOST_BLOCKS: Final = 1 << 20
 REFIT_REQUESTS: Final = 200
-"""Requests from one fit to the next."""
+"""Requests between two fits."""
 
 MAX_TURN: Final = 4
 _BLOCKS_CUTS: Final = (6, 16, 48, 128)
@@ -61,13 +61,13 @@ _ANSWER_CUTS_TOKENS: Final = (64, 256, 1024)
 _TOUCHES_CUTS: Final = (3, 9, 33, 129)
 _GAP_KEPT: Final = 0.6
 MAX_STOP: Final = 7
-"""Reasons to stop are small numbers, 0: not known, and so many are told apart."""
+"""The largest reason to stop. Reasons are small numbers; 0: unknown."""
 
 _TAIL, _TRUNK, _PARTIAL = range(3)
 
 
 class Levels(NamedTuple):
-    """Of each feature, a row of the fit's matrix. 0: not told apart."""
+    """The level of each feature: a row of the fit's matrix. 0: not distinguished."""
 
     role: int
     turn: int = 0
@@ -85,8 +85,8 @@ _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def symbols_of(tokens: bytes, step: int) -> bytes:
-    """8 bytes for each whole block of `step` bytes: itself, or a hash (multilinear, then mixed). A
-    collision costs hits, not correctness: advice may be wrong."""
+    """8 bytes for each whole block of `step` bytes: the block itself, or a hash (multilinear, then
+    mixed). A collision costs hits, not correctness."""
     num_blocks = len(tokens) // step
     if step == SYMBOL:
         return tokens[: num_blocks * step]
@@ -97,7 +97,7 @@ def symbols_of(tokens: bytes, step: int) -> bytes:
 
 
 class Context(NamedTuple):
-    """What a request was like, as the levels of its class see it."""
+    """The features of a request."""
 
     turn: int
     num_blocks: int
@@ -132,9 +132,9 @@ class Context(NamedTuple):
 
 class History:
     """The ghost index, the classes, and the counts that a fit needs. `wants_fits`: whether a policy
-    ranks by the model; where none does, none is fitted. `num_fits`: that ended, also without a
-    model; `is_fitting`: one has begun and not ended. `num_held(tier)`: the blocks in this tier and
-    those above it, as the cache engine knows."""
+    ranks by the model, and so a fit is needed. `num_fits`: fits that have ended, with or without a
+    model; `is_fitting`: a fit is running. `num_held(tier)`: the blocks in this tier and those above
+    it, set by the cache engine."""
 
     def __init__(self, max_ghost_blocks: int = MAX_GHOST_BLOCKS) -> None:
         self.ghost = Ghost(max_ghost_blocks, self._forgotten)
@@ -154,13 +154,13 @@ class History:
         self._blocks_forgotten = np.zeros((MAX_KINDS, NUM_BINS))
         self._at_last_fit: Fate | None = None
 
-    # --- what happens -------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------
 
     def used(
         self, namespace: int, symbols: bytes, now_s: float, is_partial: bool = False
     ) -> list[GhostRun]:
-        """A request came. `symbols`: 8 bytes for each block of its prompt; `is_partial`: the last
-        of them is not full. Returns its path in the ghost, top first."""
+        """Record a request. `symbols`: 8 bytes for each block of its prompt; `is_partial`: the last
+        of these is not full. Returns its path in the ghost index, top first."""
         self.now_s = now_s
         self.num_requests += 1
         num_blocks = len(symbols) // SYMBOL
@@ -189,9 +189,8 @@ class History:
         due_s: float = 0.0,
         answer_tokens: int = 0,
     ) -> list[GhostRun]:
-        """The answer to a request has ended, for this reason, after so many tokens (0: as said
-        before, if it was), and is expected to go on in `due_s` seconds (0: not known). Returns its
-        path."""
+        """Record the end of a request's answer: its reason, its length (0: as reported before, if
+        it was), and the expected seconds until the next turn (0: unknown). Returns its path."""
         path = self.ghost.find(namespace, symbols)
         ends = [run for run in path if run.context is not None]
         if ends and (before := ends[-1].context) is not None:
@@ -202,8 +201,8 @@ class History:
         return path
 
     def marks(self, path: Sequence[GhostRun]) -> Iterator[Mark]:
-        """Per run of a path: the block it ends at, its kind, and its uses, counted coarsely so that
-        neighbours used about as often can be one node."""
+        """A mark for each run of a path. Uses from 4 on are rounded down to a power of two, so that
+        neighbours with similar uses can be one node."""
         end = 0
         for run in path:
             end += len(run)
@@ -212,22 +211,22 @@ class History:
             yield end, run.kind, uses, run
 
     def marks_of(self, namespace: int, symbols: bytes) -> list[Mark]:
-        """The marks of a prompt's blocks, as far as the ghost knows them."""
+        """The marks of a prompt's blocks, as far as the ghost index has them."""
         return list(self.marks(self.ghost.find(namespace, symbols)))
 
-    # --- what is learnt -----------------------------------------------------------------------
+    # --- fits ---------------------------------------------------------------------------------
 
     def is_fit_due(self) -> bool:
-        """Whether it is time for another fit."""
+        """Whether another fit is due."""
         return self.wants_fits and self.num_requests - self._fitted_at >= REFIT_REQUESTS
 
     def snapshot(self) -> Snapshot:
-        """All that a fit needs, as of now, in one go."""
+        """Everything that a fit needs, as of now."""
         return next(found for found in self.snapshot_in_slices() if found is not None)
 
     def snapshot_in_slices(self, runs_each: int = 250) -> Iterator[Snapshot | None]:
-        """All that a fit needs, last; None before, whenever so many runs more have been looked at.
-        Requests may come between: what they change counts in either state, never both for long."""
+        """Everything that a fit needs, as the last item; None after every `runs_each` runs before
+        it. Requests may be recorded between items; their runs are counted before or after them."""
         self._fitted_at = self.num_requests
         self.is_fitting = True
         censored, unused = self._censored.copy(), self._blocks_forgotten.copy()
@@ -248,11 +247,13 @@ class History:
             self._events[:size].copy(),
             censored[:size],
             fate,
-            Before(model.ranks, model.anybody, model.hits, before) if model and before else None,
+            Before(model.ranks, model.default_ranks, model.hits, before)
+            if model and before
+            else None,
         )
 
     def adopt(self, model: Model | None) -> None:
-        """A fit is over; None (there is no model) changes nothing."""
+        """A fit has ended: use its model from now on. None (too little data) keeps the old one."""
         self.num_fits += 1
         self.is_fitting = False
         if model is not None:
@@ -266,9 +267,9 @@ class History:
     def _context(
         self, path: Sequence[GhostRun], num_blocks: int, num_new: int, now_s: float
     ) -> Context:
-        """The request as it came: it goes on from the longest earlier one that it extends. Not from
-        one that others have extended already: that is no turn before, but what they all begin with
-        (a system prompt that somebody once sent alone), or an answer that was asked for again."""
+        """The features of a request. It is the next turn of the longest earlier request that it
+        extends, unless others have extended that one already: then that is a common beginning (for
+        example a system prompt that was once sent alone), or an answer that was generated again."""
         below: GhostRun | None = None
         for run in reversed(path):
             before = run.context
@@ -282,8 +283,8 @@ class History:
         return Context(1, num_blocks, 0.0, num_new)
 
     def _classify(self, path: Sequence[GhostRun], context: Context) -> None:
-        """Give the runs of a path their class. Those of one role weigh as much as one run: a long
-        conversation is one witness, however many turns it was stored in."""
+        """Set the class of a path's runs. Inner runs together have the weight of one run, and so
+        have trunks: a long conversation counts once, however many turns it was stored in."""
         inner: list[GhostRun] = []
         trunk: list[GhostRun] = []
         for run in path:
@@ -303,8 +304,8 @@ class History:
                 run.weight = len(run) / num_blocks
 
     def _kind_of(self, levels: Levels) -> int:
-        """The class of these levels, a new one where there is room; else one that leaves out what
-        matters less (level 0: not told apart)."""
+        """The class of these levels, a new one if there is room; else one with the less important
+        levels left out (0)."""
         kind = self._kinds.get(levels)
         if kind is not None:
             return kind
@@ -312,13 +313,13 @@ class History:
         short = untouched._replace(blocks=0)
         plain = short._replace(new=0)
         coarser = levels, untouched, short, plain, Levels(levels.role, levels.turn)
-        for told, limit in zip(coarser, _KIND_LIMITS, strict=True):
-            known = self._kinds.get(told, len(self._levels))
+        for rough, limit in zip(coarser, _KIND_LIMITS, strict=True):
+            known = self._kinds.get(rough, len(self._levels))
             if known < len(self._levels) or known < limit:
                 break
         if known == len(self._levels):
-            self._levels.append(told)
-            self._kinds[told] = known
+            self._levels.append(rough)
+            self._kinds[rough] = known
         if len(self._kinds) < _MAX_REMEMBERED:
             self._kinds[levels] = known
         return known

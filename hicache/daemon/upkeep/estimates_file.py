@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from hicache.config import Config, VolumeTierConfig
 from hicache.daemon.upkeep.supervised import Hand
-from hicache.engine.planner.estimates import Memory
+from hicache.engine.planner.estimates import SavedEstimates
 from hicache.protocol.endpoint import ipc_path
 
 MAX_BYTES: Final = 16 << 20
@@ -74,7 +74,7 @@ class Keeper:
     """Has the engine's memory written every now and then, and at the end. Called from the daemon's
     loop, which waits for none of it but `close`. `hand` is None where there is no place for it."""
 
-    def __init__(self, config: Config, memory: Memory) -> None:
+    def __init__(self, config: Config, memory: SavedEstimates) -> None:
         self._memory = memory
         self._due_s = time.monotonic() + EVERY_S
         self.hand: Hand[dict[str, Any]] | None = None

@@ -42,7 +42,7 @@ def test_only_what_is_likely_to_return_passes() -> None:
 
 def test_what_others_hang_from_passes() -> None:
     node = leaf()
-    node.adopt(b"", leaf())
+    node.add_child(b"", leaf())
     assert gate_of(0.0, 0.2).admits(node)
 
 

@@ -308,7 +308,7 @@ def test_doubt_grows_with_decisions_and_not_with_questions() -> None:
         link.measured(1e8, 0.1)
     doubt_s = link.doubt_s(1e8)
     assert link.doubt_s(1e8) == doubt_s
-    link.relied_on()
+    link.note_decision()
     grown_s = link.doubt_s(1e8)
     assert grown_s > doubt_s
     link.measured(1e8, 0.1)

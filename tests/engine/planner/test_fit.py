@@ -7,7 +7,7 @@ from math import sqrt
 import numpy as np
 import pytest
 
-from hicache.engine.planner.cost import OF_LINKS, OF_PREFILLS, LinkCost
+from hicache.engine.planner.cost import LINK_FIT, PREFILL_FIT, LinkCost
 from hicache.engine.planner.fit import Fit
 
 SIZES = (1.0, 4.0, 16.0, 64.0)
@@ -15,7 +15,7 @@ SIZES = (1.0, 4.0, 16.0, 64.0)
 
 def taught(steps: int, per_mb_s: float = 0.001, noise: float = 0.0) -> Fit:
     """A link that copies 1 GB/s; one copy in all sizes after the other."""
-    fit = Fit([0.0005, 0.002], OF_LINKS)
+    fit = Fit([0.0005, 0.002], LINK_FIT)
     rng = np.random.default_rng(1)
     for step in range(steps):
         size = SIZES[step % len(SIZES)]
@@ -47,7 +47,7 @@ def test_a_change_is_noticed_after_four_steps_and_a_straggler_never(factor: floa
 
 def test_a_young_fit_changes_its_mind_sooner() -> None:
     """A probe said so, and the first two real copies say otherwise."""
-    fit = Fit([0.0005, 0.002], OF_LINKS)
+    fit = Fit([0.0005, 0.002], LINK_FIT)
     fit.learn((1.0, 8.0), 0.008)
     for _ in range(2):
         fit.learn((1.0, 8.0), 0.4)
@@ -55,7 +55,7 @@ def test_a_young_fit_changes_its_mind_sooner() -> None:
 
 
 def test_a_first_straggler_is_forgotten() -> None:
-    fit = Fit([0.0005, 0.002], OF_LINKS)
+    fit = Fit([0.0005, 0.002], LINK_FIT)
     fit.learn((1.0, 16.0), 0.3)
     for _ in range(6):
         fit.learn((1.0, 16.0), 0.03)
@@ -66,7 +66,7 @@ def test_one_prefill_scales_all_terms_of_a_prior() -> None:
     """The model's shape is known and its machine's speed is not: from a step whose attention alone
     counts, the linear term is nearly right as well."""
     truth = [0.005, 0.028, 0.0011]
-    fit = Fit([t / 4 for t in truth], OF_PREFILLS)
+    fit = Fit([t / 4 for t in truth], PREFILL_FIT)
     x = (1.0, 0.256, 25.0)
     fit.learn(x, sum(t * value for t, value in zip(truth, x, strict=True)))
     assert fit.theta == pytest.approx(truth, rel=0.25)
@@ -90,7 +90,7 @@ def test_doubt_of_a_link_grows_with_decisions_while_nothing_is_copied() -> None:
     first = link.doubt_s(16 << 20)
     assert link.doubt_s(16 << 20) == first
     for _ in range(200):
-        link.relied_on()
+        link.note_decision()
     last = link.doubt_s(16 << 20)
     assert first < 0.2 * 0.017 < 0.9 * 0.017 < last
     link.measured(16 << 20, 0.017)

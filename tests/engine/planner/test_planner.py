@@ -12,7 +12,7 @@ from hicache.engine import plan as p
 from hicache.engine.plan import ReloadDecision, TierRun
 from hicache.engine.planner.cost import LinkCost
 from hicache.engine.planner.planner import Hit, Mode, Planner, PlannerSettings
-from hicache.engine.planner.reload_time import OwnCopy, Route, Way, reload_over
+from hicache.engine.planner.reload_time import ClientCopy, QueuedLink, Route, reload_over
 from hicache.engine.settings import EngineSettings
 from tests.bench.planner import LINKS, MODELS
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, DIGEST, World, tokens_of
@@ -47,12 +47,12 @@ class Grid:
     def hit(self, runs: Sequence[tuple[str, int]], prompt_tokens: int, skipped: int = 0) -> Hit:
         routes = {"mapped": Route(0, None)}
         for tier, (bytes_per_s, latency_s) in LINKS.items():
-            routes[tier] = Route(0, Way(LinkCost(latency_s, bytes_per_s), self.queued_bytes))
+            routes[tier] = Route(0, QueuedLink(LinkCost(latency_s, bytes_per_s), self.queued_bytes))
         reload = reload_over(
             [TierRun(tier, count) for tier, count in runs],
             routes,
             BLOCK * self.kv_bytes,
-            OwnCopy(1 / 5e10),
+            ClientCopy(1 / 5e10),
         )
         return Hit(prompt_tokens, BLOCK, skipped, reload.runs, reload.seconds, self.prefill_s)
 
