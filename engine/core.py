@@ -4,7 +4,7 @@ Turns events into plans and touches no byte: time comes with each event, randomn
 constructor, and an outcome comes back as another event. So policies and races are tested as tables
 with a fake clock. Everything here belongs to the daemon's one loop.
 
-    event ──▶ handle ──▶ Plan(answer, moves to start, moves to cancel)
+    event ──▶ handle ──▶ Plan(answer, moves to start, moves to cancel, pages reshaped)
 """
 
 from __future__ import annotations
@@ -146,18 +146,20 @@ class CacheEngine:
         """Apply one event. Raises UnknownLease or UnknownTicket, having changed nothing."""
         self.matching.settle()
         answer = self._handlers[type(event)](event)
-        moves, self.residency.outbox = self.residency.outbox, []
+        residency = self.residency
+        moves, residency.outbox = residency.outbox, []
         cancel, self._cancel = self._cancel, []
-        return p.Plan(cast(p.Answer, answer), moves, cancel)
+        return p.Plan(cast(p.Answer, answer), moves, cancel, residency.take_reshaped())
 
     def catch_up(self) -> p.Plan[None] | None:
         """Bookkeeping that the last answer did not have to wait for. The daemon calls it once the
         answer is sent; `handle` begins with it in any case. Returns the moves it led to, if any."""
         self.matching.settle()
-        if not self.residency.outbox:
+        residency = self.residency
+        if not residency.outbox:
             return None
-        moves, self.residency.outbox = self.residency.outbox, []
-        return p.Plan(None, moves)
+        moves, residency.outbox = residency.outbox, []
+        return p.Plan(None, moves, [], residency.take_reshaped())
 
     def identify(self, moves: Iterable[p.Move]) -> None:
         """Fill in `identity` of moves that touch a durable tier, just before they leave."""

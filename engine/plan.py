@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -82,12 +82,25 @@ class Outcome(msgspec.Struct, frozen=True):
     rejected: bool = False
 
 
+class Reshaped(NamedTuple):
+    """Pages of a tier that were cut into slots of a size they may not have held before."""
+
+    tier: str
+    first_page: int
+    num_pages: int
+
+
 class Plan(msgspec.Struct, Generic[Answer], frozen=True):
-    """What the engine decided: the answer, the moves to start, and the moves no longer wanted."""
+    """What the engine decided: the answer, the moves to start, and the moves no longer wanted.
+
+    `reshaped`: pages whose generations a mapped tier raises before it sends the answer or starts a
+    move, since both may name slots there.
+    """
 
     answer: Answer
     moves: list[Move] = msgspec.field(default_factory=list)
     cancel: list[int] = msgspec.field(default_factory=list)
+    reshaped: Sequence[Reshaped] = ()
 
 
 class Event(msgspec.Struct, Generic[Answer], frozen=True):

@@ -15,8 +15,10 @@ Races, and who wins:
 1. A reader's lease expires while it copies, and the slot gets another block. The owner raises the
    slot's generation before the first byte is written; the reader compares generations after its
    copy: a difference is a miss.
-2. Slots of another size are laid over an old slot, and raising the new slots' generations would not
-   raise that of the old slot's first page. The owner first calls `raise_range` for all the pages.
+2. A reader's lease expires while it copies, and smaller slots are laid over its old slot. Raising
+   the new slots' generations need not raise that of the old slot's first page. So the pool lists the
+   pages it cuts anew (`SlotPool.reshaped`), the plan carries them, and the daemon's loop calls
+   `raise_range` for them before it starts a move or sends a reply of that plan.
 3. The owner frees pages (`discard`) while clients map them. It raises their generations first, so a
    reader whose lease had expired, and who may have read zeros, sees a difference. Such a slot is
    granted again only after its memory has been allocated (`refill`): writing a page for which there

@@ -137,6 +137,7 @@ class SlotAllocator(Protocol):
     clearing: SlabClearing | None
     slab_bytes: int
     withheld: set[int]
+    reshaped: list[tuple[int, int]]
 
     def allocate(self, slot_bytes: int, count: int) -> Ids:
         """Up to `count` slots of the class, fewer (perhaps none) when the tier lacks room."""

@@ -39,7 +39,7 @@ class DramTier:
         self.arena = adopted or Arena.create(
             path, capacity_bytes, huge_pages=huge_pages, pretouch=progress
         )
-        self.pool = SlotPool(self.arena.data_bytes, reshaped=self.arena.raise_range)
+        self.pool = SlotPool(self.arena.data_bytes)
 
     @property
     def path(self) -> Path:

@@ -122,9 +122,12 @@ class _Class:
 
 
 class SlotPool:
-    """Slots of one tier. `reshaped(first page, pages)` is called before a region's slots are
-    handed out for the first time: slots of another size may have covered these pages, so a mapped
-    tier raises their generations there (`Arena.raise_range`).
+    """Slots of one tier.
+
+    `reshaped` lists the (first page, pages) of regions opened since the list was last cleared:
+    slots of another size may have covered these pages, so a mapped tier raises their generations
+    before anything is written there (race 2 of `tiers/arena.py`). Each plan of the cache engine
+    takes the list.
 
     `pages_of(slot bytes)` says how many pages a slot takes in a medium that adds something of its
     own to each (`record_pages` of the disk tier); what it adds counts neither as used nor as room.
@@ -136,7 +139,6 @@ class SlotPool:
         slab_bytes: int | None = None,
         *,
         pages_of: Callable[[int], int] = lambda slot_bytes: slot_bytes // PAGE_BYTES,
-        reshaped: Callable[[int, int], None] | None = None,
     ) -> None:
         if not PAGE_BYTES <= capacity_bytes <= MAX_TIER_BYTES:
             raise ValueError(
@@ -156,8 +158,8 @@ class SlotPool:
         self.slab_pages = slab_bytes // PAGE_BYTES
         self.slab_bytes = self.slab_pages * PAGE_BYTES
         self.num_slabs = num_pages // self.slab_pages
+        self.reshaped: list[tuple[int, int]] = []
         self._pages_of = pages_of
-        self._reshaped = reshaped
         self._free_slabs = bytearray(b"\x01" * self.num_slabs)
         self._num_free_slabs = self.num_slabs
         self._region_of: list[_Region | None] = [None] * self.num_slabs
@@ -471,8 +473,7 @@ class SlotPool:
             cls.num_slabs += span
             cls.num_free += region.num_slots
             cls.open.append(region)
-            if self._reshaped is not None:
-                self._reshaped(first * self.slab_pages, span * self.slab_pages)
+            self.reshaped.append((first * self.slab_pages, span * self.slab_pages))
             return True
         return False
 

@@ -26,7 +26,7 @@ import numpy as np
 from hicache.engine.index.node import Node
 from hicache.engine.index.radix import Index, Path
 from hicache.engine.placement.backoff import Backoff
-from hicache.engine.plan import Move, Outcome, Priority
+from hicache.engine.plan import Move, Outcome, Priority, Reshaped
 from hicache.engine.policies.base import ALWAYS, EvictionPolicy
 from hicache.engine.residency.block_ids import Span
 from hicache.engine.residency.blocks import BlockTable, CopyState
@@ -101,6 +101,15 @@ class Residency:
     def number_of(self, tier: str) -> int:
         """A tier's number by its name."""
         return self._numbers[tier]
+
+    def take_reshaped(self) -> Sequence[Reshaped]:
+        """The pages cut into slots anew since the last call."""
+        found: Sequence[Reshaped] = ()
+        for tier, pool in zip(self.tiers, self.pools, strict=True):
+            if pool.reshaped:
+                found = [*found, *(Reshaped(tier.name, *pages) for pages in pool.reshaped)]
+                pool.reshaped.clear()
+        return found
 
     def namespace_of(self, node: Node) -> Namespace:
         """The namespace a node belongs to."""

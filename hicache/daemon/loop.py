@@ -419,6 +419,11 @@ class Daemon:
         return plan.answer
 
     def _dispatch(self, plan: p.Plan[Any]) -> None:
+        """Carry out a plan, whose answer is sent afterwards. Pages that were cut into slots anew
+        come first: from the first move on, other bytes may stand there (race 2 of the arena)."""
+        for pages in plan.reshaped:
+            if pages.tier in self.service.arenas:
+                self.service.arenas[pages.tier].raise_range(pages.first_page, pages.num_pages)
         if plan.cancel:
             self._undispatched += self.mover.cancel(plan.cancel)
         if plan.moves:

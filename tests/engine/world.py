@@ -7,7 +7,7 @@ a slot reused too early, a copy of the wrong block, or a miss of a stored one is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -68,6 +68,7 @@ class World:
         )
         self.now_s = 1.0
         self.contents: dict[tuple[str, int], bytes] = {}
+        self.slot_sizes: dict[tuple[str, int], int] = {}
         self.rows: dict[bytes, Row] = {}
         self.orphans: list[bytes] = []
         self.untold: Iterator[list[bytes]] = iter(())
@@ -84,7 +85,10 @@ class World:
     def do(self, event: p.Event[A]) -> A:
         """Handle an event, take its moves, check every invariant."""
         plan = self.engine.handle(event)
+        self._check_reshaped(plan)
         later = self.engine.catch_up()
+        if later is not None:
+            self._check_reshaped(later)
         moves = plan.moves + (later.moves if later else [])
         self.engine.identify(moves)
         for move in moves:
@@ -96,6 +100,21 @@ class World:
             self.durable.update(plan.answer.durable)
         self.engine.validate()
         return plan.answer
+
+    def _check_reshaped(self, plan: p.Plan[Any]) -> None:
+        """A plan names the pages it cuts into slots of another size, before it uses them."""
+        for pages in plan.reshaped:
+            for page in range(pages.first_page, pages.first_page + pages.num_pages):
+                self.slot_sizes.pop((pages.tier, page), None)
+        named = [(m.dst, m.dst_slot, m.slot_bytes) for m in plan.moves if m.dst is not None]
+        if isinstance(plan.answer, p.Placed) and plan.answer.ticket:
+            ticket = self.engine.residency.leases.tickets[plan.answer.ticket]
+            slot_bytes = self.engine.residency.namespaces[ticket.namespace].slot_bytes
+            named += [(plan.answer.tier, slot, slot_bytes) for slot in plan.answer.slots.tolist()]
+        for tier, slot, slot_bytes in named:
+            for page in range(slot, slot + slot_bytes // PAGE_BYTES):
+                known = self.slot_sizes.setdefault((tier, page), slot_bytes)
+                assert known == slot_bytes, f"{tier}: page {page} was reshaped without a word"
 
     # --- shorthands ---------------------------------------------------------------------------
 

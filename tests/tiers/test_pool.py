@@ -33,12 +33,10 @@ class PoolMachine(RuleBasedStateMachine):
     def open(self, capacity: int, slab: int | None, spare: bool) -> None:
         slab_bytes = None if slab is None else min(slab, capacity) * PAGE_BYTES
         self.spare = int(spare)
-        self.reshaped: list[tuple[int, int]] = []
         self.pool = SlotPool(
             capacity * PAGE_BYTES,
             slab_bytes,
             pages_of=lambda slot_bytes: slot_bytes // PAGE_BYTES + self.spare,
-            reshaped=lambda first, pages: self.reshaped.append((first, pages)),
         )
         self.used: dict[int, int] = {}  # slot → pages
         self.quarantined: dict[int, int] = {}
@@ -49,8 +47,8 @@ class PoolMachine(RuleBasedStateMachine):
         offered = self.pool.available(pages * PAGE_BYTES)
         clearing = self.pool.clearing
         slots = self.pool.allocate(pages * PAGE_BYTES, count)
-        while self.reshaped:
-            first, num_pages = self.reshaped.pop()
+        while self.pool.reshaped:
+            first, num_pages = self.pool.reshaped.pop()
             for page in range(first, first + num_pages):
                 self.last_size.pop(page, None)
         assert slots.dtype == np.int32
@@ -300,12 +298,11 @@ def test_one_size_too_many_finds_no_room_until_another_has_gone() -> None:
 def test_pages_are_reported_before_slots_of_another_size_cover_them() -> None:
     """A reader checks only the generation at its slot's first page; a smaller slot inside the old
     one would not raise that, so a new region raises all of its pages."""
-    told: list[tuple[int, int]] = []
-    pool = SlotPool(MIB, reshaped=lambda first, pages: told.append((first, pages)))
+    pool = SlotPool(MIB)
     slots = pool.allocate(4 * PAGE_BYTES, 1)
     pool.free(4 * PAGE_BYTES, slots)
     pool.allocate(PAGE_BYTES, 3)
-    assert told == [(0, 32), (0, 32)]
+    assert pool.reshaped == [(0, 32), (0, 32)]
 
 
 def test_withheld_slabs_are_no_room_until_they_are_restored() -> None:
