@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from hicache.engine import plan as p
-from tests.engine.world import BLOCK_BYTES, DIGEST, World, tokens_of
+from tests.engine.world import BLOCK_BYTES, DIGEST, ONE_TIER, World, tokens_of
 
 STORY = """
 import sys
@@ -14,11 +14,12 @@ from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
-from hicache.tiers.block import PAGE_BYTES, TierSpec
+from hicache.tiers.block import PAGE_BYTES, TierSpec, TierTraits
 from hicache.tiers.pool import SlotPool
 
-rooms = [("hbm", 6, True, False), ("dram", 8, True, False), ("disk", 200, False, True)]
-tiers = [TierSpec(name, pages * PAGE_BYTES, *rest) for name, pages, *rest in rooms]
+mapped, disk = TierTraits(mapped=True), TierTraits(persistent=True, deletion_is_io=True, keeps_whole_prefixes=True)
+rooms = [("hbm", 6, mapped), ("dram", 8, mapped), ("disk", 200, disk)]
+tiers = [TierSpec(name, pages * PAGE_BYTES, traits) for name, pages, traits in rooms]
 pools = [SlotPool(tier.capacity_bytes, PAGE_BYTES) for tier in tiers]
 links = [(0, 1), (1, 0), (1, 2), (2, 1)]
 settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
@@ -66,7 +67,7 @@ def test_the_engine_runs_without_an_arena() -> None:
 
 def test_a_plan_names_the_pages_that_it_cuts_anew() -> None:
     """Blocks of one page come where a block of four pages was."""
-    w = World((("dram", 8, True, False),), slab_bytes=4 * BLOCK_BYTES)
+    w = World(ONE_TIER, slab_bytes=4 * BLOCK_BYTES)
     large = w.open(b"l" * 32, 4 * BLOCK_BYTES)
     assert w.put(tokens_of(1), namespace=large).ticket
     w.do(p.WriterGone(1, w.now_s))
@@ -79,7 +80,7 @@ def test_a_plan_names_the_pages_that_it_cuts_anew() -> None:
 
 def test_pages_wait_for_the_next_plan_where_one_could_not_be_made() -> None:
     """A fault of the engine's own after it took slots: no answer named them, the next may."""
-    w = World((("dram", 8, True, False),))
+    w = World(ONE_TIER)
     pool = w.engine.residency.pools[0]
     slots = pool.allocate(BLOCK_BYTES, 1)
     pool.free(BLOCK_BYTES, slots)
