@@ -17,7 +17,8 @@ from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import PAGE_BYTES, TierSpec, TierTraits
 from hicache.tiers.pool import SlotPool
 
-mapped, disk = TierTraits(mapped=True), TierTraits(persistent=True, deletion_is_io=True, keeps_whole_prefixes=True)
+mapped = TierTraits(mapped=True)
+disk = TierTraits(persistent=True, deletion_is_io=True, keeps_whole_prefixes=True)
 rooms = [("hbm", 6, mapped), ("dram", 8, mapped), ("disk", 200, disk)]
 tiers = [TierSpec(name, pages * PAGE_BYTES, traits) for name, pages, traits in rooms]
 pools = [SlotPool(tier.capacity_bytes, PAGE_BYTES) for tier in tiers]
