@@ -16,8 +16,8 @@ Races, and who wins:
    slot's generation before the first byte is written; the reader compares generations after its
    copy: a difference is a miss.
 2. A reader's lease expires while it copies, and smaller slots are laid over its old slot. Raising
-   the new slots' generations need not raise that of the old slot's first page. So the pool lists the
-   pages it cuts anew (`SlotPool.reshaped`), the plan carries them, and the daemon's loop calls
+   the new slots' generations need not raise that of the old slot's first page. So the pool lists
+   the pages it cuts anew (`SlotPool.reshaped`), the plan carries them, and the daemon's loop calls
    `raise_range` for them before it starts a move or sends a reply of that plan.
 3. The owner frees pages (`discard`) while clients map them. It raises their generations first, so a
    reader whose lease had expired, and who may have read zeros, sees a difference. Such a slot is
