@@ -14,7 +14,7 @@ from hicache.daemon.loop import Daemon
 from hicache.engine import plan as p
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES
-from hicache.tiers.hbm import pick_device
+from hicache.tiers.hbm_probe import Gpus
 from hicache.transfer.mover import Mover
 
 CONFIG = """
@@ -29,7 +29,7 @@ tiers:
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
     """A whole daemon in this process. Its loop and its workers do not run."""
     config = parse_config(CONFIG.format(folder=tmp_path), "x.yaml", Surroundings("/", "")).config
-    parts = assemble(config, pick_device("host", [], ""), lambda *_: None)
+    parts = assemble(config, Gpus(), lambda *_: None)
     made = Daemon(config, parts, [], lambda _: pytest.fail("the configuration is read again"))
     yield made
     made._close()
