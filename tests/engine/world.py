@@ -17,8 +17,8 @@ from hicache.engine.policies.catalog import policies_of
 from hicache.engine.settings import EngineSettings
 from hicache.protocol.keys import chain_keys
 from hicache.tiers.block import PAGE_BYTES, TierSpec, TierTraits
-from hicache.tiers.disk.restore_order import StoredForest
 from hicache.tiers.pool import SlotPool
+from hicache.tiers.restore_order import StoredForest
 from tests.tiers.blocks import Row, scanned
 
 A = TypeVar("A")

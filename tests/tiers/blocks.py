@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hicache.tiers.disk.disk_tier import DiskTier
 from hicache.tiers.disk.format import derive_key
-from hicache.tiers.disk.scan import Scanned
+from hicache.tiers.restore_order import Scanned
 
 NAMESPACE = bytes(range(32))
 

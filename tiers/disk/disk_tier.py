@@ -51,7 +51,7 @@ from hicache.tiers.disk.format import (
     unpack_header,
 )
 from hicache.tiers.disk.reader import Bytes, copy_all, find_all
-from hicache.tiers.disk.scan import Scan, Scanned
+from hicache.tiers.disk.scan import Scan
 from hicache.tiers.disk.scrub import Scrub
 from hicache.tiers.errors import (
     Identity,
@@ -62,6 +62,7 @@ from hicache.tiers.errors import (
     TierFull,
     TierMissing,
 )
+from hicache.tiers.restore_order import Scanned
 
 Durability = Literal["fast", "batched", "sync"]
 READERS = 4

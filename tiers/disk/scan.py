@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hicache.tiers.block import PAGE_BYTES, Counts
+from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.disk.environment import Environment, typed
 from hicache.tiers.disk.format import CHECK_BYTES, FIELDS, MAGIC, refuse_format, unpack_use
 from hicache.tiers.errors import TierDamaged
+from hicache.tiers.restore_order import Scanned
 
 CHUNK_ROWS = 1000
 _FIXED_BYTES = FIELDS.itemsize
@@ -28,24 +28,6 @@ _KEY = slice(_START["key"], _START["key"] + 32)
 _PARENT = slice(_START["parent"], _START["parent"] + 32)
 _TOKENS = slice(_FIXED_BYTES, -CHECK_BYTES)
 _Table = npt.NDArray[np.void]
-
-
-@dataclass(slots=True)
-class Scanned:
-    """Rows of one namespace, block size and number of tokens, in key order: `keys` and `parents` 32
-    bytes each, `tokens` `step` bytes each."""
-
-    namespace: bytes
-    block_bytes: int
-    step: int
-    keys: bytes
-    parents: bytes
-    tokens: bytes
-    hits: Counts
-    used_s: Counts
-
-    def __len__(self) -> int:
-        return len(self.hits)
 
 
 class Scan:

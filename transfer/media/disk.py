@@ -24,9 +24,8 @@ from hicache.tiers.disk.builder import DiskOptions
 from hicache.tiers.disk.disk_tier import DiskTier
 from hicache.tiers.disk.environment import give_memory_back
 from hicache.tiers.disk.format import derive_key
-from hicache.tiers.disk.restore_order import StoredForest
-from hicache.tiers.disk.scan import Scanned
 from hicache.tiers.errors import NoRoomForSize, TierBroken, TierDamaged, TierError, TierFull
+from hicache.tiers.restore_order import Scanned, StoredForest
 from hicache.transfer.media.codec import Bytes, Codec, codec_of
 from hicache.transfer.media.medium import (
     Link,
@@ -36,6 +35,7 @@ from hicache.transfer.media.medium import (
     Spoilt,
     by_size,
     failed,
+    identity_of,
     options_of,
 )
 from hicache.transfer.worker_messages import WorkerConfig
@@ -57,7 +57,7 @@ class DiskReader:
         for slot_bytes, moves in by_size(batch):
             views = [self._arena.view(move.dst_slot, move.block_bytes) for move in moves]
             buffers = [self._codec.buffer(view) for view in views]
-            wanted = list(zip(map(_identity, moves), buffers, strict=True))
+            wanted = list(zip(map(identity_of, moves), buffers, strict=True))
             problems = self._tier.read(slot_bytes, wanted)
             for move, view, stored, problem in zip(moves, views, buffers, problems, strict=True):
                 outcomes.append(self._decoded(move, view, stored, problem))
@@ -93,7 +93,7 @@ class DiskWriter:
     def _commit(self, slot_bytes: int, moves: Sequence[Move]) -> list[Outcome]:
         encode, view = self._codec.encode, self._arena.view
         blocks = [
-            (_identity(move), encode(view(move.src_slot, move.block_bytes))) for move in moves
+            (identity_of(move), encode(view(move.src_slot, move.block_bytes))) for move in moves
         ]
         try:
             self._tier.put(slot_bytes, blocks)
@@ -117,7 +117,7 @@ class DiskDeleter:
         outcomes = []
         for slot_bytes, moves in by_size(batch):
             try:
-                self._tier.delete(slot_bytes, [_identity(move).key for move in moves])
+                self._tier.delete(slot_bytes, [identity_of(move).key for move in moves])
             except TierBroken:
                 raise
             except TierError as error:  # on a full volume, deleting needs a page as well
@@ -264,9 +264,3 @@ def _rejected(moves: Sequence[Move], error: TierError) -> list[Outcome]:
     """The outcomes of moves that the disk would not have; none other would fare better now."""
     rejected = not isinstance(error, NoRoomForSize)
     return [Outcome(move.id, ok=False, error=str(error), rejected=rejected) for move in moves]
-
-
-def _identity(move: Move) -> BlockIdentity:
-    if move.identity is None:
-        raise TierError(f"move {move.id} does not say which block it carries")
-    return move.identity

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from hicache.engine.plan import Move, Outcome
+from hicache.engine.plan import BlockIdentity, Move, Outcome
 from hicache.tiers.block import StoredRows
-from hicache.tiers.errors import TierBroken, TierCorrupt, TierMissing, TierUnavailable
+from hicache.tiers.errors import TierBroken, TierCorrupt, TierError, TierMissing, TierUnavailable
 from hicache.tiers.tier import checked
 
 if TYPE_CHECKING:
@@ -179,6 +179,13 @@ def failed(move: Move, error: Exception) -> Outcome:
     be asked for again, so it is reported corrupt."""
     is_corrupt = isinstance(error, TierCorrupt | TierMissing)
     return Outcome(move.id, ok=False, error=str(error) or repr(error), corrupt=is_corrupt)
+
+
+def identity_of(move: Move) -> BlockIdentity:
+    """Which block a move carries. Raises TierError when it does not say so."""
+    if move.identity is None:
+        raise TierError(f"move {move.id} does not say which block it carries")
+    return move.identity
 
 
 def start_or_fail(link: Link, batch: Sequence[Move]) -> Pending:

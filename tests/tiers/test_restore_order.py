@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.tiers import restore_order as disk_forest
 from hicache.tiers.block import StoredRows
-from hicache.tiers.disk import restore_order as disk_forest
 from hicache.tiers.disk.format import derive_key
-from hicache.tiers.disk.restore_order import StoredForest
+from hicache.tiers.restore_order import StoredForest
 from tests.tiers.blocks import Row, scanned
 
 NAMESPACE, ROOT = bytes(32), bytes(32)

@@ -9,25 +9,43 @@ subtree was used last; each other child begins another chain.
 
 So a restarted daemon serves the most recently used prefixes before the scan has ended, and adds
 whole runs of blocks to its index at once. A million rows take 1–2 s and about 150 bytes each.
-Pure; called by the disk worker's scanning thread.
+Pure; called by the scanning thread of a persistent tier's worker.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from hicache.tiers.block import Counts, Ids, StoredRows
-from hicache.tiers.disk.scan import Scanned
 
 KEY_BYTES = 32
 MAX_ROWS, MAX_CHAINS = 500, 16
 """Limits of one message: the daemon's loop is busy with it for 2–3 ms."""
 
 _Order = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Scanned:
+    """Rows of one namespace, block size and number of tokens, in key order: `keys` and `parents` 32
+    bytes each, `tokens` `step` bytes each."""
+
+    namespace: bytes
+    block_bytes: int
+    step: int
+    keys: bytes
+    parents: bytes
+    tokens: bytes
+    hits: Counts
+    used_s: Counts
+
+    def __len__(self) -> int:
+        return len(self.hits)
 
 
 class StoredForest:
