@@ -1,4 +1,4 @@
-"""One check as a process: see hicache/bench/gpu_check/run.py."""
+"""One check as a process, started by `run.py`."""
 
 import importlib
 from pathlib import Path
@@ -16,9 +16,8 @@ from hicache.bench.gpu_check.run import CHECKS
 @click.option("--dry", is_flag=True)
 @click.option("--small", is_flag=True, help="Less of everything, and no deliberate errors.")
 def main(name: str, report: Path, folder: Path, dry: bool, small: bool) -> None:
-    importlib.import_module(f"hicache.bench.gpu.{name}").run(
-        Check(name, report, folder, dry, small)
-    )
+    module = importlib.import_module(f"hicache.bench.gpu_check.{CHECKS[name][0]}")
+    module.run(Check(name, report, folder, dry, small))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from hicache.bench.gpu_check.check import Check, CheckStep
-from hicache.bench.gpu_check.copies import Sides, paths, sides
+from hicache.bench.gpu_check.copies_check import Sides, paths, sides
 from hicache.engine.plan import Move
 from hicache.tiers.block import PAGE_BYTES
 from hicache.transfer.media.cuda import CudaLink

@@ -1,8 +1,8 @@
-"""All checks in order, each in a process of its own with a time limit; a table last, and JSON.
+"""Runs all checks in order, each in its own process with a time limit; then a table, and JSON.
 
-    python -m hicache.bench.gpu NAME --report FILE --folder FOLDER [--dry] [--small]
+    python -m hicache.bench.gpu_check NAME --report FILE --folder FOLDER [--dry] [--small]
 
-is one such process. What it has reported counts even if it crashes or has to be killed.
+is one such process. The rows it wrote count even if it crashes or is killed.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from rich.text import Text
 from hicache.bench.gpu_check.check import Row
 from hicache.bench.report import wide_console
 
-CHECKS = {  # name: the longest it may take, in seconds; the most telling ones first
-    "machine": 60.0,
-    "copies": 60.0,
-    "speed": 60.0,
-    "pages": 45.0,
-    "ipc": 40.0,
-    "daemon": 90.0,
-    "engine": 100.0,
-    "model": 100.0,
-    "sanitizer": 60.0,
-    "neighbour": 80.0,
+CHECKS = {  # name: its module, and its time limit in seconds; the checks that show most come first
+    "machine": ("gpu_machine", 60.0),
+    "copies": ("copies_check", 60.0),
+    "speed": ("speed", 60.0),
+    "pages": ("pages_check", 45.0),
+    "ipc": ("ipc_check", 40.0),
+    "daemon": ("through_daemon", 90.0),
+    "engine": ("engine_pages_check", 100.0),
+    "model": ("model_check", 100.0),
+    "sanitizer": ("sanitizer", 60.0),
+    "neighbour": ("neighbour", 80.0),
 }
 DRY_PATIENCE = 3.0
-"""Of a dry run, which is a test, and shares its machine with others: so many times the above."""
+"""The time limits of a dry run are multiplied by this: it is a test on a machine with other work."""
 WIDTH = 150
 _COLOURS = {"FAILED": "bold red", "below": "yellow", "ok": "green"}
 
 
 def run(names: Sequence[str], is_dry: bool, folder: Path, budget_s: float) -> list[Row]:
-    """The rows of these checks. One for which no time is left is a row that says so; an interrupt
-    ends them all, and what was found until then counts."""
+    """Returns the rows of these checks. A check for which no time is left gives a row that says
+    so. An interrupt ends all checks; the rows found until then are returned."""
     ends_s = time.monotonic() + budget_s
     rows: list[Row] = []
     for name in names:
@@ -57,7 +57,7 @@ def run(names: Sequence[str], is_dry: bool, folder: Path, budget_s: float) -> li
             rows.append(Row(name, "all of it", "skipped", "no time was left"))
             continue
         click.echo(f"==> {name}", err=True)
-        limit_s = CHECKS[name] * (DRY_PATIENCE if is_dry else 1.0)
+        limit_s = CHECKS[name][1] * (DRY_PATIENCE if is_dry else 1.0)
         try:
             found = _run_one(name, is_dry, folder, min(left_s, limit_s))
         except KeyboardInterrupt:
@@ -73,7 +73,7 @@ def run(names: Sequence[str], is_dry: bool, folder: Path, budget_s: float) -> li
 def _run_one(name: str, is_dry: bool, folder: Path, limit_s: float) -> list[Row]:
     report, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "hicache.bench.gpu", name]
+    command = [sys.executable, "-m", "hicache.bench.gpu_check", name]
     command += ["--report", str(report), "--folder", str(folder)]
     started_s = time.monotonic()
     with log.open("wb") as sink:
@@ -90,7 +90,7 @@ def _run_one(name: str, is_dry: bool, folder: Path, limit_s: float) -> list[Row]
         except subprocess.TimeoutExpired:
             end = f"took longer than {limit_s:.0f} s and was killed"
         finally:
-            # Whatever it has left running is in its process group.
+            # Processes it left running are in its process group.
             _kill_group(child.pid)
             child.wait()
     rows = _rows_of(report)
@@ -114,7 +114,7 @@ def _rows_of(report: Path) -> list[Row]:
 
 
 def show(rows: Sequence[Row], is_dry: bool, json_target: Path | None) -> bool:
-    """The table on stdout, JSON into the file; whether nothing failed or missed its target."""
+    """Prints the table and writes JSON into the file. Returns whether every check passed."""
     if json_target is not None:
         data = {"dry": is_dry, "rows": [asdict(row) for row in rows]}
         json_target.write_text(json.dumps(data, indent=1) + "\n")

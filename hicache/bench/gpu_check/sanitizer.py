@@ -27,7 +27,7 @@ def _memcheck(check: Check, name: str) -> str:
     report = check.folder / f"sanitizer-{name}.jsonl"
     report.unlink(missing_ok=True)
     command = [TOOL, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all"]
-    command += [sys.executable, "-m", "hicache.bench.gpu", name, "--small"]
+    command += [sys.executable, "-m", "hicache.bench.gpu_check", name, "--small"]
     command += ["--report", str(report), "--folder", str(check.folder)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     said = ran.stdout + ran.stderr

@@ -23,7 +23,7 @@ import numpy as np
 from rich.table import Table
 
 from hicache.bench.gpu_check.check import Check, Skipped
-from hicache.bench.gpu_check.copies import Sides, paths, sides
+from hicache.bench.gpu_check.copies_check import Sides, paths, sides
 from hicache.bench.gpu_check.feeding import Fed, fed
 from hicache.bench.report import wide_console
 from hicache.engine.plan import Move
