@@ -94,17 +94,17 @@ class StoredForest:
             if starts[cut[0]] < begin:  # the rest of a chain that began earlier
                 ups[0], names[0] = first + begin - 1, keys[order[begin - 1]]
             yield StoredRows(
-                self.namespace,
-                self.block_bytes,
-                self.step,
-                first + begin,
-                total,
-                lengths,
-                ups,
-                names.tobytes(),
-                tokens[begin:end].tobytes(),
-                hits[begin:end],
-                used_s[begin:end],
+                namespace=self.namespace,
+                block_bytes=self.block_bytes,
+                step=self.step,
+                first=first + begin,
+                total=total,
+                lengths=lengths,
+                parents=ups,
+                parent_keys=names.tobytes(),
+                tokens=tokens[begin:end].tobytes(),
+                hits=hits[begin:end],
+                used_s=used_s[begin:end],
             )
 
 

@@ -186,7 +186,17 @@ def unpack_rows(message: Message) -> StoredRows:
     block_bytes, step, first, total = numbers
     up = parents.view(np.int32)
     rows = StoredRows(
-        namespace, block_bytes, step, first, total, lengths, up, keys, tokens, hits, used_s
+        namespace=namespace,
+        block_bytes=block_bytes,
+        step=step,
+        first=first,
+        total=total,
+        lengths=lengths,
+        parents=up,
+        parent_keys=keys,
+        tokens=tokens,
+        hits=hits,
+        used_s=used_s,
     )
     if not rows.is_sound():
         raise MalformedMessage("rows: the lengths of their parts differ")
@@ -256,7 +266,16 @@ def _move(fields: Any) -> Move:
             raise MalformedMessage("batch: a block's identity")
         identity = BlockIdentity(*about)
     return Move(
-        number, 0, src, src_slot, dst, dst_slot, block_bytes, slot_bytes, Priority.DEMAND, identity
+        id=number,
+        block=0,
+        src=src,
+        src_slot=src_slot,
+        dst=dst,
+        dst_slot=dst_slot,
+        block_bytes=block_bytes,
+        slot_bytes=slot_bytes,
+        priority=Priority.DEMAND,
+        identity=identity,
     )
 
 

@@ -94,16 +94,16 @@ def page(
         span, touched_s = node.span, node.touched_s
         runs.append(
             TreeRun(
-                node.number,
-                None if parent.parent is None else parent.number,
-                place,
-                node.depth,
-                node.num_blocks,
-                node.tiers,
-                node.leaving,
-                None if touched_s == DISMISSED_S else max(0.0, now_s - touched_s),
-                bool(blocks.num_pins) and blocks.is_path_pinned(span),
-                stem.symbols[begin : begin + min(step, first_bytes)],
+                number=node.number,
+                parent=None if parent.parent is None else parent.number,
+                namespace=place,
+                depth=node.depth,
+                blocks=node.num_blocks,
+                tiers=node.tiers,
+                leaving=node.leaving,
+                idle_s=None if touched_s == DISMISSED_S else max(0.0, now_s - touched_s),
+                is_leased=bool(blocks.num_pins) and blocks.is_path_pinned(span),
+                tokens=stem.symbols[begin : begin + min(step, first_bytes)],
             )
         )
     end = len(nodes)

@@ -1,1 +1,4 @@
-"""Eviction policies: which leaf of a tier to give up first. One small file each."""
+"""Eviction policies, one small file each: which leaf of a tier is evicted first.
+
+Doors: `catalog` (policies by name), `base` (what a policy implements).
+"""

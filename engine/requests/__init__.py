@@ -1,4 +1,4 @@
-"""One file per thing that is asked of the cache engine: match, fetch, put, warm, pin, clear.
+"""The cache engine's requests, one file each: match, fetch, put, warm, pin, clear, hints, restore.
 
-Called by `engine.core`, which hands each event to its file.
+Doors: one class a file, called by `engine.core`, which passes each event to its file.
 """

@@ -175,18 +175,18 @@ class Matching:
         kept = runs if not skipped and last == hit_blocks else _slice_runs(runs, skipped, last)
         prefill = self.estimates.prefill[event.namespace]
         hit = Hit(
-            num_tokens,
-            namespace.block_tokens,
-            min(skipped * namespace.block_tokens, num_tokens) if skipped else 0,
-            kept,
-            (),
-            prefill.seconds,
-            prefill.is_known,
-            (),
-            prefill.doubt_s,
-            0.0,
-            event.namespace,
-            event.by_worker,
+            prompt_tokens=num_tokens,
+            block_tokens=namespace.block_tokens,
+            skipped_tokens=min(skipped * namespace.block_tokens, num_tokens) if skipped else 0,
+            runs=kept,
+            reload_s=(),
+            prefill_s=prefill.seconds,
+            is_measured=prefill.is_known,
+            reload_doubt_s=(),
+            prefill_doubt_s=prefill.doubt_s,
+            start_s=0.0,
+            namespace=event.namespace,
+            by_worker=event.by_worker,
         )
         if kept:
             self._estimate_reload(hit, namespace, path, event)

@@ -199,17 +199,17 @@ class Residency:
         ):
             self._issue(
                 Move(
-                    self._next_move(),
-                    block,
-                    names[0],
-                    src_slot,
-                    names[1],
-                    dst_slot,
-                    namespace.block_bytes,
-                    namespace.slot_bytes,
-                    priority,
-                    None,
-                    deadline_s,
+                    id=self._next_move(),
+                    block=block,
+                    src=names[0],
+                    src_slot=src_slot,
+                    dst=names[1],
+                    dst_slot=dst_slot,
+                    block_bytes=namespace.block_bytes,
+                    slot_bytes=namespace.slot_bytes,
+                    priority=priority,
+                    identity=None,
+                    deadline_s=deadline_s,
                 )
             )
         self.num_moving[src, dst][priority] += len(ids) * namespace.block_bytes
@@ -221,15 +221,15 @@ class Residency:
         for block, slot in zip(ids.tolist(), self.blocks.slot[tier][ids].tolist(), strict=True):
             self._issue(
                 Move(
-                    self._next_move(),
-                    block,
-                    name,
-                    slot,
-                    None,
-                    -1,
-                    namespace.block_bytes,
-                    namespace.slot_bytes,
-                    Priority.DEMOTION,
+                    id=self._next_move(),
+                    block=block,
+                    src=name,
+                    src_slot=slot,
+                    dst=None,
+                    dst_slot=-1,
+                    block_bytes=namespace.block_bytes,
+                    slot_bytes=namespace.slot_bytes,
+                    priority=Priority.DEMOTION,
                 )
             )
 

@@ -1,5 +1,6 @@
-"""Benchmarks of a daemon against what this machine can do at best, measured in the same run.
+"""Benchmarks of a daemon on this machine, each beside a *floor* measured in the same run: an echo
+over ZeroMQ for calls, a copy between touched buffers for blocks, raw reads and writes for disk.
 
-Every row stands beside a *floor*: a bare ZeroMQ echo for calls, a copy between touched buffers for
-blocks. Batches of both alternate, so that noise hits both; figures are medians.
+Doors: `rpc`, `store`, `disk` (one `run` each), `gpu_check` (all that needs a GPU). `report` prints
+rows; `daemon_process` runs the daemon that is measured. Called from `hicache.commands`.
 """

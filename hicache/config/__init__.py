@@ -1,9 +1,7 @@
-"""The YAML configuration: read, checked, explained, compared.
+"""The YAML configuration: read, checked, explained, compared. Used by commands and the daemon.
 
-    text ─ source ─▶ values+lines ─ models ─▶ Config ─ machine ─▶ sizes in bytes, problems
-                                       └ errors: every mistake as a sentence
-
-`load_config` is the front door. Only command lines import this package: a client never does.
+Doors: `load_config` (a file to a `Config`; every mistake as a sentence with its line),
+`resolve_sizes` and `check_against_machine` (sizes in bytes, problems), `key_table` (the reference).
 """
 
 from hicache.config.display import key_table, key_table_markdown, plain_value, shown_values

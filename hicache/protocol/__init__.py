@@ -1,4 +1,5 @@
-"""What both ends of the wire share: messages, keys, endpoints, CURVE keys, KV events.
+"""What both ends share: messages, block keys, endpoints, CURVE keys, KV events. No sockets.
 
-Imported by `client`, `daemon` and `connectors`. Bytes to structs and back; no sockets, no waiting.
+Doors: `messages` (bytes to structs and back), `keys` (namespaces and block keys), `endpoint`,
+`curve`, `kv_events`. Imported by `client`, `daemon` and `connectors`.
 """

@@ -1,4 +1,4 @@
-"""One file per medium that blocks are copied to and from, each behind `medium.Link`.
+"""One file per medium that blocks are copied to and from. Imported by the device's worker only.
 
-Imported by the worker process of that device only.
+Doors: `medium.Link` (what a medium implements), `host`, `disk`, `cuda`.
 """

@@ -113,15 +113,15 @@ class Context(NamedTuple):
             return Levels(_PARTIAL)
         is_trunk = role == _TRUNK
         return Levels(
-            role,
-            min(self.turn, MAX_TURN),
-            0 if is_trunk else 1 + bisect_right(_BLOCKS_CUTS, self.num_blocks),
-            1 + bisect_right(_GAP_CUTS_S, self.gap_s) if self.turn > 1 else 0,
-            0 if is_trunk else 1 + bisect_right(_NEW_CUTS, self.num_new),
-            self.stop,
-            1 + bisect_right(_TOUCHES_CUTS, touches) if is_trunk else 0,
-            1 + bisect_right(_GAP_CUTS_S, self.due_s) if self.due_s else 0,
-            self._answer_level(),
+            role=role,
+            turn=min(self.turn, MAX_TURN),
+            blocks=0 if is_trunk else 1 + bisect_right(_BLOCKS_CUTS, self.num_blocks),
+            gap=1 + bisect_right(_GAP_CUTS_S, self.gap_s) if self.turn > 1 else 0,
+            new=0 if is_trunk else 1 + bisect_right(_NEW_CUTS, self.num_new),
+            stop=self.stop,
+            touches=1 + bisect_right(_TOUCHES_CUTS, touches) if is_trunk else 0,
+            due=1 + bisect_right(_GAP_CUTS_S, self.due_s) if self.due_s else 0,
+            answer=self._answer_level(),
         )
 
     def _answer_level(self) -> int:

@@ -1,4 +1,5 @@
-"""`hicache gpu-check`: what needs a GPU to be known, in one run of a few minutes.
+"""`hicache gpu-check`: correctness and speed of everything that needs a GPU, in a few minutes.
 
-Each check runs in a process of its own, since an error of CUDA's takes its process with it.
+Doors: `run.run` (all checks) and `run.show` (their table). Each check is a module with
+`run(check)`, executed in its own process: an error in CUDA ends the process in which it happens.
 """

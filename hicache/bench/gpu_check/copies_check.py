@@ -89,7 +89,17 @@ class Sides:
     def move(self, src: str, dst: str, source: int, target: int, num_bytes: int) -> Move:
         self._num_moves += 1
         n, room = self._num_moves, slot_bytes_for(max(1, num_bytes))
-        return Move(n, n, src, source, dst, target, num_bytes, room, Priority.DEMAND)
+        return Move(
+            id=n,
+            block=n,
+            src=src,
+            src_slot=source,
+            dst=dst,
+            dst_slot=target,
+            block_bytes=num_bytes,
+            slot_bytes=room,
+            priority=Priority.DEMAND,
+        )
 
     def expect(self, moves: Sequence[Move]) -> None:
         for each in moves:
@@ -205,7 +215,17 @@ def _sticky(check: Check) -> None:
             pinned = PinnedArena(cupy.cuda.runtime, arena)
             link = CudaLink("dram", "hbm", pinned, pool, each, to_device=True)
             wild((1,), (1,), (np.uint64(16),))
-            move = Move(1, 1, "dram", 0, "hbm", 0, 4096, 4096, Priority.DEMAND)
+            move = Move(
+                id=1,
+                block=1,
+                src="dram",
+                src_slot=0,
+                dst="hbm",
+                dst_slot=0,
+                block_bytes=4096,
+                slot_bytes=4096,
+                priority=Priority.DEMAND,
+            )
             try:
                 for _ in range(100):
                     link.copy([move])

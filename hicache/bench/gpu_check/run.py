@@ -41,7 +41,7 @@ CHECKS = {  # name: its module, and its time limit in seconds; the checks that s
     "neighbour": ("neighbour", 80.0),
 }
 DRY_PATIENCE = 3.0
-"""The time limits of a dry run are multiplied by this: it is a test on a machine with other work."""
+"""Multiplies the time limits of a dry run, a test on a machine that has other work."""
 WIDTH = 150
 _COLOURS = {"FAILED": "bold red", "below": "yellow", "ok": "green"}
 

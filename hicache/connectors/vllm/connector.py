@@ -1,8 +1,29 @@
-"""The class that vLLM loads: its words for the two sides, and everything that needs vLLM itself.
+"""The class that vLLM loads, `HiCacheConnector`. Only this file and `metrics` import vLLM.
 
-An exception in `get_num_new_matched_tokens` ends the whole engine, one in a worker the step: so
-every call that vLLM makes while it serves comes back with "nothing", whatever happens inside. What
-can be wrong from the start, an operator's mistake, is said at the start.
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "HiCacheConnector",
+        "kv_connector_module_path": "hicache.connectors.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute"}'
+
+Two sides, in two processes or in one. Each has its own thread that calls the daemon:
+
+    scheduler ──orders──▶ worker (one per rank)        loads, and stores of new whole blocks
+        │ match ▲ reports     │ fetch, put
+        ▼       └─────────────▼
+      daemon ◀───────────────────
+
+    scheduler_side, tracked_request   what to load and store, for each request
+    lookup                            the daemon's answer for a prompt
+    worker_side, rank_clients         loads and stores, and the client of each rank
+    vllm_pages                        how blocks lie in vLLM's cache
+    namespace, weights                which model the blocks belong to
+    step_messages                     what the two sides send each other
+    published_hashes                  which block hashes vLLM publishes for routers
+    options, background, metrics      an operator's settings, the thread, vLLM's metrics
+
+The daemon is optional at every step: whatever fails there is a miss. An exception in
+`get_num_new_matched_tokens` would end the inference engine, one in a worker the step. So each
+method that vLLM calls while it serves catches errors and returns "nothing"; a wrong setting is
+refused at start.
 """
 
 from __future__ import annotations
@@ -73,7 +94,7 @@ class Introduction(KVConnectorHandshakeMetadata):  # type: ignore[misc] # nor is
 
 
 class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not installed here
-    """See the package's docstring and docs/vllm.md. Raises ValueError for a mistaken setting."""
+    """See the head of this file and docs/vllm.md. Raises ValueError for a wrong setting."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

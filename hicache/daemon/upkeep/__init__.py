@@ -1,4 +1,5 @@
 """What the daemon does beside requests: health, restores, scrubs, traces, refits, memory.
 
-Called from `daemon.loop`, mostly once a tick. A failure here is counted; no request fails by it.
+Doors: one class a file, called from `daemon.loop`, mostly once a tick. A failure here is counted;
+it fails no request.
 """
