@@ -10,7 +10,7 @@ import yaml
 
 from hicache.cli import cli
 from hicache.config import Surroundings, load_config
-from tests.docs.pages import DOCS
+from tests.docs.pages import DOCS, PAGES
 from tests.e2e.daemon_process import DaemonProcess, prompt, store
 
 PAGE = (DOCS / "operations.md").read_text()
@@ -46,7 +46,7 @@ def test_every_field_of_the_table_is_in_stats() -> None:
 def test_every_command_that_it_names_exists() -> None:
     named = {
         tuple(words.split())
-        for page in DOCS.glob("*.md")
+        for page in PAGES
         for words in re.findall(r"`hicache ([a-z-]+(?: [a-z]+)?)", page.read_text())
     }
     with click.Context(cli) as context:
