@@ -28,6 +28,8 @@ from hicache.tiers.errors import TierUnavailable
 Progress = Callable[[int, int, int], None]
 """(slot bytes, blocks done, blocks in all)."""
 LOCK_WAIT_S = 3.0  # a worker whose daemon was killed is still leaving
+_DIES_OF_DAMAGE = (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE)
+"""How LMDB ends a process that reads a damaged file. Another signal says nothing of the file."""
 _ROOT = Path(__file__).absolute().parents[2]
 
 
@@ -48,27 +50,32 @@ class ClassReport:
 
 
 def verify(path: Path, progress: Progress) -> list[ClassReport]:
-    """Read every block of a folder that no daemon has open. Changes nothing. TierUnavailable."""
+    """Read every block of a folder that no daemon has open. Changes nothing.
+
+    Raises TierUnavailable when a class cannot be read; that is no statement about its blocks."""
+    path = path.resolve()  # the readers run in another folder
     with _held(path):
         return [_verify(slot, folder, progress) for slot, folder in classes_at(path).items()]
 
 
 def repair(path: Path, progress: Progress) -> list[ClassReport]:
     """Remove records that are not what they should be, and rebuild what cannot be read any more
-    from the blocks that are whole. `done` says in words what became of each class."""
+    from the blocks that are whole. `done` says in words what became of each class.
+
+    Raises TierUnavailable when a class cannot be read, before anything of any class is changed."""
+    path = path.resolve()
     with _held(path):
         sources = set_asides_at(path) | classes_at(path)
-        reports = []
-        for slot_bytes, folder in sources.items():
-            is_aside = slot_bytes not in classes_at(path)
-            report = _verify(slot_bytes, folder, progress)
+        reports = [_verify(slot, folder, progress) for slot, folder in sources.items()]
+        classes = classes_at(path)
+        for report, (slot_bytes, folder) in zip(reports, sources.items(), strict=True):
+            is_aside = slot_bytes not in classes
             if report.damage or is_aside:
                 _rebuild(path, slot_bytes, folder, report)
             elif report.bad:
                 _remove(folder, slot_bytes, report)
             else:
                 report.done = "nothing to do"
-            reports.append(report)
         state = read_state(path / "state.json")
         durability = state.durability if state is not None else "batched"
         write_state(path / "state.json", DeviceState(FORMAT, durability, True, boot_id()))
@@ -91,7 +98,7 @@ def _held(path: Path) -> Iterator[None]:
 
 
 def _verify(slot_bytes: int, folder: Path, progress: Progress) -> ClassReport:
-    report = ClassReport(slot_bytes)
+    report, unread = ClassReport(slot_bytes), ""
     command = [sys.executable, "-m", "hicache.tiers.disk.scrub", str(folder), str(slot_bytes)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as child:
         assert child.stdout is not None
@@ -100,14 +107,18 @@ def _verify(slot_bytes: int, folder: Path, progress: Progress) -> ClassReport:
             if "damage" in said:
                 report.damage = said["damage"]
                 continue
+            if "unread" in said:
+                unread = said["unread"]
+                continue
             report.blocks, report.bytes = said["num_blocks"], said["num_bytes"]
             report.bad = [{"key": key, "problem": problem} for _, key, problem in said["bad"]]
             progress(slot_bytes, report.blocks, said["total_blocks"])
     status = child.returncode
-    if status < 0:
+    if -status in _DIES_OF_DAMAGE:
         report.damage = f"reading it ended with {signal.Signals(-status).name}"
     elif status and not report.damage:
-        report.damage = f"reading it ended with status {status}"
+        why = unread or f"its reader ended with status {status}"
+        raise TierUnavailable(f"{folder} could not be read, and nothing was changed: {why}")
     if any("out of order" in row["problem"] for row in report.bad):
         report.damage = "the keys of its tree are out of order"
     return report

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import lmdb
@@ -60,6 +60,23 @@ class Tree(NamedTuple):
             return None
         _, flags, depth, *_, root = _DATABASE.unpack(record)
         return cls(root, depth) if not flags and 0 < depth < _MOST_LEVELS else None
+
+
+def leaf_values(page: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The keys and values that lie in a leaf page itself; nothing where it is no sound leaf."""
+    if len(page) < PAGE_BYTES or PAGE.unpack_from(page)[2] & _KIND != _LEAF:
+        return
+    ends = PAGE.unpack_from(page)[3] & 0xFFFF
+    if not PAGE.size < ends <= PAGE_BYTES or ends % 2:
+        return
+    for node in memoryview(page)[PAGE.size : ends].cast("H"):
+        if node + _NODE.size > PAGE_BYTES:
+            continue
+        low, high, flags, key_bytes = _NODE.unpack_from(page, node)
+        start = node + _NODE.size + key_bytes
+        end = start + (low | high << 16)
+        if not flags and end <= PAGE_BYTES:
+            yield page[start - key_bytes : start], page[start:end]
 
 
 def is_known(fd: int) -> bool:

@@ -24,7 +24,7 @@ import xxhash
 from hicache.tiers.disk.environment import DATA_FILE, Environment, open_environment, typed
 from hicache.tiers.disk.format import is_sound, unpack_header
 from hicache.tiers.disk.reader import Value, fill, find_values, num_bytes
-from hicache.tiers.errors import TierCorrupt, TierError
+from hicache.tiers.errors import TierCorrupt, TierDamaged, TierError
 
 STEP_BYTES = 8 << 20
 
@@ -118,15 +118,21 @@ def _problem(key: bytes, slot_bytes: int, packed: bytes, value: Value, fd: int) 
 
 
 def main(directory: Path, slot_bytes: int) -> int:
-    """Scrub one class that is not open elsewhere. Returns the process's exit status."""
-    size = (directory / DATA_FILE).stat().st_size
+    """Scrub one class that is not open elsewhere. Returns the process's exit status.
+
+    Damage is what the file shows. A file that cannot be read (permissions, a failing device) shows
+    nothing, and is reported as unread."""
     try:
+        size = (directory / DATA_FILE).stat().st_size
         opened = open_environment(directory, max(1 << 20, size), is_read_only=True)
         scrub = Scrub({slot_bytes: opened})
         while scrub.step():
             _report(scrub.verdict)
-    except TierError as error:
+    except TierDamaged as error:
         print(json.dumps({"damage": str(error)}), flush=True)
+        return 1
+    except (TierError, OSError) as error:
+        print(json.dumps({"unread": str(error)}), flush=True)
         return 1
     _report(scrub.verdict)
     return 0
