@@ -1,4 +1,7 @@
-"""The policies by the names under which a configuration chooses them."""
+"""The policies by the names under which a configuration chooses them.
+
+A policy of another package is not listed here: its entry point is (`hicache/config/eviction.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,24 @@ from hicache.engine.policies.lfu import Lfu
 from hicache.engine.policies.lru import Lru
 from hicache.engine.policies.s3fifo import S3Fifo
 
-Maker = Callable[[int, History], EvictionPolicy]
-
-POLICIES: Final[Mapping[str, Maker]] = {
-    "lru": lambda tier, history: Lru(tier),
-    "lfu": lambda tier, history: Lfu(tier),
-    "s3fifo": lambda tier, history: S3Fifo(tier),
-    "gdsf": lambda tier, history: Gdsf(tier),
+POLICIES: Final[Mapping[str, type[EvictionPolicy]]] = {
+    "lru": Lru,
+    "lfu": Lfu,
+    "s3fifo": S3Fifo,
+    "gdsf": Gdsf,
     "hazard": Hazard,
 }
 
 
 def policies_of(
-    names: Sequence[str],
+    chosen: Sequence[type[EvictionPolicy]],
     wants_model: bool = False,
 ) -> tuple[Callable[[int], EvictionPolicy], History | None]:
-    """For CacheEngine: what makes the policy of a tier by its number, and the history they share,
-    None where no policy wants one. `names`: by tier. `wants_model`: somebody else asks what returns
-    (WriteGate). Raises KeyError on an unknown name."""
+    """For CacheEngine: a function from a tier's number to its policy, and the history they share,
+    None where no policy wants one. `chosen`: by tier. `wants_model`: the write gate needs the
+    history's estimates of what returns."""
     history = History()
     history.wants_fits = wants_model
-    made = [POLICIES[name](tier, history) for tier, name in enumerate(names)]
+    made = [policy(tier, history) for tier, policy in enumerate(chosen)]
     wanted = wants_model or any(policy.wants_history for policy in made)
     return made.__getitem__, history if wanted else None

@@ -20,7 +20,7 @@ blocks of 512. The order hardly depends on it."""
 
 
 class Gdsf(PriorityPolicy):
-    """See EvictionPolicy. The smallest L + uses · cost goes first, the longest unused of equals."""
+    """The smallest L + uses · cost goes first."""
 
     def priority(self, node: Node) -> float:
         """L + uses · cost."""

@@ -15,7 +15,7 @@ from hicache.engine.policies.priority import PriorityPolicy
 
 
 class Lfu(PriorityPolicy):
-    """See EvictionPolicy. The smallest L + uses goes first, the longest unused of equals."""
+    """The smallest L + uses goes first."""
 
     def priority(self, node: Node) -> float:
         """L + uses."""

@@ -13,87 +13,66 @@ from collections import deque
 from typing import Final
 
 from hicache.engine.index.node import Node
-from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
+from hicache.engine.policies.base import Entry, EvictionPolicy
+from hicache.engine.policies.hazard.history import History
 
 SMALL_SHARE: Final = 0.1
 MAX_ROUNDS: Final = 3
+IN_SMALL: Final = -1
+"""The rounds of an entry of the small queue."""
+
+_Queued = tuple[int, int, float, Node]
+"""Blocks, rounds left, the node's last use when it joined, the node."""
 
 
-class S3Fifo:
-    """`tier` is the bit number under which nodes note that they are queued here. The queues hold
-    (blocks, node's last use and its rounds left when it joined, node)."""
+class S3Fifo(EvictionPolicy):
+    """The first in goes first, out of the queue whose share is used up."""
 
-    wants_history = True
-
-    def __init__(self, tier: int) -> None:
-        self._bit = 1 << tier
-        self._small: deque[tuple[int, float, Node]] = deque()
-        self._main: deque[tuple[int, float, int, Node]] = deque()
+    def __init__(self, tier: int, history: History) -> None:
+        super().__init__(tier, history)
+        self._small: deque[_Queued] = deque()
+        self._main: deque[_Queued] = deque()
         self._small_blocks = self._main_blocks = 0
-        self._sweep_at = MIN_SWEEP
+        self.lines = (self._small, self._main)
 
-    def add(self, node: Node) -> None:
+    def join(self, node: Node) -> None:
         """See EvictionPolicy."""
-        if node.queued & self._bit:
-            return
-        node.queued |= self._bit
-        if len(self._small) + len(self._main) >= self._sweep_at:
-            self._sweep()
         if node.uses > 1:
             self._join_main(node, 0)
+            return
+        entry = (len(node), IN_SMALL, node.touched_s, node)
+        if self._small and node.touched_s < self._small[0][2]:
+            self._small.appendleft(entry)  # what a victim left of its node
         else:
-            entry = (len(node), node.touched_s, node)
-            if self._small and node.touched_s < self._small[0][1]:
-                self._small.appendleft(entry)  # what a victim left of its node
-            else:
-                self._small.append(entry)
-            self._small_blocks += len(node)
+            self._small.append(entry)
+        self._small_blocks += len(node)
 
-    def pop(self, worth: float = ALWAYS) -> Node | None:
+    def take(self, worth: float) -> Entry | None:
         """See EvictionPolicy."""
-        while self._small or self._main:
-            share = SMALL_SHARE * (self._small_blocks + self._main_blocks)
-            from_small = self._small and (self._small_blocks >= share or not self._main)
-            node = self._pop_small() if from_small else self._pop_main()
-            if node is not None:
-                node.queued &= ~self._bit
-                return node
+        share = SMALL_SHARE * (self._small_blocks + self._main_blocks)
+        if self._small and (self._small_blocks >= share or not self._main):
+            self._small_blocks -= self._small[0][0]
+            return self._small.popleft()
+        if self._main:
+            self._main_blocks -= self._main[0][0]
+            return self._main.popleft()
         return None
 
-    def worth(self, kind: int, touched_s: float) -> float:
-        """See EvictionPolicy: whatever is new is let in."""
-        return ALWAYS
-
-    def _pop_small(self) -> Node | None:
-        size, touched_s, node = self._small.popleft()
-        self._small_blocks -= size
-        if node.parent is None:  # merged away or removed
-            return None
+    def spares(self, entry: Entry) -> bool:
+        """See EvictionPolicy."""
+        _, rounds, touched_s, node = entry
         if node.touched_s > touched_s:
-            self._join_main(node, 0)
-            return None
-        return node
-
-    def _pop_main(self) -> Node | None:
-        size, touched_s, rounds, node = self._main.popleft()
-        self._main_blocks -= size
-        if node.parent is None:
-            return None
-        if node.touched_s > touched_s:
-            rounds = min(node.uses, MAX_ROUNDS)
+            rounds = 1 if rounds == IN_SMALL else min(node.uses, MAX_ROUNDS)
         if rounds > 0:
             self._join_main(node, rounds - 1)
-            return None
-        return node
+        return bool(rounds > 0)
 
-    def _join_main(self, node: Node, rounds: int) -> None:
-        self._main.append((len(node), node.touched_s, rounds, node))
-        self._main_blocks += len(node)
-
-    def _sweep(self) -> None:
-        """Let go of nodes that are no more."""
-        self._small = deque(entry for entry in self._small if entry[2].parent is not None)
-        self._main = deque(entry for entry in self._main if entry[3].parent is not None)
+    def sweep(self) -> None:
+        """See EvictionPolicy."""
+        super().sweep()
         self._small_blocks = sum(entry[0] for entry in self._small)
         self._main_blocks = sum(entry[0] for entry in self._main)
-        self._sweep_at = max(MIN_SWEEP, 2 * (len(self._small) + len(self._main)))
+
+    def _join_main(self, node: Node, rounds: int) -> None:
+        self._main.append((len(node), rounds, node.touched_s, node))
+        self._main_blocks += len(node)

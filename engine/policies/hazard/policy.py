@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 
 from hicache.engine.index.node import Node
-from hicache.engine.policies.base import ALWAYS, MIN_SWEEP
+from hicache.engine.policies.base import ALWAYS, MIN_SWEEP, Entry, EvictionPolicy
 from hicache.engine.policies.hazard.history import History
 from hicache.engine.policies.hazard.model import Model
 
@@ -23,14 +23,11 @@ _Place = tuple[float, int, int]
 """When the node was last used, a serial number, its kind: as it joined its line."""
 
 
-class Hazard:
-    """See EvictionPolicy. `tier`: its number; `history` is shared by all tiers."""
-
-    wants_history = True
+class Hazard(EvictionPolicy):
+    """The smallest rank goes first."""
 
     def __init__(self, tier: int, history: History) -> None:
-        self._tier = tier
-        self._history = history
+        super().__init__(tier, history)
         self._judged: Model | None = None
         self._judged_at_s = -1.0
         self._trusted_model: Model | None = None
@@ -40,21 +37,29 @@ class Hazard:
         self._heads: list[tuple[float, float, int, int]] = []  # rank, last use, serial, kind
         self._ranked_at: tuple[float, Model | None] = (-1.0, None)
         self._serial = 0
-        self._num_joined = 0  # entries in the lines, at most
-        self._sweep_at = MIN_SWEEP
 
     def add(self, node: Node) -> None:
-        """See EvictionPolicy."""
+        """See EvictionPolicy. A node that is queued joins again if its kind has changed, since it
+        belongs in another line."""
         place = self._places.get(node)
-        if place is None or place[0] != node.touched_s or place[2] != node.kind:
-            if self._num_joined >= self._sweep_at:
-                self._sweep()
-            self._join(node)
+        if place is not None and (place[0] != node.touched_s or place[2] != node.kind):
+            node.queued &= ~self._bit
+        super().add(node)
 
-    def pop(self, worth: float = ALWAYS) -> Node | None:
+    def join(self, node: Node) -> None:
+        """See EvictionPolicy. An earlier entry of the node counts no more."""
+        self._serial += 1
+        kind, touched_s = node.kind, node.touched_s
+        self._places[node] = (touched_s, self._serial, kind)
+        line = self._lines.setdefault(kind, [])
+        heapq.heappush(line, (touched_s, self._serial, node))
+        if line[0][1] == self._serial:
+            rank = self._rank(kind, touched_s)
+            heapq.heappush(self._heads, (rank, touched_s, self._serial, kind))
+
+    def take(self, worth: float) -> Entry | None:
         """See EvictionPolicy."""
-        history = self._history
-        now = (history.now_s, self._trusted())
+        now = (self.history.now_s, self._trusted())
         if now != self._ranked_at:
             self._ranked_at = now
             self._heads.clear()
@@ -71,11 +76,15 @@ class Hazard:
             if rank >= worth:
                 return None
             heapq.heappop(heads)
-            heapq.heappop(self._lines[kind])
+            entry = heapq.heappop(self._lines[kind])
             del self._places[node]
             self._show_head(kind)
-            return node
+            return entry
         return None
+
+    def spares(self, entry: Entry) -> bool:
+        """See EvictionPolicy. `take` has looked already."""
+        return False
 
     def worth(self, kind: int, touched_s: float) -> float:
         """See EvictionPolicy."""
@@ -83,10 +92,10 @@ class Hazard:
 
     def _trusted(self) -> Model | None:
         """The model, where this tier's order is its own; looked at once for each request."""
-        model, now_s = self._history.model, self._history.now_s
+        model, now_s = self.history.model, self.history.now_s
         if model is not self._judged or now_s != self._judged_at_s:
             self._judged, self._judged_at_s = model, now_s
-            is_better = model is not None and model.beats_age(self._history.num_held(self._tier))
+            is_better = model is not None and model.beats_age(self.history.num_held(self.tier))
             self._trusted_model = model if is_better else None
         return self._trusted_model
 
@@ -94,10 +103,10 @@ class Hazard:
         model = self._trusted()
         if model is None:
             return touched_s
-        return model.rank(kind, self._history.now_s - touched_s)
+        return model.rank(kind, self.history.now_s - touched_s)
 
     def _head(self, kind: int) -> Node | None:
-        """The first of a line that still stands where it belongs; others are put there."""
+        """The node of the line's first entry that is up to date; those before it leave the line."""
         line = self._lines[kind]
         while line:
             _, serial, node = line[0]
@@ -106,10 +115,12 @@ class Hazard:
                 if node.parent is None:  # merged away or removed
                     del self._places[node]
                 elif place[0] != node.touched_s or kind != node.kind:
-                    self._join(node)
+                    self._num_entries += 1
+                    self.join(node)
                 else:
                     return node
             heapq.heappop(line)
+            self._num_entries -= 1
         return None
 
     def _show_head(self, kind: int) -> None:
@@ -118,20 +129,8 @@ class Hazard:
             touched_s, serial, _ = self._places[node]
             heapq.heappush(self._heads, (self._rank(kind, touched_s), touched_s, serial, kind))
 
-    def _join(self, node: Node) -> None:
-        """Put the node in its line; what stood for it elsewhere counts no more."""
-        self._serial += 1
-        self._num_joined += 1
-        kind, touched_s = node.kind, node.touched_s
-        self._places[node] = (touched_s, self._serial, kind)
-        line = self._lines.setdefault(kind, [])
-        heapq.heappush(line, (touched_s, self._serial, node))
-        if line[0][1] == self._serial:
-            rank = self._rank(kind, touched_s)
-            heapq.heappush(self._heads, (rank, touched_s, self._serial, kind))
-
-    def _sweep(self) -> None:
-        """Let go of nodes that are no more, and of entries whose nodes have moved on."""
+    def sweep(self) -> None:
+        """See EvictionPolicy. Entries whose nodes have joined again go too."""
         places = {node: place for node, place in self._places.items() if node.parent is not None}
         self._places = places
         for line in self._lines.values():
@@ -139,6 +138,6 @@ class Hazard:
                 entry for entry in line if entry[2] in places and places[entry[2]][1] == entry[1]
             ]
             heapq.heapify(line)
-        self._num_joined = len(places)
+        self._num_entries = len(places)
         self._sweep_at = max(MIN_SWEEP, 2 * len(places))
         self._ranked_at = (-1.0, None)  # the heads may be others now
