@@ -30,6 +30,7 @@ from hicache.engine.planner.counters import Ledger, TierCounts
 from hicache.engine.planner.estimates import SavedEstimates
 from hicache.engine.planner.planner import Planner
 from hicache.engine.policies.base import EvictionPolicy
+from hicache.engine.policies.catalog import policies_of
 from hicache.engine.policies.hazard.history import History
 from hicache.engine.policies.lru import Lru
 from hicache.engine.requests.block_keys import Identities
@@ -64,12 +65,14 @@ class CacheEngine:
         links: Sequence[tuple[int, int]],
         settings: EngineSettings,
         rng: Callable[[], float],
-        new_policy: Callable[[int], EvictionPolicy] = Lru,
+        new_policy: Callable[[int], EvictionPolicy] | None = None,
         history: History | None = None,
     ) -> None:
         self.settings = settings
         self.history = history
-        self.residency = Residency(tiers, pools, links, new_policy)
+        self.residency = Residency(
+            tiers, pools, links, new_policy or policies_of([Lru] * len(tiers))[0]
+        )
         if history is not None:
             history.num_held = self.residency.num_held
         self.residency.leases.max_share = settings.max_pinned

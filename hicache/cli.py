@@ -47,6 +47,7 @@ COMMANDS = {
 # Errors whose text is already a sentence for people: (module, class) and the exit status.
 PLAIN_ERRORS = {
     ("hicache.config", "ConfigError"): 2,
+    ("hicache.config.eviction", "PolicyError"): 2,
     ("hicache.tiers.errors", "TierUnavailable"): 2,
     ("hicache.client.transport", "DaemonAbsent"): 1,
     ("hicache.client.session", "DaemonError"): 1,

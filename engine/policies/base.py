@@ -1,7 +1,7 @@
 """What every eviction policy shares: a policy adds only its discipline, the order of its entries.
 
 One policy object serves one tier. The cache engine adds nodes that are candidates (leaves of the
-tier) and asks for the next victim. Whether a victim can go (leases, moves) is the engine's business.
+tier) and asks for the next victim. Whether a victim can go (leases, moves) the engine checks.
 
     add ──▶ join ──▶ [ entries, in the discipline's own lines ] ──▶ take ──▶ spares? ──▶ victim
                             ▲                                                  │
@@ -11,8 +11,8 @@ A touch costs nothing here: the entry of a node that was used since is out of da
 it is taken. Nodes that were merged or removed leave an entry behind too. It is dropped when it is
 taken, or by the sweep. A call costs O(log n) on average at most.
 
-A policy may read of a node: `touched_s` (its last use), `depth` (blocks before it), `len(node)`, and
-`uses` and `kind`, which the shared `History` keeps.
+A policy may read of a node: `touched_s` (its last use), `depth` (blocks before it), `len(node)`,
+and `uses` and `kind`, which the shared `History` keeps.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ MIN_SWEEP: Final = 64
 many as the last one left. An entry keeps its node alive, some 400 bytes."""
 
 Entry = tuple[Any, ...]
-"""The node is its last item. The default `spares` expects the node's `touched_s`, as it was when the
-entry was made, just before it. Entries of a heap need a serial number before that: nodes have no
-order."""
+"""The node is its last item. The default `spares` expects before it the node's `touched_s` as it
+was when the entry was made. Entries of a heap need a serial number, since nodes have no order."""
 
 
 class EvictionPolicy(ABC):
@@ -65,8 +64,8 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def take(self, worth: float) -> Entry | None:
-        """Take out the next entry; None when there is none, or none that is worth less than `worth`.
-        A policy that lets in every block may ignore `worth`."""
+        """Take out the next entry; None when there is none that is worth less than `worth`. A
+        policy that lets in every block may ignore `worth`."""
 
     def spares(self, entry: Entry) -> bool:
         """Whether the entry's node stays. If so, this has put a new entry for it into a line. By

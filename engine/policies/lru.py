@@ -9,8 +9,8 @@ holds these. A heap holds those that join out of turn.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
+from heapq import heappop, heappush
 
 from hicache.engine.index.node import Node
 from hicache.engine.policies.base import Entry, EvictionPolicy
@@ -41,7 +41,7 @@ class Lru(EvictionPolicy):
         """See EvictionPolicy."""
         line, heap = self._line, self._heap
         if heap and not (line and line[0][0] <= heap[0][0]):
-            return heapq.heappop(heap)
+            return heappop(heap)
         return line.popleft() if line else None
 
     def spares(self, entry: Entry) -> bool:
@@ -58,4 +58,4 @@ class Lru(EvictionPolicy):
             line.append((touched_s, node))
         else:
             self._serial += 1
-            heapq.heappush(self._heap, (touched_s, self._serial, node))
+            heappush(self._heap, (touched_s, self._serial, node))

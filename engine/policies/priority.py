@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from abc import abstractmethod
+from heapq import heappop, heappush
 
 from hicache.engine.index.node import Node
 from hicache.engine.policies.base import Entry, EvictionPolicy
@@ -29,11 +29,11 @@ class PriorityPolicy(EvictionPolicy):
         """See EvictionPolicy."""
         self._serial += 1
         entry = (self.priority(node), node.touched_s, self._serial, node)
-        heapq.heappush(self._heap, entry)
+        heappush(self._heap, entry)
 
     def take(self, worth: float) -> Entry | None:
         """See EvictionPolicy."""
-        return heapq.heappop(self._heap) if self._heap else None
+        return heappop(self._heap) if self._heap else None
 
     def spares(self, entry: Entry) -> bool:
         """See EvictionPolicy."""

@@ -49,8 +49,10 @@ def check(file: str, as_json: bool, no_machine: bool) -> None:
     mistakes: list[dict[str, Any]] = []
     problems: list[dict[str, str]] = []
     sentences: list[str] = []
+    warnings: tuple[str, ...] = ()
     try:
         loaded = _load(file)
+        warnings = loaded.warnings
         if not no_machine:
             found = check_against_machine(loaded.config, probe_machine(loaded.config))
             found += check_keys(loaded.config.socket)
@@ -61,10 +63,16 @@ def check(file: str, as_json: bool, no_machine: bool) -> None:
         sentences = error.sentences()
     is_ok = not sentences
     if as_json:
-        data = {"file": file, "ok": is_ok, "mistakes": mistakes, "problems": problems}
+        data = {
+            "file": file,
+            "ok": is_ok,
+            "mistakes": mistakes,
+            "problems": problems,
+            "warnings": warnings,
+        }
         click.echo(json.dumps(data, indent=2))
     else:
-        for sentence in sentences:
+        for sentence in (*warnings, *sentences):
             click.echo(sentence, err=True)
         if is_ok:
             click.echo(f"{file}: good")

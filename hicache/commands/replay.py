@@ -13,8 +13,8 @@ import click
 from rich.table import Table
 
 from hicache.bench.report import ProgressLine, wide_console
+from hicache.config.eviction import policy_names
 from hicache.config.units import Share, UnitError, parse_size_or_share
-from hicache.engine.policies.catalog import POLICIES
 from hicache.replay.model_profiles import DEFAULT_MODEL, MODELS, ModelProfile
 from hicache.replay.plot import DISK_WRITES, Point, write_plot
 from hicache.replay.simulate import LRU_STACK, MINIMUM, ReplayTally
@@ -110,7 +110,7 @@ class ReplayRun:
     "--policy",
     "policies",
     multiple=True,
-    type=click.Choice([*POLICIES, LRU_STACK, MINIMUM]),
+    type=click.Choice([*policy_names(), LRU_STACK, MINIMUM]),
     default=("lru",),
     show_default=True,
     help="Eviction policy; lru-stack is LRU proper over several tiers (lru promotes into free room "

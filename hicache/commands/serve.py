@@ -82,6 +82,8 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
         config = config.model_copy(update={"socket": _listening_at(endpoint, config.socket)})
     _log_to_stderr(config.log_level)
     log = logging.getLogger("hicache")
+    for warning in loaded.warnings:
+        log.warning("%s", warning)
     problems = check_against_machine(config, probe) + check_keys(config.socket)
     if problems:
         for problem in problems:

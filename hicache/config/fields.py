@@ -6,7 +6,7 @@ an editor may offer (JSON Schema), and the sentence for a mistake in it.
 
 import os
 import pwd
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from hicache.config.eviction import PolicyError, UnknownPolicy, policy_named, policy_names
 from hicache.config.units import (
     FLOP_FORM,
     RATE_FORM,
@@ -89,6 +90,31 @@ Seconds = Annotated[
     _number_or({"type": "number", "minimum": 0}, "(ns|us|ms|s|m|h|d)$", SECONDS_FORM),
 ]
 Deadline = Annotated[Seconds, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A word out of a registry, which is read when it is needed and not when the model is made."""
+
+    names: Callable[[], Sequence[str]]
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**handler(schema), "enum": list(self.names())}
+
+
+def _usable_policy(name: str) -> str:
+    try:
+        policy_named(name)
+    except UnknownPolicy:
+        raise
+    except PolicyError as error:
+        raise wrong(str(error), f"one of {', '.join(policy_names())}") from None
+    return name
+
+
+PolicyName = Annotated[str, AfterValidator(_usable_policy), OneOf(policy_names)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ mistake and nothing is applied.
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from pydantic import BaseModel, ValidationError
 
+from hicache.config.eviction import ignored_policies
 from hicache.config.fields import Surroundings
 from hicache.config.messages_for_people import ConfigError, KeyPath, Mistake, mistakes_of, yaml_key
 from hicache.config.models import Config, config_model
@@ -17,14 +19,22 @@ from hicache.config.yaml_source import Document, read_yaml
 
 _ENDPOINT: KeyPath = ("socket", "endpoint")
 
+RETIRED: Final[Mapping[tuple[str, str], str]] = {
+    ("deadlines", "match"): "a match never waits in the daemon; its client's deadline limits it",
+    ("deadlines", "default"): "each client's own deadlines limit these requests",
+}
+"""Keys of earlier versions that a file may still hold, with the reason why they do nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration, its file, and per key path `file:line`, `default` or `environment NAME`."""
+    """A configuration, its file, and per key path `file:line`, `default` or `environment NAME`.
+    `warnings`: what has no effect, in sentences."""
 
     config: Config
     source: str
     sources: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
 
 
 def load_config(path: str | os.PathLike[str], around: Surroundings | None = None) -> LoadedConfig:
@@ -44,7 +54,7 @@ def load_config(path: str | os.PathLike[str], around: Surroundings | None = None
 def parse_config(text: str, source: str, around: Surroundings | None = None) -> LoadedConfig:
     """Checks a text; `source` is how sentences name it. Raises ConfigError."""
     around = around or Surroundings.of({}, os.getuid())
-    document = _spelled_out(read_yaml(text))
+    document, warnings = _without_retired(_spelled_out(read_yaml(text)), source)
     mistakes = list(document.mistakes)
     if mistakes and not document.values:
         raise ConfigError(source, mistakes)
@@ -64,7 +74,7 @@ def parse_config(text: str, source: str, around: Surroundings | None = None) -> 
         ".".join(path): _origin(path, document.lines, source, around)
         for path, _ in effective_values(config)
     }
-    return LoadedConfig(config, source, sources)
+    return LoadedConfig(config, source, sources, (*warnings, *ignored_policies()))
 
 
 def effective_values(model: BaseModel, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
@@ -85,6 +95,18 @@ def _spelled_out(document: Document) -> Document:
     values = {**document.values, "debug": {"check": is_checked}}
     lines = {**document.lines, ("debug", "check"): document.lines["debug",]}
     return replace(document, values=values, lines=lines)
+
+
+def _without_retired(document: Document, source: str) -> tuple[Document, list[str]]:
+    """The document without keys that had a meaning once, and a sentence for each of them."""
+    values, warnings = dict(document.values), []
+    for (section, key), reason in RETIRED.items():
+        found = values.get(section)
+        if isinstance(found, dict) and key in found:
+            values[section] = {name: value for name, value in found.items() if name != key}
+            line = document.lines[section, key]
+            warnings.append(f"{source}:{line}: {section}.{key} has no effect: {reason}")
+    return replace(document, values=values), warnings
 
 
 def _with_endpoint(values: Mapping[str, object], around: Surroundings) -> dict[str, object]:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from hicache.config.fields import InShort
+from hicache.config.fields import InShort, OneOf
 from hicache.config.units import SECONDS_FORM, SIZE_FORM, format_size
 
 KeyPath = tuple[str, ...]
@@ -112,12 +112,19 @@ def _form_of(field: FieldInfo) -> str:
         if isinstance(schema, dict) and "description" in schema:
             return str(schema["description"])
     kinds = [k for k in get_args(kind) if k is not type(None)]
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, get_args(kind)))
+    if choices := _choices_of(field):
+        return "one of " + ", ".join(choices)
     if kinds and get_origin(kinds[0]) is Annotated:
         return _form_of(FieldInfo.from_annotation(kinds[0]))
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     return names.get(kinds[0] if kinds else kind, "a value")
+
+
+def _choices_of(field: FieldInfo) -> list[str]:
+    """The words that a field may hold; none where it holds something else."""
+    if get_origin(field.annotation) is Literal:
+        return [str(choice) for choice in get_args(field.annotation)]
+    return [name for one in field.metadata if isinstance(one, OneOf) for name in one.names()]
 
 
 def _words_of(field: FieldInfo) -> list[str]:
@@ -207,5 +214,4 @@ def _nearest_elsewhere(word: str, model: type[BaseModel]) -> str | None:
 
 
 def _nearest_choice(field: FieldInfo, word: str) -> str | None:
-    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    return _nearest(word, [*map(str, choices), *_words_of(field)])
+    return _nearest(word, [*_choices_of(field), *_words_of(field)])

@@ -20,12 +20,13 @@ from hicache.config.fields import (
     FilePath,
     FlopRate,
     InShort,
+    PolicyName,
     Rate,
     Seconds,
     TierSize,
     wrong,
 )
-from hicache.config.units import GIB, MIB, Share, format_size
+from hicache.config.units import MIB, Share, format_size
 from hicache.protocol.endpoint import (
     MAX_IPC_PATH_BYTES,
     default_endpoint,
@@ -141,7 +142,7 @@ class TierConfig(Section):
     low_watermark: float = Field(
         default=0.90, ge=0, lt=1, description="... and stops at this share."
     )
-    eviction: Literal["lru", "lfu", "s3fifo", "gdsf", "hazard"] = Field(
+    eviction: PolicyName = Field(
         default="lru",
         description="Which blocks go first: unused for longest (lru), used least (lfu), not used "
         "again soon (s3fifo), cheap to recompute (gdsf), or least likely to return (hazard).",
@@ -327,18 +328,22 @@ class PlannerConfig(Section):
 
 
 class DeadlinesConfig(Section):
-    match_s: Deadline = Field(default=0.25, validation_alias="match", description="A match.")
-    fetch_s: Deadline = Field(default=5.0, validation_alias="fetch", description="A fetch.")
-    put_s: Deadline = Field(
-        default=5.0, validation_alias="put", description="A put and its commit."
+    fetch_s: Deadline = Field(
+        default=5.0,
+        validation_alias="fetch",
+        description="Longest wait of a fetch for its blocks; its client may set a shorter one.",
     )
-    default_s: Deadline = Field(
-        default=1.0, validation_alias="default", description="Anything else."
+    put_s: Deadline = Field(
+        default=5.0,
+        validation_alias="put",
+        description="Longest wait of a put for room, and of a durable commit for the disk; its "
+        "client may set a shorter one.",
     )
     shutdown_s: Deadline = Field(
         default=30.0,
         validation_alias="shutdown",
-        description="A clean stop, writing to disk included.",
+        description="Longest time that a clean stop may take to write to disk what only memory "
+        "holds. Ending the workers may take half of it again, and 2s at least.",
     )
 
 
@@ -382,7 +387,12 @@ class LimitsConfig(Section):
         description="Puts waiting for room at once; more are refused.",
     )
     max_queued_moves: int = Field(default=16_384, ge=1, description="Moves waiting per link.")
-    max_queued_bytes: Bytes = Field(default=4 * GIB, ge=1, description="Bytes waiting per link.")
+    max_queued_bytes: Bytes = Field(
+        default=256 * MIB,
+        ge=1,
+        description="Bytes that evictions, promotions, write-back and warm-ups may have waiting "
+        "per link. More stays where it is until these are copied.",
+    )
     lease_ttl_s: Deadline = Field(
         default=30.0,
         validation_alias="lease_ttl",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.config import Config, DramConfig, HbmConfig
+from hicache.config.eviction import policy_named
 from hicache.config.models import TierConfig
 from hicache.config.units import Share
 from hicache.daemon.upkeep.memory_pressure import Shedding
@@ -154,7 +155,7 @@ def engine_settings(config: Config) -> EngineSettings:
         flop_per_s=planner.prior_flop_rate or 0.0,
         min_return=disk.min_return if disk is not None else 0.0,
         write_bytes_per_s=math.inf if budget is None else budget / 86400,
-        max_moving_bytes=min(config.limits.max_queued_bytes, 256 << 20),
+        max_moving_bytes=config.limits.max_queued_bytes,
         max_pinned=config.limits.max_pinned,
     )
 
@@ -175,7 +176,8 @@ def new_engine(config: Config, parts: Parts) -> CacheEngine:
     tiers: list[TierConfig] = [getattr(config.tiers, spec.name) for spec in parts.tiers]
     settings = engine_settings(config)
     is_gated = settings.min_return > 0 or settings.write_bytes_per_s < math.inf
-    new_policy, history = policies_of([tier.eviction for tier in tiers], wants_model=is_gated)
+    chosen = [policy_named(tier.eviction) for tier in tiers]
+    new_policy, history = policies_of(chosen, wants_model=is_gated)
     return CacheEngine(
         parts.tiers,
         parts.pools,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final, TypeVar
 
+from hicache.config.eviction import policy_named
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.engine.planner.planner import PlannerSettings
@@ -139,7 +140,8 @@ class ReplayedEngine:
         settings = EngineSettings(
             planner=PlannerSettings(mode="always_reload"), min_return=min_return
         )
-        new_policy, history = policies_of(policies, wants_model=min_return > 0)
+        chosen = [policy_named(name) for name in policies]
+        new_policy, history = policies_of(chosen, wants_model=min_return > 0)
         self.engine = CacheEngine(specs, pools, links, settings, lambda: 1.0, new_policy, history)
         self.block_tokens = block_tokens
         self.tally = ReplayTally()

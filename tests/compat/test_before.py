@@ -24,6 +24,7 @@ from click.testing import CliRunner
 
 from hicache.cli import cli
 from hicache.client import LayerGroup, NamespaceSpec
+from hicache.config.loading import RETIRED
 from tests.e2e.daemon_process import DaemonProcess, Tokens
 
 HERE: Final = Path(__file__).parent
@@ -166,6 +167,8 @@ def test_the_configuration_of_before_means_the_same() -> None:
     ran = CliRunner().invoke(cli, ["config", "show", str(file), "--json"], catch_exceptions=False)
     now = {key: row["value"] for key, row in json.loads(ran.stdout)["values"].items()}
     before = json.loads((HERE / "all-keys.json").read_text())
+    for section, key in RETIRED:  # accepted without an effect: see the file's `config check`
+        del before[f"{section}.{key}"]
     assert {key: now.get(key, "no such key") for key in before} == before
 
 

@@ -46,7 +46,8 @@ def test_least_configuration_has_every_default() -> None:
     assert config.block_tokens == 16
     assert config.socket.endpoint == AROUND.endpoint
     assert config.limits.max_message_bytes == 64 << 20
-    assert config.deadlines.match_s == 0.25
+    assert config.deadlines.put_s == 5.0
+    assert config.limits.max_queued_bytes == 256 << 20
 
 
 def test_values_are_frozen() -> None:
@@ -191,14 +192,14 @@ tiers:
   dram: {size: 2}
 blok_tokens: 3
 debug: maybe
-deadlines: {match: never}
+deadlines: {put: never}
 """
     )
     assert [sentence.split(": ")[:2] for sentence in told] == [
         ["x.yaml:3", "tiers.dram"],
         ["x.yaml:4", "blok_tokens"],
         ["x.yaml:5", "debug"],
-        ["x.yaml:6", "deadlines.match"],
+        ["x.yaml:6", "deadlines.put"],
     ]
 
 
@@ -226,8 +227,20 @@ def test_a_key_of_aliases_is_not_written_out() -> None:
 
 
 def test_a_few_aliases_are_welcome() -> None:
-    config = read(LEAST + "deadlines: {match: &long 3s, fetch: *long}")
-    assert config.deadlines.match_s == config.deadlines.fetch_s == 3.0
+    config = read(LEAST + "deadlines: {put: &long 3s, fetch: *long}")
+    assert config.deadlines.put_s == config.deadlines.fetch_s == 3.0
+
+
+def test_a_retired_key_is_accepted_and_said_to_do_nothing() -> None:
+    """Files of earlier versions hold them, with values of any kind."""
+    text = LEAST + "deadlines:\n  match: 50ms\n  fetch: 2s\n  default: {a: b}\n"
+    loaded = parse_config(text, "x.yaml", AROUND)
+    assert loaded.config.deadlines.fetch_s == 2.0
+    first, second = loaded.warnings
+    assert first.startswith("x.yaml:3: deadlines.match has no effect: a match never waits")
+    assert second.startswith("x.yaml:5: deadlines.default has no effect: ")
+    assert parse_config(LEAST, "x.yaml", AROUND).warnings == ()
+    assert "deadlines.match" not in {row.key for row in key_table()}
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -302,7 +315,7 @@ def test_schema_knows_the_keys_as_written() -> None:
 
 def test_models_can_be_made_by_attribute_name() -> None:
     made = Config.model_validate(
-        {"tiers": {"dram": {"size": 512}}, "deadlines": {"match_s": 1.0}}, by_name=True
+        {"tiers": {"dram": {"size": 512}}, "deadlines": {"put_s": 1.0}}, by_name=True
     )
-    assert made.deadlines.match_s == 1.0
+    assert made.deadlines.put_s == 1.0
     assert isinstance(made.tiers, TiersConfig)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicache.engine.policies.catalog import POLICIES
 from hicache.engine.policies.hazard.history import REFIT_REQUESTS
 from tests.e2e.daemon_process import DaemonProcess, prompt, read, store
+from tests.engine.policies.registry import PLUGIN, every_policy
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "lru"])
-def test_tiers_overflow_under(policy: str) -> None:
+@pytest.mark.parametrize("policy", [name for name in every_policy() if name != "lru"])
+def test_tiers_overflow_under(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(PLUGIN))  # one policy comes from there
     chosen = {"eviction": policy}
     with DaemonProcess(hbm=chosen, dram=chosen, disk=chosen) as server:
         client = server.client()

@@ -22,12 +22,12 @@ from hypothesis.stateful import (
 
 from hicache.engine import plan as p
 from hicache.engine.planner.planner import PlannerSettings
-from hicache.engine.policies.catalog import POLICIES
 from hicache.engine.policies.hazard.evaluation import unjudged
 from hicache.engine.policies.hazard.model import NUM_BINS, Model
 from hicache.engine.residency.pinned import pinned_bytes
 from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import TierTraits
+from tests.engine.policies.registry import every_policy
 from tests.engine.world import (
     BLOCK_BYTES,
     MAPPED,
@@ -523,7 +523,7 @@ class TwoSizesInMemoryMachine(TwoSizesInSlabsMachine):
     tiers = (("hbm", 8, UNMAPPED), ("dram", 12, MAPPED))
 
 
-POLICIES_WITH_HISTORY = sorted(set(POLICIES) - {"lru"})
+POLICIES_WITH_HISTORY = sorted(every_policy().keys() - {"lru"})
 
 
 def of_policies(machine: type[EngineMachine]) -> list[type[EngineMachine]]:

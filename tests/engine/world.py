@@ -19,6 +19,7 @@ from hicache.protocol.keys import chain_keys
 from hicache.tiers.block import PAGE_BYTES, TierSpec, TierTraits
 from hicache.tiers.pool import SlotPool
 from hicache.tiers.restore_order import StoredForest
+from tests.engine.policies.registry import every_policy
 from tests.tiers.blocks import Row, scanned
 
 A = TypeVar("A")
@@ -62,7 +63,7 @@ class World:
         specs = [TierSpec(name, slots * BLOCK_BYTES, traits) for name, slots, traits in tiers]
         pools = [SlotPool(spec.capacity_bytes, slab_bytes) for spec in specs]
         links = [(a, b) for a in range(len(specs)) for b in range(len(specs)) if abs(a - b) == 1]
-        new_policy, history = policies_of([eviction] * len(specs))
+        new_policy, history = policies_of([every_policy()[eviction]] * len(specs))
         self.engine = CacheEngine(
             specs, pools, links, settings or EngineSettings(), lambda: 0.99, new_policy, history
         )

@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from hicache.commands.replay import replay as replay_command
-from hicache.engine.policies.catalog import POLICIES
 from hicache.replay.bound import hit_blocks
 from hicache.replay.simulate import ReplayedEngine, replay
 from hicache.replay.traces import Trace, TraceError, TraceRequest, read_trace
+from tests.engine.policies.registry import PLUGIN, every_policy, installed
 
 
 def trace_of(*prompts: Sequence[int], tail_tokens: int = 512) -> Trace:
@@ -107,14 +107,15 @@ def test_the_bound_is_the_optimum(capacity: int) -> None:
     assert sum(hit_blocks(trace, capacity)) == best_by_search(trace, capacity)
 
 
-@pytest.mark.parametrize("policy", [*POLICIES])
+@pytest.mark.parametrize("policy", every_policy())
 @pytest.mark.parametrize("seed", range(3))
 def test_no_policy_beats_the_bound(policy: str, seed: int) -> None:
     trace = random_trace(seed)
     bound = replay(trace, {"hbm": 12}, "min").hit_tokens.total()
-    tally = replay(trace, {"hbm": 12}, policy)
+    with installed(PLUGIN):
+        tally = replay(trace, {"hbm": 12}, policy)
+        tiers = replay(trace, {"hbm": 6, "dram": 12, "disk": 24}, policy)
     assert 0 < tally.hit_tokens.total() <= bound
-    tiers = replay(trace, {"hbm": 6, "dram": 12, "disk": 24}, policy)
     assert tiers.hit_tokens.total() <= replay(trace, {"hbm": 42}, "min").hit_tokens.total()
 
 

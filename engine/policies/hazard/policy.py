@@ -12,7 +12,7 @@ LRU's of late (`evaluation.py`), the order is LRU's and everything is let in.
 
 from __future__ import annotations
 
-import heapq
+from heapq import heapify, heappop, heappush
 
 from hicache.engine.index.node import Node
 from hicache.engine.policies.base import ALWAYS, MIN_SWEEP, Entry, EvictionPolicy
@@ -52,10 +52,10 @@ class Hazard(EvictionPolicy):
         kind, touched_s = node.kind, node.touched_s
         self._places[node] = (touched_s, self._serial, kind)
         line = self._lines.setdefault(kind, [])
-        heapq.heappush(line, (touched_s, self._serial, node))
+        heappush(line, (touched_s, self._serial, node))
         if line[0][1] == self._serial:
             rank = self._rank(kind, touched_s)
-            heapq.heappush(self._heads, (rank, touched_s, self._serial, kind))
+            heappush(self._heads, (rank, touched_s, self._serial, kind))
 
     def take(self, worth: float) -> Entry | None:
         """See EvictionPolicy."""
@@ -70,13 +70,13 @@ class Hazard(EvictionPolicy):
             rank, _, serial, kind = heads[0]
             node = self._head(kind)
             if node is None or self._places[node][1] != serial:
-                heapq.heappop(heads)
+                heappop(heads)
                 self._show_head(kind)
                 continue
             if rank >= worth:
                 return None
-            heapq.heappop(heads)
-            entry = heapq.heappop(self._lines[kind])
+            heappop(heads)
+            entry = heappop(self._lines[kind])
             del self._places[node]
             self._show_head(kind)
             return entry
@@ -119,7 +119,7 @@ class Hazard(EvictionPolicy):
                     self.join(node)
                 else:
                     return node
-            heapq.heappop(line)
+            heappop(line)
             self._num_entries -= 1
         return None
 
@@ -127,7 +127,7 @@ class Hazard(EvictionPolicy):
         node = self._head(kind)
         if node is not None:
             touched_s, serial, _ = self._places[node]
-            heapq.heappush(self._heads, (self._rank(kind, touched_s), touched_s, serial, kind))
+            heappush(self._heads, (self._rank(kind, touched_s), touched_s, serial, kind))
 
     def sweep(self) -> None:
         """See EvictionPolicy. Entries whose nodes have joined again go too."""
@@ -137,7 +137,7 @@ class Hazard(EvictionPolicy):
             line[:] = [
                 entry for entry in line if entry[2] in places and places[entry[2]][1] == entry[1]
             ]
-            heapq.heapify(line)
+            heapify(line)
         self._num_entries = len(places)
         self._sweep_at = max(MIN_SWEEP, 2 * len(places))
         self._ranked_at = (-1.0, None)  # the heads may be others now

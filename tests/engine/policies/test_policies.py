@@ -6,8 +6,8 @@ import pytest
 
 from hicache.engine.index.node import Node
 from hicache.engine.policies.base import MIN_SWEEP
-from hicache.engine.policies.catalog import POLICIES
 from hicache.engine.policies.hazard.history import History
+from tests.engine.policies.registry import every_policy
 
 MANY = 20 * MIN_SWEEP
 
@@ -27,10 +27,10 @@ def num_entries(policy: object) -> int:
     return sum(map(len, sized)) + sum(len(line) for line in lines if isinstance(line, list))
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", every_policy())
 def test_candidates_come_out_once_each(name: str) -> None:
     root = Node(0, 0, None, slice(0, 0), 0, 0)
-    policy = POLICIES[name](0, History())
+    policy = every_policy()[name](0, History())
     nodes = [leaf(root, number) for number in range(1, MANY)]
     for node in nodes:
         policy.add(node)
@@ -43,10 +43,10 @@ def test_candidates_come_out_once_each(name: str) -> None:
     assert sorted(node.number for node in popped) == [node.number for node in nodes[1::2]]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", every_policy())
 def test_nodes_that_are_no_more_are_let_go_without_an_eviction(name: str) -> None:
     root = Node(0, 0, None, slice(0, 0), 0, 0)
-    policy = POLICIES[name](0, History())
+    policy = every_policy()[name](0, History())
     for number in range(1, MANY):
         node = leaf(root, number)
         policy.add(node)
@@ -54,10 +54,10 @@ def test_nodes_that_are_no_more_are_let_go_without_an_eviction(name: str) -> Non
     assert num_entries(policy) < 4 * MIN_SWEEP
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", every_policy())
 def test_one_candidate_used_over_and_over_is_one_entry(name: str) -> None:
     root = Node(0, 0, None, slice(0, 0), 0, 0)
-    policy = POLICIES[name](0, History())
+    policy = every_policy()[name](0, History())
     node = leaf(root, 1)
     for use in range(MANY):
         node.touched_s = float(use)

@@ -6,9 +6,8 @@ import pytest
 
 from hicache.engine import plan as p
 from hicache.engine.policies.hazard.history import symbols_of
+from tests.engine.policies.registry import every_policy
 from tests.engine.world import BLOCK_BYTES, ONE_TIER, STEP, World, tokens_of
-
-POLICIES = ("lru", "lfu", "s3fifo", "gdsf", "hazard")
 
 
 def say(
@@ -26,7 +25,7 @@ def num_held(world: World, tokens: bytes) -> int:
     return len([tier for tier in world.tiers_of(tokens) if tier != "-"])
 
 
-@pytest.mark.parametrize("eviction", POLICIES)
+@pytest.mark.parametrize("eviction", every_policy())
 def test_an_ended_conversation_goes_first(eviction: str) -> None:
     """Six of eight blocks; the younger conversation is said to be over, and makes room."""
     world = World(ONE_TIER, eviction=eviction)
