@@ -78,6 +78,7 @@ class Hazard(EvictionPolicy):
             heappop(heads)
             entry = heappop(self._lines[kind])
             del self._places[node]
+            self._num_entries += 1  # entries count until the sweep here: it ranks the heads anew
             self._show_head(kind)
             return entry
         return None
@@ -120,7 +121,6 @@ class Hazard(EvictionPolicy):
                 else:
                     return node
             heappop(line)
-            self._num_entries -= 1
         return None
 
     def _show_head(self, kind: int) -> None:
