@@ -41,7 +41,6 @@ LONG_CONSTRUCTORS: dict[str, str] = {
     "Client": "being split",
     "DiskTier": "being split",
     "Foresight": "being split",
-    "SchedulerSide": "being split",
     "Service": "being split",
 }
 POSITIONAL_CALLS: dict[str, str] = {

@@ -17,7 +17,7 @@ import pytest
 from hicache.client import AsyncClient
 from hicache.client.gpu_pages import PageShare, SharedPages
 from hicache.client.results import Match
-from hicache.connectors.common.page_sharing import Sharing
+from hicache.connectors.common.page_sharing import PageSharing
 from tests.client.scripted_daemon import HOLD, SPEC, Many, ScriptedDaemon, Seen, hit
 
 PAGES = SharedPages("0000:00:00.0", (bytes(64),), np.array([[0, 0, 64, 32]], np.uint64), 64, 1)
@@ -162,7 +162,7 @@ def test_two_at_once_register_once(play: Callable[[Scene], None]) -> None:
     """Who comes second copies by itself, and does not wait for the first."""
 
     async def scene(daemon: ScriptedDaemon, client: AsyncClient) -> None:
-        sharing = Sharing(client, PAGES)
+        sharing = PageSharing(client, PAGES)
         daemon.on("register", HOLD)
         first = asyncio.ensure_future(sharing.usable())
         held = await asyncio.to_thread(daemon.wait_for, "register")
@@ -179,7 +179,7 @@ def test_two_at_once_register_once(play: Callable[[Scene], None]) -> None:
 
 def test_a_share_that_is_left_is_replaced_when_it_is_gone(play: Callable[[Scene], None]) -> None:
     async def scene(daemon: ScriptedDaemon, client: AsyncClient) -> None:
-        sharing = Sharing(client, PAGES)
+        sharing = PageSharing(client, PAGES)
         share = await sharing.usable()
         assert share is not None
         assert await sharing.usable() is share

@@ -29,7 +29,7 @@ from hicache.connectors.vllm.namespace import (
     refuse_by_config,
 )
 from hicache.connectors.vllm.options import Options, check_failure_policy
-from hicache.connectors.vllm.rank_clients import Clients
+from hicache.connectors.vllm.rank_clients import RankClients
 from hicache.connectors.vllm.step_messages import NamespaceIdentity, WorkerReport
 from hicache.connectors.vllm.vllm_pages import (
     DevicePages,
@@ -357,7 +357,7 @@ def test_a_goodbye_that_hangs_or_fails_costs_no_other() -> None:
         made[-1].number = len(made) - 1
         return made[-1]
 
-    clients = Clients(namespace_spec(FACTS, caches()), connect, background, None)
+    clients = RankClients(namespace_spec(FACTS, caches()), connect, background, None)
 
     async def close() -> None:
         for version in range(3):

@@ -14,7 +14,7 @@ import torch
 
 from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.vllm import background
-from hicache.connectors.vllm.published_hashes import Announcements
+from hicache.connectors.vllm.published_hashes import PublishedHashes
 from hicache.connectors.vllm.scheduler_side import MAX_LOADING
 from tests.connectors.vllm_engine import BLOCK_TOKENS, Engine
 from tests.connectors.vllm_memory import AsyncMemory
@@ -423,9 +423,9 @@ def test_a_long_queue_costs_no_hit(memory: AsyncMemory, engine: Make, step_s: fl
     long = request("b", tokens(2, 33), max_tokens=8)
     queued = request("c", tokens(1, 21))
     one.add(long, queued)
-    assert one.side.asking is not None
+    assert one.side.lookup is not None
     while one.requests:
-        one.side.asking.wait_a_little(10.0)  # the daemon itself is quick
+        one.side.lookup.wait_for_answer(10.0)  # the daemon itself is quick
         one.step()
         now[0] += step_s
     one.run()
@@ -443,9 +443,9 @@ def test_a_queue_does_not_load_all_at_once(memory: AsyncMemory, engine: Make) ->
     one = engine()
     again = [request(f"b{i}", p) for i, p in enumerate(prompts)]
     one.add(*again)
-    assert one.side.asking is not None
+    assert one.side.lookup is not None
     for _ in range(20):
-        one.side.asking.wait_a_little(10.0)
+        one.side.lookup.wait_for_answer(10.0)
         one.step()
     assert sum(r.status == "loading" for r in again) == MAX_LOADING
     gate.set()
@@ -582,8 +582,8 @@ def test_sources_of_a_hit(memory: AsyncMemory, engine: Make) -> None:
 
 
 def test_announcements(memory: AsyncMemory, engine: Make) -> None:
-    told = Announcements()
-    one = engine(announcements=told)
+    told = PublishedHashes()
+    one = engine(published=told)
     (first,) = one.run(request("a", tokens(1, 21), max_tokens=1))
     hashes = first.block_hashes[:5]
     news = list(told.take())

@@ -24,9 +24,9 @@ import torch
 
 from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.vllm.background import Background, Trouble
-from hicache.connectors.vllm.lookup import Asking, MatchClient
+from hicache.connectors.vllm.lookup import MatchClient, PromptLookup
 from hicache.connectors.vllm.rank_clients import BlockClient
-from hicache.connectors.vllm.scheduler_side import SchedulerSide
+from hicache.connectors.vllm.scheduler_side import SchedulerSettings, SchedulerSide
 from hicache.connectors.vllm.step_messages import WorkerReport
 from hicache.connectors.vllm.vllm_pages import page_rows, pages_of
 from hicache.connectors.vllm.worker_side import WorkerSide
@@ -200,13 +200,13 @@ def expected_output(request: Request, num_ranks: int = 1) -> list[int]:
 
 
 class Engine:
-    """`connect_asker(spec)` and `connect_mover(spec, group)` make the clients of the two sides. On
-    a `device` the daemon's GPU worker may copy."""
+    """`connect_lookup(spec)` and `connect_transfer(spec, group)` make the clients of the two sides.
+    On a `device` the daemon's GPU worker may copy."""
 
     def __init__(
         self,
-        connect_asker: Callable[[NamespaceSpec], MatchClient],
-        connect_mover: Callable[[NamespaceSpec, bytes], BlockClient],
+        connect_lookup: Callable[[NamespaceSpec], MatchClient],
+        connect_transfer: Callable[[NamespaceSpec, bytes], BlockClient],
         *,
         num_ranks: int = 1,
         num_blocks: int = 64,
@@ -220,13 +220,12 @@ class Engine:
         self.trouble = Trouble()
         self.ranks = [Rank(number, num_ranks, num_blocks, device) for number in range(num_ranks)]
         self.pool = Pool(num_blocks)
-        self.side = SchedulerSide(
-            BLOCK_TOKENS, num_blocks, num_ranks, lookup_s, store_share, trouble=self.trouble, **more
-        )
+        settings = SchedulerSettings(BLOCK_TOKENS, num_blocks, num_ranks, lookup_s, store_share)
+        self.side = SchedulerSide(settings, trouble=self.trouble, **more)
         self.side.pool = self.pool
         specs = [rank.spec for rank in self.ranks]
-        self.side.asking = Asking(specs, connect_asker, Background("test-ask", self.trouble))
-        self._connect_mover, self._load_s = connect_mover, load_s
+        self.side.lookup = PromptLookup(specs, connect_lookup, Background("test-ask", self.trouble))
+        self._connect_mover, self._load_s = connect_transfer, load_s
         self.workers = [self._worker(rank) for rank in self.ranks]
         self.budget = budget
         self.requests: dict[str, Request] = {}
@@ -348,7 +347,7 @@ class Engine:
                 continue
             num_new = min(request.num_tokens - request.num_computed_tokens, budget)
             while not self._allocate(request, request.num_computed_tokens + num_new):
-                if self.side.frees_soon:
+                if self.side.will_free_soon:
                     num_new = 0
                     break
                 victim = self.running[-1]

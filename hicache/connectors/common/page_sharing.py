@@ -31,7 +31,7 @@ class Sharer(Protocol):
     async def unshare_pages(self, share: PageShare) -> bool: ...
 
 
-class Sharing:
+class PageSharing:
     """Pages shared with the daemon's GPU worker by one client: anew where the daemon or the worker
     is another by now, and after a while where it was refused. `how` says who copies, and why if it
     is not the worker.

@@ -29,7 +29,7 @@ from hicache.client.gpu_pages import PageTable
 from hicache.client.results import Greeting, Match, PutResult
 from hicache.client.transport import run_now
 from hicache.connectors.common.page_load import PageLoad
-from hicache.connectors.common.page_sharing import Sharing
+from hicache.connectors.common.page_sharing import PageSharing
 from hicache.connectors.common.staging import Staging
 from hicache.protocol.keys import Tokens
 from hicache.transfer.gpu_pages.cuda_ipc import NotShareable, share
@@ -89,9 +89,9 @@ class PagedCache:
     ) -> None:
         self._client, self._layout = client, layout
         self._staging = Staging(cupy, layout, runner, STAGING_BYTES)
-        self._sharing: Sharing | None = None
+        self._sharing: PageSharing | None = None
         try:
-            self._sharing = Sharing(_Blocking(client), shared_pages(cupy, layout, library))
+            self._sharing = PageSharing(_Blocking(client), shared_pages(cupy, layout, library))
         except NotShareable as reason:  # of this memory, for good
             self._why = f"copied by this process itself: {reason}"
         self._usable()

@@ -55,7 +55,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from hicache.client import AsyncClient
 from hicache.client.gpu_pages import SharedPages
 from hicache.connectors.vllm.background import Background, Trouble
-from hicache.connectors.vllm.lookup import Asking
+from hicache.connectors.vllm.lookup import PromptLookup
 from hicache.connectors.vllm.metrics import HiCacheProm, HiCacheStats
 from hicache.connectors.vllm.namespace import (
     EngineFacts,
@@ -64,8 +64,8 @@ from hicache.connectors.vllm.namespace import (
     refuse_by_config,
 )
 from hicache.connectors.vllm.options import Options, check_failure_policy
-from hicache.connectors.vllm.published_hashes import Announcements
-from hicache.connectors.vllm.scheduler_side import Counters, SchedulerSide
+from hicache.connectors.vllm.published_hashes import PublishedHashes
+from hicache.connectors.vllm.scheduler_side import Counters, SchedulerSettings, SchedulerSide
 from hicache.connectors.vllm.step_messages import Orders, WorkerReport
 from hicache.connectors.vllm.vllm_pages import UnsupportedLayout, pages_of, share
 from hicache.connectors.vllm.worker_side import WorkerSide
@@ -75,9 +75,9 @@ log = logging.getLogger("hicache.vllm")
 
 CLOSE_S: Final = 3.0
 TROUBLE: Final = Trouble()
-"""Both sides may live in one process, which should warn once."""
+"""One for both sides, which may run in one process: it should warn once."""
 _WORKERS: Final[WeakValueDictionary[str, WorkerSide]] = WeakValueDictionary()
-"""This process's worker of each engine."""
+"""The worker in this process, by vLLM's engine id."""
 _SOURCES: Final = {
     "hbm": CacheHitSource.HOST,
     "dram": CacheHitSource.HOST,
@@ -86,8 +86,8 @@ _SOURCES: Final = {
 
 
 @dataclass
-class Introduction(KVConnectorHandshakeMetadata):  # type: ignore[misc] # nor is its type
-    """What a rank tells the scheduler's side once: its namespace, or why it has none."""
+class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc] # nor is its type
+    """What a rank sends to the scheduler's side once: its namespace, or why it has none."""
 
     spec: dict[str, Any] | None
     refusal: str = ""
@@ -119,7 +119,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: what is not stored is computed again."""
+        """False: a block that is not stored is computed again."""
         return False
 
     def _refuse(self, why: str) -> None:
@@ -137,44 +137,43 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
             and events.enable_kv_cache_events
             and config.hash_block_size in (None, block_tokens)
         )
-        return SchedulerSide(
-            block_tokens,
-            config.num_blocks,
-            self._vllm_config.parallel_config.tensor_parallel_size,
-            self._options.lookup_s,
-            self._options.store_share,
+        settings = SchedulerSettings(
+            block_tokens=block_tokens,
+            num_blocks=config.num_blocks,
+            num_ranks=self._vllm_config.parallel_config.tensor_parallel_size,
+            lookup_s=self._options.lookup_s,
+            store_share=self._options.store_share,
             may_load=transfer.is_kv_consumer,
             may_store=transfer.is_kv_producer,
-            announcements=Announcements() if has_events else None,
-            trouble=TROUBLE,
         )
+        published = PublishedHashes() if has_events else None
+        return SchedulerSide(settings, published=published, trouble=TROUBLE)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Every rank has introduced itself: from now on the daemon can be asked."""
+        """Every rank has sent its namespace: from now on prompts can be looked up."""
         if self._side is None:
             return
-        with TROUBLE.harmless("the ranks' introductions"):
+        with TROUBLE.harmless("the ranks' namespaces"):
             ranks = [metadata[rank] for rank in sorted(metadata)]
             refusals = [rank.refusal for rank in ranks if rank.refusal]
             if refusals or len(ranks) != self._vllm_config.parallel_config.tensor_parallel_size:
-                self._refuse((refusals or ["not all ranks introduced themselves"])[0])
+                self._refuse((refusals or ["not all ranks sent their namespace"])[0])
                 return
             specs = [NamespaceSpec.from_wire(rank.spec) for rank in ranks]
             background = Background("hicache-ask", TROUBLE)
-            self._side.asking = Asking(specs, self._asker, background)
+            self._side.lookup = PromptLookup(specs, self._lookup_client, background)
             name, block_bytes = specs[0].name, specs[0].block_bytes
             log.info("hicache: %s, blocks of %d bytes, %d ranks", name, block_bytes, len(specs))
 
-    def _asker(self, spec: NamespaceSpec) -> AsyncClient:
+    def _lookup_client(self, spec: NamespaceSpec) -> AsyncClient:
         options = self._options
         wait_s = options.lookup_s
         name = "vllm scheduler"
         return AsyncClient(spec, options.endpoint or None, timeout_s=wait_s, name=name)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """vLLM tells a connector that the cache is emptied only afterwards, and fails to empty it
-        (before `sleep` with an exception) while blocks are on their way to the daemon: so the pool
-        asks here first."""
+        """vLLM cannot empty its cache while blocks of a store are held (before `sleep` it raises),
+        and it calls a connector only afterwards. So the pool's method finishes the stores first."""
         if self._side is None:
             return
         self._side.pool = gpu_block_pool
@@ -207,7 +206,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        # Not harmless: vLLM would wait for a load that nobody begins.
+        # Errors are raised here: otherwise vLLM would wait for a load that was not started.
         if self._side is not None:
             self._side.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
@@ -251,30 +250,30 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        return self._side is not None and self._side.frees_soon
+        return self._side is not None and self._side.will_free_soon
 
     def has_pending_push_work(self) -> bool:
         return self._side is not None and self._side.holds_blocks
 
     def reset_cache(self) -> bool | None:
-        """vLLM forgets its own cache, as after an update of the weights: from now on the namespace
-        is one that nobody else can know."""
+        """vLLM empties its own cache, as after an update of the weights: from now on blocks belong
+        to a namespace that no other process can have."""
         if self._side is not None:
             self._side.start_over(secrets.randbits(62))
         return True
 
     def take_events(self) -> Iterable[Any]:
-        if self._side is None or self._side.announcements is None:
+        if self._side is None or self._side.published is None:
             return ()
         block_tokens = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         events: list[Any] = []
         with TROUBLE.harmless("events"):
-            for news in self._side.announcements.take():
-                hashes = [maybe_convert_block_hash(name) for name in news.hashes]
-                if news.is_gone:
-                    events.append(BlockRemoved(block_hashes=hashes, medium=news.medium))
+            for change in self._side.published.take():
+                hashes = [maybe_convert_block_hash(name) for name in change.hashes]
+                if change.is_gone:
+                    events.append(BlockRemoved(block_hashes=hashes, medium=change.medium))
                     continue
-                parent = None if news.parent is None else maybe_convert_block_hash(news.parent)
+                parent = None if change.parent is None else maybe_convert_block_hash(change.parent)
                 events.append(
                     BlockStored(
                         block_hashes=hashes,
@@ -282,7 +281,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
                         token_ids=[],
                         block_size=block_tokens,
                         lora_id=None,
-                        medium=news.medium,
+                        medium=change.medium,
                         lora_name=None,
                     )
                 )
@@ -295,7 +294,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
             return
         try:
             names = self._kv_cache_config.kv_cache_groups[0].layer_names
-            # A layer that shares another's cache is no layer of its own.
+            # Layers that share one cache count once.
             caches = list({kv_caches[name].data_ptr(): kv_caches[name] for name in names}.values())
             pages = pages_of(caches, self._kv_cache_config.num_blocks)
             self._spec = namespace_spec(self._facts(names[0]), caches)
@@ -303,7 +302,7 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
             self._refuse(str(why))
             return
         before = self._worker
-        if before is not None:  # other tensors from now on
+        if before is not None:  # vLLM has replaced its tensors
             before.close(CLOSE_S)
         background = Background("hicache-move", TROUBLE)
         rank, load_s = self._spec.tp_rank, self._options.load_s
@@ -311,12 +310,14 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
         with TROUBLE.harmless("sharing vLLM's pages"):
             may_sleep = self._vllm_config.model_config.enable_sleep_mode
             shared = share(pages, may_sleep=may_sleep)
-        self._worker = WorkerSide(self._spec, rank, pages, self._mover, background, load_s, shared)
+        self._worker = WorkerSide(
+            self._spec, rank, pages, self._transfer_client, background, load_s, shared
+        )
         if before is not None:
             self._worker.take_over(before)
         _WORKERS[self._engine] = self._worker
 
-    def _mover(self, spec: NamespaceSpec, group: bytes) -> AsyncClient:
+    def _transfer_client(self, spec: NamespaceSpec, group: bytes) -> AsyncClient:
         options = self._options
         return AsyncClient(
             spec,
@@ -356,9 +357,9 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
             weights_digest=self._options.weights_digest,
         )
 
-    def get_handshake_metadata(self) -> Introduction:
+    def get_handshake_metadata(self) -> RankHandshake:
         spec = self._spec.to_wire() if self._spec is not None else None
-        return Introduction(spec, self._refusal)
+        return RankHandshake(spec, self._refusal)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -366,15 +367,15 @@ class HiCacheConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is not 
             self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begun by `bind_connector_metadata`, before the forward pass."""
+        """Loads are started by `bind_connector_metadata`, before the forward pass."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are over before their request is scheduled."""
+        """Nothing to wait for: a request is scheduled after its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Stores begin when the whole step is over."""
+        """Nothing to do: stores start after the whole step."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:

@@ -1,10 +1,10 @@
-"""What the daemon holds of a request's prompt, asked from the scheduler's side without waiting.
+"""Looks up in the daemon how much of a request's prompt it has, without blocking the scheduler.
 
-    ask ──▶ question ──▶ [every rank's namespace: match] ──▶ answer: the least of them, leased
-             │ the scheduler looks now and then
-             └ give_back: taken up by nobody, released as soon as it is there
+    ask ──▶ question ──▶ [match in every rank's namespace] ──▶ answer: the smallest match, leased
+             │ the scheduler checks for it in later steps
+             └ withdraw: the answer is not needed; its leases are released once it is there
 
-Every rank keeps its slice of a block in a namespace of its own; one answer counts for all of them.
+Every rank stores its slice of a block in its own namespace; one answer holds for all ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from hicache.connectors.vllm.weights import digest_adapter
 from hicache.protocol.keys import NamespaceSpec
 
 MAX_IDENTITIES: Final = 32
-"""LoRAs and salts at once, each a session per rank; of more, the least used are forgotten."""
+"""Combinations of LoRA and salt, each with a session per rank. The least recently used beyond this
+number are closed."""
 
 
 class MatchClient(Protocol):
-    """What is asked of `hicache.client.AsyncClient`."""
+    """The part of `hicache.client.AsyncClient` that is used here."""
 
     @property
     def greeting(self) -> Greeting | None: ...
@@ -56,8 +57,9 @@ Connect = Callable[[NamespaceSpec], MatchClient]
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """An answer is complete. `tokens`: the prompt and the answer, whose last so many it is."""
+class FinishedAnswer:
+    """An answer is complete. `tokens`: prompt and answer; its last `answer_tokens` are the
+    answer."""
 
     tokens: bytes
     conversation: str
@@ -67,10 +69,10 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """`blocks` blocks behind the skipped ones are worth loading and are leased, for every rank and
-    for `lease_s` from the question on.
+    """`blocks` blocks after the skipped ones are worth loading. They are leased for every rank, for
+    `lease_s` from the question on.
 
-    `runs`: all blocks held, from the first one on, as (tier, number), as the first rank's are.
+    `runs`: all blocks in the tiers, from the first one on, as (tier, number), of the first rank.
     """
 
     blocks: int
@@ -82,8 +84,8 @@ class LookupAnswer:
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """`conversation`: what the request is part of, "" if unknown. `answer`: None until it comes;
-    `is_seen`: the scheduler has looked at it."""
+    """`conversation`: of the request, "" if unknown. `answer`: None until it is there; `is_seen`:
+    the scheduler has read it; `is_published`: its blocks were passed to `PublishedHashes`."""
 
     request: str
     identity: NamespaceIdentity
@@ -94,7 +96,7 @@ class Question:
     answer: LookupAnswer | None = None
     is_seen: bool = False
     is_unwanted: bool = False
-    is_told: bool = False
+    is_published: bool = False
     matches: list[tuple[MatchClient, Match]] = field(default_factory=list)
 
 
@@ -108,7 +110,7 @@ def spec_of(spec: NamespaceSpec, identity: NamespaceIdentity) -> NamespaceSpec:
     )
 
 
-class Asking:
+class PromptLookup:
     """`specs`: every rank's namespace. Called from the scheduler's thread."""
 
     def __init__(
@@ -123,27 +125,29 @@ class Asking:
         self._news = threading.Condition()
 
     def ask(self, question: Question) -> None:
-        """Begin. Its answer comes in any case: `is_answered` is false if the daemon did not."""
+        """Start a lookup. An answer is always set; `is_answered` is false if the daemon gave
+        none."""
         self._open.add(question)
         self.background.submit(partial(self._ask, question))
 
-    def give_back(self, question: Question) -> None:
-        """Nobody takes up this answer."""
+    def withdraw(self, question: Question) -> None:
+        """The answer is not needed: its leases are released."""
         self.background.submit(partial(self._release, question))
 
-    def ended(self, identity: NamespaceIdentity, ending: Ending) -> None:
-        """Advice to the daemon, if it can be asked."""
+    def ended(self, identity: NamespaceIdentity, ending: FinishedAnswer) -> None:
+        """Send the daemon a hint, if a session is open."""
         self.background.submit(partial(self._hint, identity, ending))
 
-    def wait_a_little(self, seconds: float) -> None:
-        """Where the scheduler has nothing else to do: until an answer comes. Otherwise an engine in
-        this very process would ask again and again and keep the GIL from who brings the answer."""
+    def wait_for_answer(self, seconds: float) -> None:
+        """Called when the scheduler has nothing to compute: waits until an answer comes. Without it
+        an inference engine in this process would poll, and keep the GIL from the thread that
+        receives the answer."""
         with self._news:
             if self._open:
                 self._news.wait(seconds)
 
     def adapter_digest(self, number: int, path: str) -> str | None:
-        """Of a LoRA adapter; None while its files are being read, "" if it cannot be told."""
+        """Of a LoRA adapter; None while its files are being read, "" if they cannot be read."""
         key = (number, path)
         if key not in self._adapters:
             self._adapters[key] = None
@@ -177,7 +181,7 @@ class Asking:
         )
 
     def _least(self, question: Question) -> LookupAnswer:
-        """What all ranks can load. A session that was opened anew meanwhile holds no lease."""
+        """What all ranks can load. A session that was reopened meanwhile holds no lease."""
         trouble = self.background.trouble
         blocks = min(match.decision.reload_blocks for _, match in question.matches)
         leases: list[GrantedLease] = []
@@ -203,7 +207,7 @@ class Asking:
             if match.lease:
                 await client.release(match)
 
-    async def _hint(self, identity: NamespaceIdentity, ending: Ending) -> None:
+    async def _hint(self, identity: NamespaceIdentity, ending: FinishedAnswer) -> None:
         for client in self._clients_of(identity):
             if client.greeting is not None:
                 await client.hint(
@@ -245,16 +249,16 @@ async def _close_all(clients: Iterable[MatchClient]) -> None:
         await client.close()
 
 
-class Living(Protocol):
-    """A client that may have to show that it lives."""
+class HeartbeatClient(Protocol):
+    """A client that sends heartbeats."""
 
     @property
     def greeting(self) -> Greeting | None: ...
     async def heartbeat(self) -> bool: ...
 
 
-async def keep_alive(clients: Callable[[], Sequence[Living]]) -> None:
-    """For a daemon that cannot see this process: a sign of life from time to time. Never ends."""
+async def keep_alive(clients: Callable[[], Sequence[HeartbeatClient]]) -> None:
+    """Sends heartbeats to a daemon that cannot watch this process. Never ends."""
     while True:
         due_s = [client.greeting.heartbeat_s for client in clients() if client.greeting]
         await asyncio.sleep(max(1.0, min(due_s, default=1.0)))
@@ -264,5 +268,5 @@ async def keep_alive(clients: Callable[[], Sequence[Living]]) -> None:
 
 
 def salted(salt: str | None) -> str:
-    """A salt may be a secret; its digest tells as much."""
+    """A salt may be a secret; its digest identifies it as well."""
     return hashlib.blake2b(salt.encode(), digest_size=32).hexdigest() if salt else ""

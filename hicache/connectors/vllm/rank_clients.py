@@ -16,7 +16,7 @@ from typing import Protocol
 
 from hicache.client.gpu_pages import LoadedPart, PageShare, PageTable, SharedPages
 from hicache.client.results import FetchedRun, Greeting, Match, PutResult
-from hicache.connectors.common.page_sharing import Sharing
+from hicache.connectors.common.page_sharing import PageSharing
 from hicache.connectors.vllm.background import Background
 from hicache.connectors.vllm.lookup import MAX_IDENTITIES, keep_alive, spec_of
 from hicache.connectors.vllm.step_messages import GrantedLease, NamespaceIdentity
@@ -65,12 +65,12 @@ Connect = Callable[[NamespaceSpec, bytes], BlockClient]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Line:
+class PagedClient:
     """A client, and the pages as it shares them; `sharing` is None where they cannot be."""
 
     client: BlockClient
     group: bytes
-    sharing: Sharing | None
+    sharing: PageSharing | None
 
     async def close(self) -> None:
         """The worker lets go of the pages before the session ends, if the daemon answers."""
@@ -79,7 +79,7 @@ class Line:
         await self.client.close()
 
 
-class Clients:
+class RankClients:
     """Used in the background's thread only. `pages`: this rank's, if they can be shared."""
 
     def __init__(
@@ -91,10 +91,10 @@ class Clients:
     ) -> None:
         self._spec, self._connect = spec, connect
         self._background, self._pages = background, pages
-        self._loaders: OrderedDict[NamespaceIdentity, Line] = OrderedDict()
-        self._storers: OrderedDict[NamespaceIdentity, Line] = OrderedDict()
+        self._loaders: OrderedDict[NamespaceIdentity, PagedClient] = OrderedDict()
+        self._storers: OrderedDict[NamespaceIdentity, PagedClient] = OrderedDict()
 
-    def loader(self, identity: NamespaceIdentity, lease: GrantedLease) -> Line:
+    def loader(self, identity: NamespaceIdentity, lease: GrantedLease) -> PagedClient:
         known = self._loaders.get(identity)
         if known is None or known.group != lease.group:
             if known is not None:
@@ -106,12 +106,12 @@ class Clients:
         self._loaders.move_to_end(identity)
         return known
 
-    def storer(self, identity: NamespaceIdentity) -> Line:
-        line = self._storers.get(identity)
-        if line is None:
-            line = self._storers[identity] = self._connected(identity, b"")
+    def storer(self, identity: NamespaceIdentity) -> PagedClient:
+        paged = self._storers.get(identity)
+        if paged is None:
+            paged = self._storers[identity] = self._connected(identity, b"")
         self._storers.move_to_end(identity)
-        return line
+        return paged
 
     async def forget_storers(self) -> None:
         """Called between two stores, by the one task that stores."""
@@ -122,19 +122,19 @@ class Clients:
     async def close(self) -> None:
         """All at once: one whose pages the worker does not let go of must not cost the others their
         goodbye."""
-        lines = [*self._loaders.values(), *self._storers.values()]
-        await asyncio.gather(*(self._close(line) for line in lines))
+        paged_clients = [*self._loaders.values(), *self._storers.values()]
+        await asyncio.gather(*(self._close(paged) for paged in paged_clients))
 
-    async def _close(self, line: Line) -> None:
+    async def _close(self, paged: PagedClient) -> None:
         with self._background.trouble.harmless("closing"):
-            await line.close()
+            await paged.close()
 
-    def _connected(self, identity: NamespaceIdentity, group: bytes) -> Line:
+    def _connected(self, identity: NamespaceIdentity, group: bytes) -> PagedClient:
         if not self._loaders and not self._storers:
             self._background.submit(partial(keep_alive, self._all))
         client = self._connect(spec_of(self._spec, identity), group)
-        sharing = None if self._pages is None else Sharing(client, self._pages)
-        return Line(client, group, sharing)
+        sharing = None if self._pages is None else PageSharing(client, self._pages)
+        return PagedClient(client, group, sharing)
 
     def _all(self) -> list[BlockClient]:
-        return [line.client for line in [*self._loaders.values(), *self._storers.values()]]
+        return [paged.client for paged in [*self._loaders.values(), *self._storers.values()]]

@@ -1,21 +1,23 @@
-"""What to load and what to store: the scheduler's side, in vLLM's scheduling loop.
+"""What to load and what to store: the scheduler's side, called from vLLM's scheduling loop.
 
-Nothing here waits for the daemon. A request's way, in the order in which vLLM calls:
+Nothing here waits for the daemon. The steps of a request, in the order in which vLLM calls them:
 
     arrived ──▶ matched ──▶ allocated ──▶ orders ──▶ [loaded] ──▶ orders … ──▶ finished
                  │  ▲ later     │             │                     │
                  └──┘           load          store of the blocks   store of the rest
                                               that this step fills
 
-- `matched` answers "later" until the daemon has said what it holds, at most `lookup_s` in all.
-- One question, one lease per request and prefix; whoever ends a request gives its lease back.
-- After a load every block counts as loaded; those that failed vLLM computes (`recompute`). Once it
-  has, the request is not loaded for again: a block that fails again and again costs one try.
-- Blocks on their way to the daemon are held in vLLM's pool (one reference each) until all ranks
-  have reported, so that a preempted or ended request's pages are not overwritten before. At most a
-  share of all blocks is held so; what finds no room is offered with the next block.
-- Pages that somebody may still write into though their load was given up are held so, too, a
-  reference for each rank that says so. Their request begins anew with other pages.
+- `matched` answers "later" until the daemon's answer is there, for at most `lookup_s` in all.
+- Each request and prefix has one question and one lease. The lease is released when the request
+  ends.
+- After a load every block counts as loaded; vLLM computes the blocks that failed (`recompute`).
+  After that no second load is tried, so a block that always fails costs one try.
+- Blocks of a store under way keep one reference each in vLLM's pool until all ranks have reported,
+  so the pages of a preempted or ended request are not overwritten too early. At most a share of
+  all blocks is held this way; blocks beyond it are offered again with the next block.
+- Pages in doubt (the GPU worker may still write them although the load was abandoned) are held as
+  well, with one reference for each rank that reports them. Their request starts again on other
+  pages.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from hicache.connectors.vllm.background import Trouble
-from hicache.connectors.vllm.lookup import Asking, Ending, Question, salted
-from hicache.connectors.vllm.published_hashes import Announcements
+from hicache.connectors.vllm.lookup import FinishedAnswer, PromptLookup, Question, salted
+from hicache.connectors.vllm.published_hashes import PublishedHashes
 from hicache.connectors.vllm.step_messages import (
     Load,
     NamespaceIdentity,
@@ -37,27 +39,31 @@ from hicache.connectors.vllm.step_messages import (
     Store,
     WorkerReport,
 )
-from hicache.connectors.vllm.tracked_request import Tracked, VllmRequest, is_told_by_tokens
+from hicache.connectors.vllm.tracked_request import (
+    TrackedRequest,
+    VllmRequest,
+    is_identified_by_tokens,
+)
 
 IDLE_WAIT_S: Final = 0.001
 MAX_ASKED_EARLY: Final = 4
-"""Requests asked for on arrival. Of a longer queue the rest is asked for when its turn comes: a
-lease should not be held by whoever waits for minutes."""
+"""Requests that are looked up on arrival. The rest of a longer queue is looked up when vLLM
+schedules it: a request that waits for minutes should hold no lease."""
 MAX_LOADING: Final = 8
-"""Requests between the begin of their load and their first step. Each holds a lease, and leases of
-a whole queue may fill the daemon's memory, so that blocks from disk find no room in it."""
+"""Requests between the begin of their load and their first step. Each holds a lease, and the leases
+of a whole queue could fill the daemon's memory, with no room left for blocks from disk."""
 FRESH_S: Final = 5.0
-"""An answer that was seen and could not be used is asked for anew when it is older than this: what
-it leased may expire with its lease."""
+"""A prompt is looked up again when its answer was read, could not be used, and is older than this:
+the leased blocks may expire."""
 LEASE_SHARE: Final = 0.8
-"""Of its lease's time an answer that nobody has seen yet is good for so much. Where a step takes
-longer than FRESH_S every answer is older when the scheduler comes to look at it."""
+"""An answer that was not read yet is valid for this share of its lease. FRESH_S would be too short
+for it: where a step takes longer, every answer is older when the scheduler reads it."""
 PATIENT_S: Final = 0.05
-"""How long a store under way is waited for instead of preempting a request."""
+"""vLLM waits this long for a store under way before it preempts a request."""
 
 
 class Pool(Protocol):
-    """vLLM's block pool: blocks with a reference are not given to anybody else."""
+    """vLLM's block pool: blocks with a reference are not allocated again."""
 
     @property
     def blocks(self) -> Sequence[Any]: ...
@@ -65,8 +71,8 @@ class Pool(Protocol):
     def free_blocks(self, ordered_blocks: Sequence[Any]) -> None: ...
 
 
-class Settling(Protocol):
-    """What is asked of `WorkerSide` here."""
+class SettlingWorker(Protocol):
+    """The part of `WorkerSide` that is used here."""
 
     def settle(self, orders: Orders, patience_s: float) -> WorkerReport | None: ...
 
@@ -76,8 +82,8 @@ PagesOf = Callable[[str], Sequence[int]]
 
 @dataclass(slots=True)
 class _Held:
-    """A store under way: its blocks in the pool, the ranks that have not reported. `fresh`: so many
-    of the last ones the daemon did not have."""
+    """A store under way. `blocks`: in the pool. `ranks_left`: ranks that have not reported.
+    `fresh`: how many of the last blocks the daemon did not have before."""
 
     request: str
     first: int
@@ -90,7 +96,7 @@ class _Held:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the last time they were taken, for vLLM's metrics."""
+    """Counted since vLLM's metrics last took them."""
 
     lookups: int = 0
     lookups_unanswered: int = 0
@@ -101,36 +107,40 @@ class Counters:
     stores_refused: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """The shape of vLLM's cache, the operator's limits, and what this instance may do."""
+
+    block_tokens: int
+    num_blocks: int
+    num_ranks: int
+    lookup_s: float
+    store_share: float
+    may_load: bool = True
+    may_store: bool = True
+
+
 class SchedulerSide:
-    """`asking` is None where nothing can be held; then every request is left alone."""
+    """`lookup` is None while no rank can store blocks; then no request is looked up."""
 
     def __init__(
         self,
-        block_tokens: int,
-        num_blocks: int,
-        num_ranks: int,
-        lookup_s: float,
-        store_share: float,
+        settings: SchedulerSettings,
         *,
-        may_load: bool = True,
-        may_store: bool = True,
-        announcements: Announcements | None = None,
+        published: PublishedHashes | None = None,
         trouble: Trouble | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.asking: Asking | None = None
+        self.lookup: PromptLookup | None = None
         self.pool: Pool | None = None
         self.counters = Counters()
-        self.announcements = announcements
+        self.published = published
         self._trouble = trouble or Trouble()
-        self._block_tokens = block_tokens
-        self._num_ranks = num_ranks
-        self._lookup_s = lookup_s
-        self._max_held = max(1, int(num_blocks * store_share))
-        self._may_load = may_load
-        self._may_store = may_store
+        self._settings = settings
+        self._block_tokens = settings.block_tokens
+        self._max_held = max(1, int(settings.num_blocks * settings.store_share))
         self._clock = clock
-        self._requests: dict[str, Tracked] = {}
+        self._requests: dict[str, TrackedRequest] = {}
         self._asked: set[str] = set()
         self._loading: set[str] = set()
         self._loads: list[Load] = []
@@ -144,15 +154,15 @@ class SchedulerSide:
     # --- the life of a request ------------------------------------------------------------------
 
     def arrived(self, request: VllmRequest) -> None:
-        """vLLM has a new request. Asked for at once, so that the answer is there in time."""
+        """vLLM has a new request. It is looked up at once, so that the answer is there in time."""
         tracked = self._tracked(request)
         if self._can_load(tracked, 0) and len(self._asked) < MAX_ASKED_EARLY:
             self._ask(tracked, 0)
 
     def matched(self, request: VllmRequest, num_computed: int) -> tuple[int | None, bool]:
-        """How many tokens behind the computed ones to load, and that it happens by itself.
-
-        None: not known yet. Whole blocks, and at least one token is left to compute.
+        """Returns how many tokens to load after the computed ones, and whether vLLM should load
+        them while it goes on. None: not known yet. Whole blocks, and at least one token is left to
+        compute.
         """
         tracked = self._tracked(request)
         skip = num_computed // self._block_tokens
@@ -174,11 +184,11 @@ class SchedulerSide:
         tracked.waited_since_s = 0.0
         if not answer.is_answered:
             self.counters.lookups_unanswered += 1
-            tracked.has_given_up = True
-        elif self.announcements is not None and not question.is_told:
-            question.is_told = True
-            self.announcements.seen(request.block_hashes, answer.runs)
-        if question.skip_blocks != skip:  # vLLM has more itself than is held
+            tracked.is_abandoned = True
+        elif self.published is not None and not question.is_published:
+            question.is_published = True
+            self.published.seen(request.block_hashes, answer.runs)
+        if question.skip_blocks != skip:  # vLLM has more blocks itself than the daemon
             return 0, False
         blocks = min(answer.blocks, self._loadable(tracked) - skip)
         if blocks < 1:
@@ -186,7 +196,8 @@ class SchedulerSide:
         return blocks * self._block_tokens, True
 
     def allocated(self, request: VllmRequest, pages: Sequence[int], num_external: int) -> None:
-        """vLLM has pages for these tokens, or (0) loads nothing. Called again after a load."""
+        """vLLM has allocated pages for these tokens, or (0) loads nothing. Called again after a
+        load."""
         tracked = self._tracked(request)
         if num_external == 0:
             self._drop_question(tracked)
@@ -208,14 +219,14 @@ class SchedulerSide:
         self.counters.load_tokens += num_external
 
     def sources(self, request: VllmRequest, num_external: int) -> dict[str, int]:
-        """The tokens of the load just allocated by the tier they lay in when it was decided."""
+        """The tokens of the load just allocated, by their tier when the load was decided."""
         sources = self._tracked(request).sources
         return sources if sum(sources.values()) == num_external else {}
 
     def finished(
         self, request: VllmRequest, pages: Sequence[int], *, reason: str, is_good: bool
     ) -> None:
-        """The request ends, for this reason. Its pages are still its own; what is in them counts
+        """The request ends for this reason. Its pages are not reused yet; their content is stored
         only if it `is_good`."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
@@ -225,18 +236,18 @@ class SchedulerSide:
         if is_good and not tracked.is_loading:
             known = min(request.num_computed_tokens, request.num_tokens)
             self._store(tracked, known // self._block_tokens, pages)
-        identity = self._identity(tracked) if tracked.is_cached and self.asking else None
-        if identity is not None and self.asking is not None:
-            said, conversation = tracked.encoded(request.num_tokens), request.session_id or ""
-            ending = Ending(said, conversation, reason, request.num_output_tokens)
-            self.asking.ended(identity, ending)
+        identity = self._identity(tracked) if tracked.is_cached and self.lookup else None
+        if identity is not None and self.lookup is not None:
+            tokens, conversation = tracked.encoded(request.num_tokens), request.session_id or ""
+            ending = FinishedAnswer(tokens, conversation, reason, request.num_output_tokens)
+            self.lookup.ended(identity, ending)
 
     # --- a step ---------------------------------------------------------------------------------
 
     def orders(self, scheduled: Mapping[str, int], pages_of: PagesOf) -> Orders:
         """For the step that computes `scheduled` tokens of each request."""
-        if not scheduled and self.asking is not None:
-            self.asking.wait_a_little(IDLE_WAIT_S)
+        if not scheduled and self.lookup is not None:
+            self.lookup.wait_for_answer(IDLE_WAIT_S)
         orders = Orders(self._loads, is_idle=not scheduled)
         self._loads = []
         with self._trouble.harmless("a step's stores"):
@@ -255,15 +266,15 @@ class SchedulerSide:
             request = tracked.request
             if request.num_computed_tokens < tracked.stored * self._block_tokens:
                 tracked.stored = 0  # computed again after a preemption or a failed load
-            # Tokens that are guessed, or not sampled yet, are not among those it knows.
+            # `num_tokens` leaves out speculative tokens and those not sampled yet.
             known = min(request.num_computed_tokens + num_new, request.num_tokens)
             full = known // self._block_tokens
             if full > tracked.stored:
                 self._store(tracked, full, pages_of(name))
 
     def reported(self, report: WorkerReport) -> None:
-        """What the ranks say of stores: the blocks of ended ones go back to vLLM. Pages in doubt
-        are held from here on: vLLM reads a report before it takes back what its step ended."""
+        """Take in the ranks' report: blocks of ended stores are released to vLLM. Pages in doubt
+        are held from here on: vLLM reads a report before it frees what its step ended."""
         if self.pool is not None:
             self.pool.touch([self.pool.blocks[page] for page in report.doubted])
             self.pool.free_blocks([self.pool.blocks[page] for page in report.rested])
@@ -285,33 +296,33 @@ class SchedulerSide:
                 self._num_held -= len(held.blocks)
                 if self.pool is not None:
                     self.pool.free_blocks(list(reversed(held.blocks)))
-                if self.announcements is not None:
-                    self.announcements.stored(held.hashes, held.fresh)
+                if self.published is not None:
+                    self.published.stored(held.hashes, held.fresh)
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks are held that a report will give back: vLLM should go on stepping."""
+        """Whether blocks are held that a report will release: vLLM should go on stepping."""
         return bool(self._held) or self._num_doubted > 0
 
     @property
-    def frees_soon(self) -> bool:
-        """Whether such blocks may come back so soon that nobody need be preempted for room."""
+    def will_free_soon(self) -> bool:
+        """Whether such blocks may be released so soon that vLLM need not preempt a request."""
         return any(self._clock() - held.since_s < PATIENT_S for held in self._held.values())
 
     # --- everything at once ---------------------------------------------------------------------
 
     def start_over(self, version: int) -> None:
-        """The weights may have changed: nothing held until now is asked for or added to again, by
-        anybody who does not know this `version`."""
+        """The weights may have changed: from now on blocks belong to the namespaces of this
+        `version`, and blocks stored before are not used."""
         self._version = version
         for tracked in self._requests.values():
             self._drop_question(tracked)
             tracked.is_cached = False  # some of its KV is of the old weights
 
-    def settle(self, worker: Settling, patience_s: float) -> None:
-        """Before vLLM empties its own cache, which it can only if nobody holds a block: what is on
-        its way to the daemon arrives first. The last blocks of requests that have ended would wait
-        for a step that may never come. `worker`: of the one rank, in this process."""
+    def settle(self, worker: SettlingWorker, patience_s: float) -> None:
+        """Finish all stores before vLLM empties its own cache, which fails while a block is held.
+        The last blocks of ended requests would otherwise wait for a step that may never come.
+        `worker`: that of the only rank, in this process."""
         if self.holds_blocks:
             orders, self._stores = Orders(stores=self._stores), []
             report = worker.settle(orders, patience_s)
@@ -319,49 +330,49 @@ class SchedulerSide:
                 self.reported(report)
 
     def close(self, patience_s: float) -> None:
-        if self.asking is not None:
-            self.asking.close(patience_s)
+        if self.lookup is not None:
+            self.lookup.close(patience_s)
 
-    # --- asking ---------------------------------------------------------------------------------
+    # --- looking up ------------------------------------------------------------------------------
 
-    def _tracked(self, request: VllmRequest) -> Tracked:
+    def _tracked(self, request: VllmRequest) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = Tracked(request, is_told_by_tokens(request))
+            tracked = TrackedRequest(request, is_identified_by_tokens(request))
             self._requests[request.request_id] = tracked
         return tracked
 
-    def _can_load(self, tracked: Tracked, skip: int) -> bool:
+    def _can_load(self, tracked: TrackedRequest, skip: int) -> bool:
         return (
-            self._may_load
-            and self.asking is not None
+            self._settings.may_load
+            and self.lookup is not None
             and tracked.is_cached
-            and not tracked.has_given_up
+            and not tracked.is_abandoned
             and tracked.tries <= tracked.request.num_preemptions
             and self._loadable(tracked) > skip
         )
 
-    def _loadable(self, tracked: Tracked) -> int:
-        """Whole blocks that leave a token to compute, which says what comes next."""
+    def _loadable(self, tracked: TrackedRequest) -> int:
+        """Whole blocks; at least one token is left to compute, whose logits vLLM needs."""
         return (tracked.request.num_tokens - 1) // self._block_tokens
 
-    def _is_current(self, question: Question, tracked: Tracked, skip: int) -> bool:
+    def _is_current(self, question: Question, tracked: TrackedRequest, skip: int) -> bool:
         answer = question.answer
         is_old = False
         if answer is not None and answer.blocks > 0:
             good_s = FRESH_S if question.is_seen else LEASE_SHARE * answer.lease_s
             is_old = self._clock() - question.asked_s > good_s
         is_same = question.skip_blocks == skip or (
-            # What is held ends before what vLLM has itself.
+            # The daemon's blocks end before those that vLLM has itself.
             question.answer is not None and sum(count for _, count in question.answer.runs) <= skip
         )
         return is_same and not is_old and len(question.tokens) == 4 * tracked.request.num_tokens
 
-    def _ask(self, tracked: Tracked, skip: int) -> bool:
-        """False: whom to ask is not known yet, or cannot be."""
+    def _ask(self, tracked: TrackedRequest, skip: int) -> bool:
+        """Returns False if the namespace is not known, yet or at all."""
         self._drop_question(tracked)
         identity = self._identity(tracked)
-        if identity is None or self.asking is None:
+        if identity is None or self.lookup is None:
             return False
         request = tracked.request
         tokens = tracked.encoded(request.num_tokens)
@@ -371,43 +382,43 @@ class SchedulerSide:
         )
         self._asked.add(request.request_id)
         self.counters.lookups += 1
-        self.asking.ask(tracked.question)
+        self.lookup.ask(tracked.question)
         return True
 
-    def _identity(self, tracked: Tracked) -> NamespaceIdentity | None:
+    def _identity(self, tracked: TrackedRequest) -> NamespaceIdentity | None:
         """None while an adapter's files are being read."""
         lora, digest = tracked.request.lora_request, ""
         if lora is not None:
-            assert self.asking is not None
-            known = self.asking.adapter_digest(lora.lora_int_id, lora.lora_path)
+            assert self.lookup is not None
+            known = self.lookup.adapter_digest(lora.lora_int_id, lora.lora_path)
             if not known:
                 tracked.is_cached = known is None
                 return None
             digest = known
         return NamespaceIdentity(digest, salted(tracked.request.cache_salt), self._version)
 
-    def _later(self, tracked: Tracked) -> tuple[int | None, bool]:
+    def _later(self, tracked: TrackedRequest) -> tuple[int | None, bool]:
         now_s = self._clock()
         if not tracked.waited_since_s:
             tracked.waited_since_s = now_s
-        if tracked.is_cached and now_s - tracked.waited_since_s < self._lookup_s:
+        if tracked.is_cached and now_s - tracked.waited_since_s < self._settings.lookup_s:
             return None, False
-        tracked.has_given_up = True
+        tracked.is_abandoned = True
         self.counters.lookups_unanswered += 1
         self._drop_question(tracked)
         return 0, False
 
-    def _drop_question(self, tracked: Tracked) -> None:
+    def _drop_question(self, tracked: TrackedRequest) -> None:
         question, tracked.question = tracked.question, None
         self._asked.discard(tracked.request.request_id)
-        if question is not None and self.asking is not None:
-            self.asking.give_back(question)
+        if question is not None and self.lookup is not None:
+            self.lookup.withdraw(question)
 
     # --- storing --------------------------------------------------------------------------------
 
-    def _store(self, tracked: Tracked, last: int, pages: Sequence[int]) -> None:
-        """Hand over the blocks before `last` that were not, as many as there is room for."""
-        if not (self._may_store and tracked.is_cached and self.asking and self.pool):
+    def _store(self, tracked: TrackedRequest, last: int, pages: Sequence[int]) -> None:
+        """Store the blocks before `last` that were not stored, as far as `_max_held` permits."""
+        if not (self._settings.may_store and tracked.is_cached and self.lookup and self.pool):
             return
         last = min(last, tracked.stored + self._max_held - self._num_held, len(pages))
         first = tracked.stored
@@ -422,10 +433,10 @@ class SchedulerSide:
         self._serial += 1
         tokens = tracked.encoded(last * self._block_tokens)
         self._stores.append(Store(self._serial, identity, tokens, first, wanted))
-        hashes = tuple(tracked.request.block_hashes[first:last]) if self.announcements else ()
+        hashes = tuple(tracked.request.block_hashes[first:last]) if self.published else ()
         name = tracked.request.request_id
         self._held[self._serial] = _Held(
-            name, first, blocks, self._num_ranks, self._clock(), hashes
+            name, first, blocks, self._settings.num_ranks, self._clock(), hashes
         )
         self._num_held += len(blocks)
         tracked.stored = last
@@ -433,7 +444,7 @@ class SchedulerSide:
         self.counters.store_tokens += (last - first) * self._block_tokens
 
     def _by_tier(self, runs: Sequence[tuple[str, int]], first: int, count: int) -> dict[str, int]:
-        """Tokens of blocks `first … first + count - 1` by where they lie."""
+        """Tokens of blocks `first … first + count - 1`, by tier."""
         found: Counter[str] = Counter()
         start = 0
         for tier, length in runs:
@@ -459,5 +470,5 @@ class SchedulerSide:
             sum_nc += num_new * context + num_new * num_new / 2
         if not num_requests:
             return None
-        whose = NamespaceIdentity(weights_version=self._version)
-        return StepOrders(whose, num_requests, sum_n, sum_nc, decoded)
+        identity = NamespaceIdentity(weights_version=self._version)
+        return StepOrders(identity, num_requests, sum_n, sum_nc, decoded)

@@ -1,6 +1,6 @@
-"""What the scheduler's side tells the workers with each step, and what they report back.
+"""What the scheduler's side sends to the workers with each step, and what they report back.
 
-Plain data, since between processes vLLM pickles it.
+Plain data: vLLM pickles it between processes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class NamespaceIdentity:
-    """What a request adds to the namespace of the model: other values, other KV."""
+    """What a request adds to the model's namespace. Requests that differ in it share no KV."""
 
     lora_digest: str = ""
     cache_salt: str = ""
@@ -19,7 +19,7 @@ class NamespaceIdentity:
 
 @dataclass(frozen=True, slots=True)
 class GrantedLease:
-    """One rank's lease, made by the scheduler's session of `group` in the daemon's `epoch`."""
+    """One rank's lease, granted to the scheduler's session of `group` in the daemon's `epoch`."""
 
     number: int
     group: bytes
@@ -52,7 +52,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """The prefill in a step, as `Client.observe` wants it: Σn, Σ(n·c + n²/2), tokens decoded."""
+    """The prefill of a step, as `Client.observe` takes it: Σn, Σ(n·c + n²/2), tokens decoded."""
 
     identity: NamespaceIdentity
     num_requests: int
@@ -63,7 +63,7 @@ class StepOrders:
 
 @dataclass(slots=True)
 class Orders:
-    """What one step brings. `is_idle`: the step computes nothing, so waiting costs nothing."""
+    """The orders of one step. `is_idle`: the step computes nothing, so waiting costs nothing."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
@@ -73,11 +73,12 @@ class Orders:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """Stores that have ended, by number, with how many ranks say so; those of them that some rank
-    could not hand over whole; and how many of their last blocks the daemon did not have before.
+    """What the ranks report of stores and of pages in doubt.
 
-    `doubted`: pages that the daemon's GPU worker may still write though their load has been given
-    up, once for each rank that says so; `rested`: those of them that it does not any more."""
+    `ended`: by store number, how many ranks have finished it. `refused`: stores of which some rank
+    stored only a part. `fresh`: how many of a store's last blocks the daemon did not have before.
+    `doubted`: pages that the daemon's GPU worker may still write although their load was abandoned,
+    once for each rank that reports it. `rested`: pages of these that it writes no more."""
 
     ended: dict[int, int] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""A request of vLLM's, and what the scheduler's side remembers of it."""
+"""A request of vLLM, and what the scheduler's side keeps about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hicache.connectors.vllm.lookup import Question
 
 
 class VllmRequest(Protocol):
-    """vLLM's request, as far as it concerns us."""
+    """The part of vLLM's request that is used here."""
 
     request_id: str
     num_computed_tokens: int
@@ -35,10 +35,10 @@ class VllmRequest(Protocol):
     def all_token_ids(self) -> Sequence[int]: ...
 
 
-def is_told_by_tokens(request: VllmRequest) -> bool:
-    """Whether equal tokens mean equal KV. Placeholders of images are the same tokens whatever the
-    image, embedded prompts have no tokens, a session that is resumed takes tokens back, and an
-    adapter that is replaced in place cannot be told from its predecessor."""
+def is_identified_by_tokens(request: VllmRequest) -> bool:
+    """Whether equal tokens mean equal KV. They do not where images are behind placeholder tokens,
+    where a prompt is embedded and has no tokens, where a resumed session removes tokens, and where
+    an adapter is replaced in place under the same name."""
     lora = request.lora_request
     return not (
         request.mm_features
@@ -50,11 +50,12 @@ def is_told_by_tokens(request: VllmRequest) -> bool:
 
 
 @dataclass(slots=True)
-class Tracked:
-    """A request between its arrival and its end. `stored`: blocks handed over, from the first on.
+class TrackedRequest:
+    """A request between its arrival and its end. `stored`: blocks given to the worker, from the
+    first on.
 
-    `waited_since_s`: since when it waits for the daemon, 0 if it does not. `tries`: loads begun.
-    `sources`: the tokens of the last load by tier.
+    `waited_since_s`: since when it waits for the daemon, 0 if it does not. `is_abandoned`: the
+    daemon did not answer in time. `tries`: loads begun. `sources`: tokens of the last load by tier.
     """
 
     request: VllmRequest
@@ -62,7 +63,7 @@ class Tracked:
     stored: int = 0
     tries: int = 0
     is_loading: bool = False
-    has_given_up: bool = False
+    is_abandoned: bool = False
     waited_since_s: float = 0.0
     question: Question | None = None
     sources: dict[str, int] = field(default_factory=dict)

@@ -33,7 +33,7 @@ from hicache.client.aio import in_thread
 from hicache.client.gpu_pages import PageShare, PageTable, SharedPages, reach
 from hicache.client.results import FetchedRun, Match, PutResult
 from hicache.connectors.vllm.background import Background, log
-from hicache.connectors.vllm.rank_clients import BlockClient, Clients, Connect, Line
+from hicache.connectors.vllm.rank_clients import BlockClient, Connect, PagedClient, RankClients
 from hicache.connectors.vllm.step_messages import Load, Orders, StepOrders, Store, WorkerReport
 from hicache.connectors.vllm.vllm_pages import Pages
 from hicache.protocol.keys import NamespaceSpec
@@ -66,12 +66,12 @@ class TransferOutcome:
 @dataclass(slots=True)
 class _Loading:
     """A load under way. `good` is the whole prefix that is there, also when it is cut short.
-    `line`, `share`: by which it comes; without a share this process copies."""
+    `paged`, `share`: by which it comes; without a share this process copies."""
 
     load: Load
     started_s: float = 0.0
     good: int = 0
-    line: Line | None = None
+    paged: PagedClient | None = None
     share: PageShare | None = None
 
     @property
@@ -105,7 +105,7 @@ class WorkerSide:
         self._rank = rank
         self._pages = pages
         self._load_s = load_s
-        self._clients = Clients(spec, connect, background, shared)
+        self._clients = RankClients(spec, connect, background, shared)
         self._sharing: set[asyncio.Task[PageShare | None]] = set()
         self._how = ""
         self._stores: asyncio.Queue[tuple[Store, Any]] | None = None
@@ -221,20 +221,20 @@ class WorkerSide:
                     self._outcome.bad_pages.update(bad)
                 self._news.notify_all()
             if doubted:
-                self._submit(self._rest, loading.line, loading.share, doubted)
+                self._submit(self._rest, loading.paged, loading.share, doubted)
 
     async def _fetch(self, loading: _Loading) -> None:
         load, loading.started_s = loading.load, time.perf_counter()
         if self._rank >= len(load.leases):
             return
         lease = load.leases[self._rank]
-        line = self._clients.loader(load.identity, lease)
-        client = line.client
+        paged = self._clients.loader(load.identity, lease)
+        client = paged.client
         match = await client.adopt(lease.number, len(load.pages), lease.group, lease.epoch)
         if not match.lease:
             self.background.trouble.note(client.last_error or match.decision.sentence)
             return
-        loading.line, loading.share = line, await self._share_of(line)
+        loading.paged, loading.share = paged, await self._share_of(paged)
         if loading.share is not None:
             await self._load_pages(loading, client, loading.share, match)
         else:
@@ -281,13 +281,13 @@ class WorkerSide:
             spent_s = time.perf_counter() - loading.started_s
             self._submit(self._end, runs, client, match, hop_bytes, hop_s, spent_s)
 
-    async def _rest(self, line: Line, share: PageShare, doubted: Sequence[int]) -> None:
+    async def _rest(self, paged: PagedClient, share: PageShare, doubted: Sequence[int]) -> None:
         """Until the worker has let go of these pages, or has ended."""
-        if line.sharing is not None:
-            line.sharing.leave(share)
+        if paged.sharing is not None:
+            paged.sharing.leave(share)
         while not share.is_over:
             with self.background.trouble.harmless("pages in doubt"):
-                await line.client.unshare_pages(share)
+                await paged.client.unshare_pages(share)
             await asyncio.sleep(0 if share.is_over else REST_S)
         with self._news:
             self._report.rested += doubted
@@ -346,25 +346,25 @@ class WorkerSide:
 
     async def _store(self, store: Store, mark: Any) -> PutResult:
         await self._reached(mark)
-        line = self._clients.storer(store.identity)
-        share = await self._share_of(line)
+        paged = self._clients.storer(store.identity)
+        share = await self._share_of(paged)
         if share is not None:
-            return await self._save_pages(line, share, store)
+            return await self._save_pages(paged, share, store)
         read = self._pages.reader(store.pages)
-        return await line.client.put(
+        return await paged.client.put(
             store.tokens,
             lambda block, view: read(block - store.first, view),
             first=store.first,
             last=store.first + len(store.pages),
         )
 
-    async def _save_pages(self, line: Line, share: PageShare, store: Store) -> PutResult:
+    async def _save_pages(self, paged: PagedClient, share: PageShare, store: Store) -> PutResult:
         """The daemon's GPU worker copies. Without its answer nothing was stored; that it may still
         read the pages harms nobody, whoever writes them."""
         table = _table(store.pages)
-        result = await line.client.save_pages(store.tokens, share, table, first=store.first)
+        result = await paged.client.save_pages(store.tokens, share, table, first=store.first)
         if share.is_in_doubt:
-            self._submit(self._rest, line, share, ())
+            self._submit(self._rest, paged, share, ())
         return result
 
     async def _observe(self, step: StepOrders, seconds: float, begun: Any, ended: Any) -> None:
@@ -381,19 +381,19 @@ class WorkerSide:
 
     # --- both -----------------------------------------------------------------------------------
 
-    async def _share_of(self, line: Line) -> PageShare | None:
+    async def _share_of(self, paged: PagedClient) -> PageShare | None:
         """None: this process copies by itself."""
-        if line.sharing is None or self._doubted:
+        if paged.sharing is None or self._doubted:
             return None
         # What is being registered must still be known when nobody waits for it any more.
-        sharing = asyncio.ensure_future(line.sharing.usable())
+        sharing = asyncio.ensure_future(paged.sharing.usable())
         self._sharing.add(sharing)
         sharing.add_done_callback(self._sharing.discard)
         await asyncio.wait([sharing], timeout=share_patience_s(self._load_s))
         if not sharing.done():
             return None
-        if line.sharing.how not in ("", self._how):
-            self._how = line.sharing.how
+        if paged.sharing.how not in ("", self._how):
+            self._how = paged.sharing.how
             log.info("hicache: blocks are %s", self._how)
         return sharing.result()
 
