@@ -212,11 +212,18 @@ class CacheEngine:
         return number
 
     def _new_namespace(self, event: p.OpenNamespace, number: int, root: Node) -> Namespace:
-        slot_bytes = slot_bytes_for(event.block_bytes)
+        sizes = self._slot_sizes(event.block_bytes, event.slot_bytes)
         step = 4 * event.block_tokens
         return Namespace(
-            number, event.digest, event.block_tokens, event.block_bytes, slot_bytes, root, step
+            number, event.digest, event.block_tokens, event.block_bytes, sizes, root, step
         )
+
+    def _slot_sizes(self, block_bytes: int, stored: Sequence[int]) -> tuple[int, ...]:
+        """What a block takes in each tier: as `stored` says, else its length in whole pages."""
+        num_tiers = len(self.residency.tiers)
+        sizes = tuple(stored) or (slot_bytes_for(block_bytes),) * num_tiers
+        assert len(sizes) == num_tiers, "one slot size for each tier"
+        return sizes
 
     def _fetch(self, event: p.Fetch) -> p.FetchStarted:
         lease = self._lease(event.lease)
@@ -592,11 +599,12 @@ class CacheEngine:
             raise p.UnknownLease(lease_id)
         return lease
 
-    def too_small_for(self, block_bytes: int) -> list[TierSpec]:
-        """The tiers that cannot hold a single block of this size; the others do without them."""
-        slot_bytes = slot_bytes_for(block_bytes)
-        rooms = zip(self.residency.tiers, self.residency.pools, strict=True)
-        return [tier for tier, pool in rooms if not pool.can_hold(slot_bytes)]
+    def too_small_for(self, block_bytes: int, slot_bytes: Sequence[int] = ()) -> list[TierSpec]:
+        """The tiers that cannot hold a single block of this size (`slot_bytes`: as in
+        OpenNamespace); the others do without them."""
+        sizes = self._slot_sizes(block_bytes, slot_bytes)
+        rooms = zip(self.residency.tiers, self.residency.pools, sizes, strict=True)
+        return [tier for tier, pool, size in rooms if not pool.can_hold(size)]
 
     def is_still_at(self, lease_id: int, run: p.ReadyRun) -> bool:
         """Whether a run that was told as readable still is: the lease may have ended since, or the

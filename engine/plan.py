@@ -49,9 +49,10 @@ class BlockIdentity(msgspec.Struct, frozen=True):
 
 
 class Move(msgspec.Struct):
-    """One block's copy from one tier's slot to another's, or (`dst=None`) giving up a durable copy.
+    """One block's copy from one tier's slot to another's, or (`dst=None`) giving up a copy there.
 
-    `identity` is filled for moves that touch a durable tier, just before they are dispatched.
+    `src_slot_bytes`, `dst_slot_bytes`: the size of the slot on each side, 0 where there is none.
+    `identity` is filled for moves that touch a persistent tier, just before they are dispatched.
     The engine keeps the source slot from being reused until the outcome is in, and puts
     `deadline_s` off when somebody joins who waits longer.
     """
@@ -63,7 +64,8 @@ class Move(msgspec.Struct):
     dst: str | None
     dst_slot: int
     block_bytes: int
-    slot_bytes: int
+    src_slot_bytes: int
+    dst_slot_bytes: int
     priority: Priority
     identity: BlockIdentity | None = None
     deadline_s: float | None = None
@@ -115,7 +117,8 @@ class OpenNamespace(Event[int], frozen=True):
 
     Where the namespace is new and `instead_of` is given, it takes that number from an idle one
     (`CacheEngine.idle_namespace`), which is forgotten with all that was learned about it.
-    `flop_per_token`, `flop_per_pair`: the arithmetic of its prefills, 0 where it is not known."""
+    `flop_per_token`, `flop_per_pair`: the arithmetic of its prefills, 0 where it is not known.
+    `slot_bytes`: what one of its blocks takes in each tier; empty: its length in whole pages."""
 
     digest: bytes
     block_tokens: int
@@ -123,6 +126,7 @@ class OpenNamespace(Event[int], frozen=True):
     instead_of: int | None = None
     flop_per_token: int = 0
     flop_per_pair: int = 0
+    slot_bytes: tuple[int, ...] = ()
 
 
 class TierRun(msgspec.Struct):

@@ -131,7 +131,8 @@ def pack_batch(batch: Batch) -> bytes:
             move.dst,
             move.dst_slot,
             move.block_bytes,
-            move.slot_bytes,
+            move.src_slot_bytes,
+            move.dst_slot_bytes,
             None if identity is None else _identity_fields(identity),
         ]
         for move in batch.moves
@@ -253,10 +254,10 @@ def _identity_fields(identity: BlockIdentity) -> list[Any]:
 
 
 def _move(fields: Any) -> Move:
-    if not isinstance(fields, list) or len(fields) != 8:
-        raise MalformedMessage("batch: a move has 8 fields")
-    number, src, src_slot, dst, dst_slot, block_bytes, slot_bytes, about = fields
-    if [type(f) for f in fields[:3] + fields[4:7]] != [int, str, int, int, int, int]:
+    if not isinstance(fields, list) or len(fields) != 9:
+        raise MalformedMessage("batch: a move has 9 fields")
+    number, src, src_slot, dst, dst_slot, block_bytes, src_bytes, dst_bytes, about = fields
+    if [type(f) for f in fields[:3] + fields[4:8]] != [int, str, *[int] * 5]:
         raise MalformedMessage("batch: a move's numbers and names")
     if dst is not None and type(dst) is not str:
         raise MalformedMessage("batch: a move's destination")
@@ -273,7 +274,8 @@ def _move(fields: Any) -> Move:
         dst=dst,
         dst_slot=dst_slot,
         block_bytes=block_bytes,
-        slot_bytes=slot_bytes,
+        src_slot_bytes=src_bytes,
+        dst_slot_bytes=dst_bytes,
         priority=Priority.DEMAND,
         identity=identity,
     )

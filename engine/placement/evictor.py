@@ -191,7 +191,7 @@ class Evictor:
         if node.parent is None or not node.staying >> tier & 1 or node.holding[tier]:
             return 0  # no candidate any more; it is queued again when it becomes one
         namespace = residency.namespace_of(node)
-        count = max(MIN_VICTIMS, -(-wanted_bytes // namespace.slot_bytes))
+        count = max(MIN_VICTIMS, -(-wanted_bytes // namespace.slot_bytes[tier]))
         ids = self._takeable_tail(node, tier, count)
         if len(ids) == 0:
             residency.park(node, tier)
@@ -207,7 +207,7 @@ class Evictor:
         residency.queue(node)
         if node.parent is not None and node.parent.parent is not None:
             residency.queue(node.parent)
-        return freed * namespace.slot_bytes
+        return freed * namespace.slot_bytes[tier]
 
     def _forget_plain(self, tier: int, wanted_bytes: int, worth: float) -> int:
         """The plain case of a lowest tier in memory, worth a short way: victims that live here
@@ -242,10 +242,10 @@ class Evictor:
                     residency.unhang(leaves, tier)
                 number = node.namespace
                 namespace = residency.namespaces[number]
-                if namespace.slot_bytes != slot_bytes:
+                if namespace.slot_bytes[tier] != slot_bytes:
                     if spans:
                         self._forget_spans(tier, spans, slot_bytes)
-                    slot_bytes = namespace.slot_bytes
+                    slot_bytes = namespace.slot_bytes[tier]
             count = node.num_blocks
             if count * slot_bytes > missing:
                 wanted = -(-missing // slot_bytes)
@@ -347,7 +347,7 @@ class Evictor:
         absent = residency.where(ids, below, CopyState.ABSENT)
         count = min(len(absent), may_move)
         with residency.pinned([node.span]):
-            room = self.make_room(below, namespace.slot_bytes, count, worth) if count else 0
+            room = self.make_room(below, namespace.slot_bytes[below], count, worth) if count else 0
         if len(absent) and not room:
             return 0
         first = ids[0] if room == len(absent) else absent[len(absent) - room]
@@ -355,7 +355,7 @@ class Evictor:
         if cut:
             residency.queue(residency.index.split(node, cut, namespace.step))
         absent = absent[len(absent) - room :]
-        slots = residency.pools[below].allocate(namespace.slot_bytes, len(absent))
+        slots = residency.pools[below].allocate(namespace.slot_bytes[below], len(absent))
         ids = node.block_ids()
         residency.drain(ids, tier)
         residency.start(namespace, absent, tier, below, slots, Priority.DEMOTION)

@@ -51,8 +51,8 @@ def promote(
                 residency.blocks.tags[run] >> src & 1 == 1
             ]  # room for others may have cost it
             with residency.pinned([run]):
-                room = _room(evictor, dst, namespace.slot_bytes, len(run), worth)
-            slots = residency.pools[dst].allocate(namespace.slot_bytes, min(room, len(run)))
+                room = _room(evictor, dst, namespace.slot_bytes[dst], len(run), worth)
+            slots = residency.pools[dst].allocate(namespace.slot_bytes[dst], min(room, len(run)))
             if len(slots):
                 chosen = run[: len(slots)]
                 residency.start(namespace, chosen, src, dst, slots, Priority.PREFETCH)

@@ -249,7 +249,7 @@ class Evacuations:
         residency = self.residency
         needed: Counter[int] = Counter()
         for namespace, group in self._by_namespace(ids):
-            needed[namespace.slot_bytes] += len(group)
+            needed[namespace.slot_bytes[below]] += len(group)
         for slot_bytes, count in needed.items():
             self.room.make_room(below, slot_bytes, count)
         pool = residency.pools[below]
@@ -267,7 +267,7 @@ class Evacuations:
             if residency.tiers[below].persistent:
                 residency.drain(ids, tier)
                 continue
-            slots = residency.pools[below].allocate(namespace.slot_bytes, len(ids))
+            slots = residency.pools[below].allocate(namespace.slot_bytes[below], len(ids))
             leaving = ids[: len(slots)]  # all, or the slab is opened again by `watch`
             residency.drain(leaving, tier)
             residency.start(namespace, leaving, tier, below, slots, Priority.DEMOTION)

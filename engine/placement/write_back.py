@@ -68,7 +68,7 @@ class WriteDown:
             return True
         residency = self.residency
         path = residency.index.path_to(node)
-        slot_bytes = residency.namespace_of(node).slot_bytes
+        slot_bytes = residency.namespace_of(node).slot_bytes[tier]
         count = 1 + sum(
             len(residency.where(piece.block_ids(), tier, CopyState.ABSENT)) for piece in path[:-1]
         )
@@ -227,9 +227,9 @@ class WriteDown:
                 coming = self._is_saturated() or self.evictor.room_is_coming(tier)
                 return _WriteProgress.WAITING if coming else _WriteProgress.HOPELESS
             ids = absent[:room]
-            slots = residency.pools[tier].allocate(namespace.slot_bytes, len(ids))
+            slots = residency.pools[tier].allocate(namespace.slot_bytes[tier], len(ids))
             residency.start(namespace, ids, src, tier, slots, Priority.DEMOTION)
-            self.evictor.gate.written(len(ids) * namespace.block_bytes)
+            self.evictor.gate.written(len(ids) * namespace.stored_bytes(tier))
             if room < len(absent):
                 return _WriteProgress.WAITING
         return _WriteProgress.DONE
@@ -261,7 +261,7 @@ class WriteDown:
                 self._room(namespace, [unwritten], src, middle, len(absent)) if len(absent) else 0
             )
             if room:
-                slots = residency.pools[middle].allocate(namespace.slot_bytes, room)
+                slots = residency.pools[middle].allocate(namespace.slot_bytes[middle], room)
                 residency.start(namespace, absent[:room], src, middle, slots, Priority.DEMOTION)
             on_its_way = room or len(absent) < len(piece)
             if on_its_way or self.evictor.room_is_coming(middle) or residency.moves:
@@ -278,10 +278,10 @@ class WriteDown:
         if dst in residency.backoff.trials:
             may_move = 0 if queued else 1
         count = min(count, may_move)
-        if residency.pools[dst].available(namespace.slot_bytes) >= count:
+        if residency.pools[dst].available(namespace.slot_bytes[dst]) >= count:
             return count
         with residency.pinned(kept):
-            return self.evictor.make_room(dst, namespace.slot_bytes, count)
+            return self.evictor.make_room(dst, namespace.slot_bytes[dst], count)
 
     def _is_saturated(self) -> bool:
         residency = self.residency

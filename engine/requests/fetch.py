@@ -250,8 +250,8 @@ class Fetching:
     ) -> int:
         residency = self.residency
         src, dst = link
-        self.evictor.make_room(dst, namespace.slot_bytes, len(positions))
-        slots = residency.pools[dst].allocate(namespace.slot_bytes, len(positions))
+        self.evictor.make_room(dst, namespace.slot_bytes[dst], len(positions))
+        slots = residency.pools[dst].allocate(namespace.slot_bytes[dst], len(positions))
         if len(slots):
             ids = lease.ids[positions[: len(slots)]]
             residency.start(namespace, ids, src, dst, slots, Priority.DEMAND, lease.deadline_s)

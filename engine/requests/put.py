@@ -151,17 +151,17 @@ class Storing:
         mapped = [n for n, tier in enumerate(residency.tiers) if tier.mapped and residency.is_up(n)]
         ranking = []
         for tier in mapped:
-            if residency.pools[tier].available(namespace.slot_bytes) >= count:
-                return tier, residency.pools[tier].allocate(namespace.slot_bytes, count)
+            if residency.pools[tier].available(namespace.slot_bytes[tier]) >= count:
+                return tier, residency.pools[tier].allocate(namespace.slot_bytes[tier], count)
             if marks and residency.ranks(tier):
                 ranking.append(tier)
-                if self._make_room(tier, namespace.slot_bytes, count, marks, event):
-                    return tier, residency.pools[tier].allocate(namespace.slot_bytes, count)
+                if self._make_room(tier, namespace.slot_bytes[tier], count, marks, event):
+                    return tier, residency.pools[tier].allocate(namespace.slot_bytes[tier], count)
         for tier in mapped:
             if tier in ranking:
                 continue
-            if self._make_room(tier, namespace.slot_bytes, count, marks, event):
-                return tier, residency.pools[tier].allocate(namespace.slot_bytes, count)
+            if self._make_room(tier, namespace.slot_bytes[tier], count, marks, event):
+                return tier, residency.pools[tier].allocate(namespace.slot_bytes[tier], count)
         return 0, _NO_IDS
 
     def _make_room(
@@ -194,7 +194,7 @@ class Storing:
         else:
             written = np.isin(ticket.indices, event.indices)
             done, undone = ticket.ids[written], ticket.ids[~written]
-            slot_bytes = residency.namespaces[ticket.namespace].slot_bytes
+            slot_bytes = residency.namespaces[ticket.namespace].slot_bytes[ticket.tier]
             residency.blocks.change(ticket.tier, done, CopyState.READY)
             residency.blocks.vacate(ticket.tier, undone, slot_bytes)
         residency.settle(ticket.ids)
@@ -229,15 +229,15 @@ class Storing:
         ticket = residency.leases.tickets.pop(event.ticket, None)
         if ticket is None:  # an expired ticket's writer acknowledges
             return self.end_quarantine(event.ticket)
-        namespace = residency.namespaces[ticket.namespace]
+        slot_bytes = residency.namespaces[ticket.namespace].slot_bytes[ticket.tier]
         if event.writer_gone:
-            residency.blocks.vacate(ticket.tier, ticket.ids, namespace.slot_bytes)
+            residency.blocks.vacate(ticket.tier, ticket.ids, slot_bytes)
         else:
             slots = residency.blocks.slot[ticket.tier][ticket.ids]
             residency.blocks.change(ticket.tier, ticket.ids, CopyState.ABSENT)
-            residency.pools[ticket.tier].quarantine(namespace.slot_bytes, slots)
+            residency.pools[ticket.tier].quarantine(slot_bytes, slots)
             residency.leases.quarantine[ticket.id] = Quarantined(
-                ticket.owner, ticket.tier, namespace.slot_bytes, slots
+                ticket.owner, ticket.tier, slot_bytes, slots
             )
         residency.settle(ticket.ids)
         return len(ticket.ids)

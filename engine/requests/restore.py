@@ -136,7 +136,7 @@ class Restoration:
         known = ids_along(path.spans(depth, depth + num_known))
         is_absent = blocks.state[tier][known] == CopyState.ABSENT
         wanted = int(np.count_nonzero(is_absent)) + count - num_known
-        slots = residency.pools[tier].allocate(namespace.slot_bytes, wanted)
+        slots = residency.pools[tier].allocate(namespace.slot_bytes[tier], wanted)
         lacking = np.concatenate((is_absent, np.ones(count - num_known, bool)))
         fitting = int(np.searchsorted(np.cumsum(lacking), len(slots), side="right"))
         lacking = lacking[:fitting]
@@ -158,7 +158,7 @@ class Restoration:
     ) -> tuple[Ids, Ids]:
         """The same where none of the chain is known."""
         residency, step, tier = self.residency, namespace.step, self.tier
-        slots = residency.pools[tier].allocate(namespace.slot_bytes, len(hits))
+        slots = residency.pools[tier].allocate(namespace.slot_bytes[tier], len(hits))
         count = len(slots)
         if not count:
             return slots, slots

@@ -38,7 +38,7 @@ class Uses:
         uses = []
         for block in some.tolist():
             node = residency.index.node_of(block)
-            slot_bytes = residency.namespace_of(node).slot_bytes
+            slot_bytes = residency.namespace_of(node).slot_bytes[tier]
             key, hits = self.identities.key_of(block), int(blocks.hits[block])
             uses.append(p.Use(slot_bytes, key, hits, node.touched_s))
         blocks.noted_hits[some] = blocks.hits[some]

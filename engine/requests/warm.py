@@ -148,7 +148,7 @@ class Warming:
         if len(lease.awaited) > most // 2:
             return True
         lacking = self._lacking.pop(lease.id, None)
-        if lacking is not None and not self._room(lacking, namespace.slot_bytes):
+        if lacking is not None and not self._room(lacking, namespace.slot_bytes[lacking]):
             return self._waits_for_room(lease, lacking)
         cold = self._cold(lease)
         cold = cold[(cold >= lease.unplaced) & (cold < lease.failed_at)]
@@ -186,9 +186,9 @@ class Warming:
         residency = self.residency
         namespace = residency.namespaces[lease.namespace]
         absent = np.flatnonzero(residency.blocks.state[dst][run] == CopyState.ABSENT)
-        room = min(self._room(dst, namespace.slot_bytes), len(absent))
+        room = min(self._room(dst, namespace.slot_bytes[dst]), len(absent))
         if room:
-            slots = residency.pools[dst].allocate(namespace.slot_bytes, room)
+            slots = residency.pools[dst].allocate(namespace.slot_bytes[dst], room)
             room = len(slots)
             started = run[absent[:room]]
             until_s = lease.expires_s

@@ -43,15 +43,20 @@ MAX_DISMISSED: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """One namespace's tree. `step`: symbol bytes of one block."""
+    """One namespace's tree. `step`: symbol bytes of one block. `slot_bytes`: of a block's slot, by
+    tier."""
 
     number: int
     digest: bytes
     block_tokens: int
     block_bytes: int
-    slot_bytes: int
+    slot_bytes: tuple[int, ...]
     root: Node
     step: int
+
+    def stored_bytes(self, tier: int) -> int:
+        """What writing a block to the tier writes there, at most."""
+        return min(self.block_bytes, self.slot_bytes[tier])
 
 
 class Residency:
@@ -206,7 +211,8 @@ class Residency:
                     dst=names[1],
                     dst_slot=dst_slot,
                     block_bytes=namespace.block_bytes,
-                    slot_bytes=namespace.slot_bytes,
+                    src_slot_bytes=namespace.slot_bytes[src],
+                    dst_slot_bytes=namespace.slot_bytes[dst],
                     priority=priority,
                     identity=None,
                     deadline_s=deadline_s,
@@ -228,7 +234,8 @@ class Residency:
                     dst=None,
                     dst_slot=-1,
                     block_bytes=namespace.block_bytes,
-                    slot_bytes=namespace.slot_bytes,
+                    src_slot_bytes=namespace.slot_bytes[tier],
+                    dst_slot_bytes=0,
                     priority=Priority.DEMOTION,
                 )
             )
@@ -275,7 +282,7 @@ class Residency:
                 arrived.setdefault(dst, []).append(move.block)
             (self.demoted if dst > src else self.promoted)[dst] += 1
         else:
-            self.blocks.vacate(dst, ids, move.slot_bytes)
+            self.blocks.vacate(dst, ids, move.dst_slot_bytes)
             if outcome.corrupt:
                 self.vacate(ids, src)
                 self.corrupt[src] += 1
@@ -323,7 +330,7 @@ class Residency:
             return
         draining = self.where(ids, tier, CopyState.DRAINING)
         self._count_draining(tier, draining, -1)
-        self.blocks.vacate(tier, ids, self._namespace_of_block(int(ids[0])).slot_bytes)
+        self.blocks.vacate(tier, ids, self._namespace_of_block(int(ids[0])).slot_bytes[tier])
 
     def free_drained(self, ids: Ids) -> bool:
         """Give up draining copies of blocks that have another copy staying. Whether any was."""
@@ -337,7 +344,7 @@ class Residency:
                 tag = int(self.blocks.tags[block])
                 staying = tag & 0xFF & ~(tag >> 8)
                 if staying & self.up and not self.is_read(block, tier):
-                    slot_bytes = self._namespace_of_block(block).slot_bytes
+                    slot_bytes = self._namespace_of_block(block).slot_bytes[tier]
                     drained.setdefault(slot_bytes, []).append(block)
             for blocks in drained.values():
                 self.vacate(np.array(blocks, np.int32), tier)
@@ -490,7 +497,7 @@ class Residency:
 
     def _count_draining(self, tier: int, ids: Ids, sign: int) -> None:
         if len(ids):
-            slot_bytes = self._namespace_of_block(int(ids[0])).slot_bytes
+            slot_bytes = self._namespace_of_block(int(ids[0])).slot_bytes[tier]
             self.num_draining[tier][slot_bytes] += sign * len(ids)
             self.draining_bytes[tier] += sign * len(ids) * slot_bytes
 
@@ -518,8 +525,9 @@ class Residency:
                 for node in self.index.subtree(namespace.root):
                     if node.parent is not None:
                         states = self.blocks.state[tier][node.block_ids()]
-                        used += int((states != CopyState.ABSENT).sum()) * namespace.slot_bytes
-                        draining += int((states == CopyState.DRAINING).sum()) * namespace.slot_bytes
+                        size = namespace.slot_bytes[tier]
+                        used += int((states != CopyState.ABSENT).sum()) * size
+                        draining += int((states == CopyState.DRAINING).sum()) * size
             assert used == pool.used_bytes, (self.tiers[tier].name, used, pool.used_bytes)
             assert draining == self.draining_bytes[tier]
             by_size = self.num_draining[tier]

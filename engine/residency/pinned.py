@@ -39,7 +39,7 @@ def within_share(residency: Residency, ids: Ids, tier: int) -> Ids:
     is_pinned = book.kept[places] == ids
     if not is_pinned.any():
         return ids
-    slot_bytes = residency.namespace_of(residency.index.node_of(int(ids[0]))).slot_bytes
+    slot_bytes = residency.namespace_of(residency.index.node_of(int(ids[0]))).slot_bytes[tier]
     left = book.max_share * residency.pools[tier].capacity_bytes - pinned_bytes(residency, tier)
     may_come: Ids = ids[~is_pinned | (np.cumsum(is_pinned) <= left // slot_bytes)]
     return may_come
@@ -74,7 +74,7 @@ def bytes_in(residency: Residency, ids: Ids, tier: int) -> int:
     total = 0
     for node, count in zip(nodes, counts[numbers].tolist(), strict=True):
         assert node is not None
-        slot_bytes = residency.namespace_of(node).slot_bytes
+        slot_bytes = residency.namespace_of(node).slot_bytes[tier]
         total += count * slot_bytes if residency.pools[tier].can_hold(slot_bytes) else 0
     return total
 

@@ -56,7 +56,8 @@ def test_a_slot_of_another_size_comes_over_one_that_is_being_read(
         return submit(self, moves, now_s)
 
     monkeypatch.setattr(Mover, "submit", watched)
-    move = p.Move(1, 0, "hbm", 0, "dram", 3, PAGE_BYTES, PAGE_BYTES, p.Priority.DEMOTION)
+    sizes = PAGE_BYTES, PAGE_BYTES, PAGE_BYTES
+    move = p.Move(1, 0, "hbm", 0, "dram", 3, *sizes, p.Priority.DEMOTION)
     daemon._dispatch(p.Plan(None, [move], [], [p.Reshaped("dram", 0, 8)]))
     assert was_raised == [True]
     assert (reader.generations(np.arange(9, dtype=np.int32)) - seen).tolist() == [1] * 8 + [0]

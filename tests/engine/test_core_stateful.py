@@ -57,6 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
     min_return = 0.0
     write_bytes_per_s = math.inf
     num_namespaces = 1
+    slot_bytes: tuple[int, ...] = ()
     slab_bytes = BLOCK_BYTES
     prompts_at_start = 0
     num_histories = 30
@@ -78,7 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.eviction,
         )
         if self.num_namespaces > 1:
-            self.world.open(OTHER_DIGEST, 2 * BLOCK_BYTES)
+            self.world.open(OTHER_DIGEST, 2 * BLOCK_BYTES, self.slot_bytes)
         self.committed: set[bytes] = set()
         self.tickets: dict[int, tuple[list[bytes], p.Placed, int]] = {}
         self.leases: dict[int, tuple[bytes, int, int]] = {}
@@ -506,6 +507,12 @@ class TwoSizesMachine(EngineMachine):
     num_namespaces = 2
 
 
+class SizesByTierMachine(TwoSizesMachine):
+    """As before, and a block of the second takes another size in each tier."""
+
+    slot_bytes = (3 * BLOCK_BYTES, 2 * BLOCK_BYTES, BLOCK_BYTES)
+
+
 class TwoSizesInSlabsMachine(EngineMachine):
     """As before, several slots to a slab, and full of the first size at the start: the second gets
     room by evacuations only."""
@@ -543,6 +550,7 @@ MACHINES = [
     PinnedMachine,
     OneTierMachine,
     TwoSizesMachine,
+    SizesByTierMachine,
     TwoSizesInSlabsMachine,
     TwoSizesInMemoryMachine,
     *of_policies(EngineMachine),

@@ -107,10 +107,10 @@ class World:
         for pages in plan.reshaped:
             for page in range(pages.first_page, pages.first_page + pages.num_pages):
                 self.slot_sizes.pop((pages.tier, page), None)
-        named = [(m.dst, m.dst_slot, m.slot_bytes) for m in plan.moves if m.dst is not None]
+        named = [(m.dst, m.dst_slot, m.dst_slot_bytes) for m in plan.moves if m.dst is not None]
         if isinstance(plan.answer, p.Placed) and plan.answer.ticket:
             ticket = self.engine.residency.leases.tickets[plan.answer.ticket]
-            slot_bytes = self.engine.residency.namespaces[ticket.namespace].slot_bytes
+            slot_bytes = self.slot_bytes(plan.answer.tier, ticket.namespace)
             named += [(plan.answer.tier, slot, slot_bytes) for slot in plan.answer.slots.tolist()]
         for tier, slot, slot_bytes in named:
             for page in range(slot, slot + slot_bytes // PAGE_BYTES):
@@ -119,9 +119,10 @@ class World:
 
     # --- shorthands ---------------------------------------------------------------------------
 
-    def open(self, digest: bytes, block_bytes: int) -> int:
+    def open(self, digest: bytes, block_bytes: int, slot_bytes: tuple[int, ...] = ()) -> int:
         """A namespace. The first one, `namespace`, is meant wherever none is named."""
-        number = self.do(p.OpenNamespace(digest, BLOCK_TOKENS, block_bytes))
+        event = p.OpenNamespace(digest, BLOCK_TOKENS, block_bytes, slot_bytes=slot_bytes)
+        number = self.do(event)
         self.digests[number] = digest
         return number
 
@@ -156,7 +157,7 @@ class World:
     def write(self, tokens: bytes, placed: p.Placed, namespace: int = 0) -> None:
         """What a client does between put and commit."""
         keys = keys_of(tokens, self.digests[namespace])
-        slot_bytes = self.engine.residency.namespaces[namespace].slot_bytes
+        slot_bytes = self.slot_bytes(placed.tier, namespace)
         for index, slot in zip(placed.indices.tolist(), placed.slots.tolist(), strict=True):
             self._write_slot(placed.tier, slot, slot_bytes, keys[index])
 
@@ -216,9 +217,9 @@ class World:
     ) -> int:
         """Check that ready runs hold the right blocks. Returns how many."""
         keys = keys_of(tokens, self.digests[namespace])
-        slot_bytes = self.engine.residency.namespaces[namespace].slot_bytes
         count = 0
         for run in runs:
+            slot_bytes = self.slot_bytes(run.tier, namespace)
             for offset, slot in enumerate(run.slots.tolist()):
                 found = self._read_slot(run.tier, slot, slot_bytes)
                 assert found == keys[ids_first + run.first + offset], "wrong bytes"
@@ -236,7 +237,7 @@ class World:
             content = identity.key
             assert content in self.rows, "a read of a record that is not there"
         else:
-            content = self._read_slot(move.src, move.src_slot, move.slot_bytes)
+            content = self._read_slot(move.src, move.src_slot, move.src_slot_bytes)
             if identity is not None:
                 assert content == identity.key, "another block stands in the source slot"
         if move.dst == "disk":
@@ -253,7 +254,12 @@ class World:
             if identity.parent != ROOT and identity.parent not in self.rows:
                 self.orphans.append(identity.key)
         else:
-            self._write_slot(move.dst, move.dst_slot, move.slot_bytes, content)
+            self._write_slot(move.dst, move.dst_slot, move.dst_slot_bytes, content)
+
+    def slot_bytes(self, tier: str, namespace: int) -> int:
+        """What a block of the namespace takes in this tier."""
+        residency = self.engine.residency
+        return residency.namespaces[namespace].slot_bytes[residency.number_of(tier)]
 
     def _write_slot(self, tier: str, slot: int, slot_bytes: int, content: bytes) -> None:
         for page in range(slot, slot + slot_bytes // PAGE_BYTES):

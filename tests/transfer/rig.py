@@ -92,8 +92,9 @@ class Rig:
     ) -> Move:
         self._next_id += 1
         slot = block * (SLOT // 4096)
+        number = self._next_id
         return Move(
-            self._next_id, block, src, slot, dst, slot, BLOCK, SLOT, priority, None, deadline_s
+            number, block, src, slot, dst, slot, BLOCK, SLOT, SLOT, priority, None, deadline_s
         )
 
     def fill(self, tier: str, *blocks: int) -> None:

@@ -96,7 +96,9 @@ class Daemon:
         for _ in range(min(num_moves, len(self.free[src]), len(self.free[dst]))):
             a, b = self.free[src].pop(0), self.free[dst].pop()
             self._num += 1
-            moves.append(Move(self._num, 0, src, a, dst, b, num_bytes, num_bytes, priority))
+            moves.append(
+                Move(self._num, 0, src, a, dst, b, num_bytes, num_bytes, num_bytes, priority)
+            )
             expected.append(rng.integers(0, 256, PAGE_BYTES, np.uint8))
             self.real[src][a * PAGE_BYTES :][:PAGE_BYTES] = expected[-1]
         if not moves:
@@ -229,7 +231,7 @@ def test_stop_waits_for_what_has_begun(arena: Arena) -> None:
 
 def test_a_move_that_no_link_carries_fails_in_its_turn(arena: Arena) -> None:
     with Daemon(arena, StandIn()) as daemon:
-        stray = Move(1, 0, "dram", 0, "disk", 0, 100, PAGE_BYTES, Priority.DEMAND)
+        stray = Move(1, 0, "dram", 0, "disk", 0, 100, PAGE_BYTES, PAGE_BYTES, Priority.DEMAND)
         daemon.sock.sendall(pack_batch(Batch(7, [stray], "write-demand")))
         (message,) = Stream().feed(daemon.sock.recv(1 << 16))
         (outcome,) = unpack_done(message).outcomes

@@ -21,7 +21,9 @@ def move(
     dst: str | None = "dram",
     deadline_s: float | None = None,
 ) -> Move:
-    return Move(number, 0, "disk", 0, dst, 0, num_bytes, num_bytes, priority, None, deadline_s)
+    return Move(
+        number, 0, "disk", 0, dst, 0, num_bytes, num_bytes, num_bytes, priority, None, deadline_s
+    )
 
 
 def take(lane: Lane, now_s: float = 0.0) -> list[int]:

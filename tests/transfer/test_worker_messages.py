@@ -28,8 +28,8 @@ def one(data: bytes) -> messages.Message:
 
 def test_a_batch_survives() -> None:
     moves = [
-        Move(1, 0, "dram", 2, "disk", 3, 4, 4096, Priority.DEMAND, IDENTITY),
-        Move(2, 0, "disk", 5, None, 0, 4, 4096, Priority.DEMAND, None),
+        Move(1, 0, "dram", 2, "disk", 3, 4, 4096, 8192, Priority.DEMAND, IDENTITY),
+        Move(2, 0, "disk", 5, None, 0, 4, 4096, 0, Priority.DEMAND, None),
     ]
     assert messages.unpack_batch(one(messages.pack_batch(Batch(9, moves)))) == Batch(9, moves)
 

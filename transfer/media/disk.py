@@ -54,7 +54,7 @@ class DiskReader:
 
     def copy(self, batch: Sequence[Move]) -> list[Outcome]:
         outcomes = []
-        for slot_bytes, moves in by_size(batch):
+        for slot_bytes, moves in by_size(batch, of_source=True):
             views = [self._arena.view(move.dst_slot, move.block_bytes) for move in moves]
             buffers = [self._codec.buffer(view) for view in views]
             wanted = list(zip(map(identity_of, moves), buffers, strict=True))
@@ -85,7 +85,7 @@ class DiskWriter:
     def copy(self, batch: Sequence[Move]) -> list[Outcome]:
         outcomes = []
         step = self._tier.blocks_per_commit
-        for slot_bytes, moves in by_size(batch):
+        for slot_bytes, moves in by_size(batch, of_source=False):
             for start in range(0, len(moves), step):
                 outcomes += self._commit(slot_bytes, moves[start : start + step])
         return outcomes
@@ -115,7 +115,7 @@ class DiskDeleter:
 
     def copy(self, batch: Sequence[Move]) -> list[Outcome]:
         outcomes = []
-        for slot_bytes, moves in by_size(batch):
+        for slot_bytes, moves in by_size(batch, of_source=True):
             try:
                 self._tier.delete(slot_bytes, [identity_of(move).key for move in moves])
             except TierBroken:

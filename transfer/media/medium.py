@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from hicache.engine.plan import BlockIdentity, Move, Outcome
@@ -199,7 +200,8 @@ def start_or_fail(link: Link, batch: Sequence[Move]) -> Pending:
         return Finished([failed(move, error) for move in batch])
 
 
-def by_size(batch: Sequence[Move]) -> Iterator[tuple[int, list[Move]]]:
-    """The batch's moves by slot-size class, in order."""
-    for slot_bytes, moves in groupby(batch, key=lambda move: move.slot_bytes):
+def by_size(batch: Sequence[Move], *, of_source: bool) -> Iterator[tuple[int, list[Move]]]:
+    """The batch's moves by slot-size class of their source or destination, in order."""
+    size = attrgetter("src_slot_bytes" if of_source else "dst_slot_bytes")
+    for slot_bytes, moves in groupby(batch, key=size):
         yield slot_bytes, list(moves)

@@ -97,7 +97,8 @@ class Sides:
             dst=dst,
             dst_slot=target,
             block_bytes=num_bytes,
-            slot_bytes=room,
+            src_slot_bytes=room,
+            dst_slot_bytes=room,
             priority=Priority.DEMAND,
         )
 
@@ -223,7 +224,8 @@ def _sticky(check: Check) -> None:
                 dst="hbm",
                 dst_slot=0,
                 block_bytes=4096,
-                slot_bytes=4096,
+                src_slot_bytes=4096,
+                dst_slot_bytes=4096,
                 priority=Priority.DEMAND,
             )
             try:

@@ -19,6 +19,7 @@ from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.pinned import pinned_bytes
 from hicache.protocol.messages import TOKEN_BYTES
 from hicache.protocol.operations import TreeRequest
+from hicache.tiers.block import slot_bytes_for
 from hicache.transfer.mover import Mover
 
 NODE_BYTES: Final = 400
@@ -154,7 +155,7 @@ def tree_rows(
                 "name": spec.name if spec is not None else "",
                 "block_tokens": space.block_tokens,
                 "block_bytes": space.block_bytes,
-                "slot_bytes": space.slot_bytes,
+                "slot_bytes": slot_bytes_for(space.block_bytes),
             }
             for space, spec in zip(spaces, names, strict=True)
         ],

@@ -42,6 +42,31 @@ def test_the_same_digest_is_the_same_namespace() -> None:
     assert w.open(OTHER, 2 * BLOCK_BYTES) == number != w.namespace
 
 
+def test_a_block_takes_in_each_tier_what_was_said_of_it() -> None:
+    """1. Blocks of two pages are kept as one page on disk. 2. They are written, and leave memory.
+    3. They are read back: each side of a move names the size of its own slot."""
+    w = world((("dram", 4, MAPPED), ("disk", 2, ON_DISK)))
+    other = w.open(OTHER, 2 * BLOCK_BYTES, (2 * BLOCK_BYTES, BLOCK_BYTES))
+    a = tokens_of(1, 2)
+    w.store(a, durable=True, namespace=other)
+    assert {(m.src_slot_bytes, m.dst_slot_bytes) for m in w.in_flight.values()} == {
+        (2 * BLOCK_BYTES, BLOCK_BYTES)
+    }
+    w.finish_all()
+    assert used(w, "dram") == 4 * BLOCK_BYTES
+    assert used(w, "disk") == 2 * BLOCK_BYTES
+    w.store(tokens_of(3))  # of the other namespace, whose blocks take one page anywhere
+    assert used(w, "dram") < 4 * BLOCK_BYTES
+    w.do(p.Release(w.match(tokens_of(3) + END).lease, w.now_s))
+    matched = w.match(a + END, namespace=other)
+    fetched = w.fetch(matched.lease)
+    w.finish_all()
+    runs = [*fetched.ready, *w.arrived.get(matched.lease, [])]
+    assert w.read(0, runs, a, other) == 2
+    (use, *_) = w.do(p.TakeUses(10, again=True))
+    assert use.slot_bytes == BLOCK_BYTES
+
+
 def test_the_same_tokens_never_hit_across_namespaces() -> None:
     w = world()
     other = w.open(OTHER, BLOCK_BYTES)

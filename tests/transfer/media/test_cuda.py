@@ -135,6 +135,7 @@ def move(number: int, src: str, source: int, target: int, num_bytes: int) -> Mov
         target * SLOT_PAGES,
         num_bytes,
         SLOT_BYTES,
+        SLOT_BYTES,
         Priority.DEMAND,
     )
 
