@@ -1,4 +1,4 @@
-"""Which fields of a model's configuration say something about its KV; for every connector."""
+"""The fields of a model's configuration that change its KV, for every connector."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Fields of a config that name, place or describe the model, or steer what happens after the
-# logits: they change no KV byte. A field that is not listed here counts.
+# Fields that name, locate or describe the model, or act after the logits: they change no KV byte.
+# A field that is not listed here counts.
 # fmt: off
 _COSMETIC = frozenset((
     "_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype",
@@ -20,7 +20,7 @@ _COSMETIC = frozenset((
 
 
 def plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the cosmetic fields, at every depth."""
+    """Removes the cosmetic fields, at every depth."""
     return {
         key: plain(value) if isinstance(value, Mapping) else value
         for key, value in fields.items()
@@ -29,7 +29,7 @@ def plain(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def canonical(fields: Mapping[str, Any]) -> str:
-    """One text for equal fields."""
+    """The same text for equal fields."""
     return json.dumps(fields, sort_keys=True, separators=(",", ":")) if fields else ""
 
 

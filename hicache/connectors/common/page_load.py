@@ -6,8 +6,8 @@
             attention(layer)                        # while the next layers load
     loaded = load.end()
 
-Whoever copies, the daemon's GPU worker or this process, tells the same: so many planes of so many
-blocks have come.
+The daemon's GPU worker and a copy by this process report the same way: how many planes of how many
+blocks have arrived.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hicache.client.gpu_pages import LoadedPages, LoadedPart
 
 
 class PageLoad:
-    """`parts` are those of `wanted` blocks of `num_planes` planes each. When they have ended
-    `is_at_rest` tells whether nothing is on its way.
+    """`parts` are those of `wanted` blocks of `num_planes` planes each. When they have ended,
+    `is_at_rest` returns whether no copy is under way.
 
-    It begins with the first `wait`. `end` it, or leave its `with`, whatever became of the request.
+    The load starts with the first `wait`. Call `end`, or leave its `with`, in every case.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class PageLoad:
         self._ended: LoadedPages | None = None
 
     def wait(self, planes: int) -> int:
-        """Until the first `planes` planes of all blocks are in their pages, or nothing more comes.
-        Of how many blocks, from the front, they are."""
+        """Wait until the first `planes` planes of all blocks are in their pages, or the load has
+        ended. Returns how many blocks, from the first on, have them."""
         while self._num_with(planes) < len(self._came):
             part = next(self._parts, None)
             if part is None:
@@ -52,7 +52,7 @@ class PageLoad:
         return self._num_with(planes)
 
     def end(self) -> LoadedPages:
-        """Wait for the rest of it. Asked again it says the same."""
+        """Wait for the rest. Later calls return the same result."""
         if self._ended is None:
             blocks = self.wait(self._num_planes)
             self._parts.close()
@@ -62,7 +62,8 @@ class PageLoad:
         return self._ended
 
     def give_up(self) -> LoadedPages:
-        """Nobody needs the rest. What the GPU worker has begun goes on: its pages are in doubt."""
+        """End without the rest. Copies that the GPU worker has started go on: their pages are in
+        doubt."""
         self._parts.close()
         return self.end()
 

@@ -1,10 +1,10 @@
-"""An inference engine's pages, shared with the daemon's GPU worker for as long as that can be.
+"""An inference engine's pages, shared with the daemon's GPU worker while that is possible.
 
-    usable ──▶ [register] ──▶ share ──▶ loads and saves ──▶ leave ──▶ let go, and usable again
-                  └ None, for a while: copy yourself
+    usable ──▶ [register] ──▶ share ──▶ loads and saves ──▶ leave ──▶ released, and usable again
+                  └ None for RETRY_S: the connector copies
 
-For a connector that has a way of its own to copy. Used in one event loop, or in none by a blocking
-client, whose coroutines never wait.
+For a connector that can copy without the daemon. Used in one event loop, or without one by a
+blocking client, whose coroutines never wait.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hicache.client.gpu_pages import PageShare, SharedPages
 from hicache.client.results import Greeting
 
 RETRY_S: Final = 10.0
-"""Until the daemon is asked again to copy, where it would not or could not."""
+"""After the daemon has refused to share, the next attempt is made after this time."""
 
 
 class Sharer(Protocol):
-    """What is asked of `hicache.client.AsyncClient`."""
+    """The part of `hicache.client.AsyncClient` that is used here."""
 
     @property
     def greeting(self) -> Greeting | None: ...
@@ -32,12 +32,12 @@ class Sharer(Protocol):
 
 
 class PageSharing:
-    """Pages shared with the daemon's GPU worker by one client: anew where the daemon or the worker
-    is another by now, and after a while where it was refused. `how` says who copies, and why if it
-    is not the worker.
+    """Pages shared with the daemon's GPU worker by one client. They are shared again after a
+    restart of the daemon or the worker, and RETRY_S after a refusal. `how` says which process
+    copies, and the reason if it is not the worker.
 
-    A share that is left is used no more, and no other takes its place before the worker has let go
-    of it: so no more than what one share had under way is ever in doubt.
+    A share that is left is not used again, and no other replaces it before the worker has released
+    it. So only the copies of one share can be in doubt at a time.
     """
 
     def __init__(self, client: Sharer, pages: SharedPages) -> None:
@@ -46,13 +46,13 @@ class PageSharing:
         self._share: PageShare | None = None
         self._left: PageShare | None = None
         self._retry_s = 0.0
-        self._asking = asyncio.Lock()
+        self._sharing_lock = asyncio.Lock()
 
     async def usable(self) -> PageShare | None:
-        """None: copy yourself. At once where somebody else is asking already."""
-        if self._asking.locked():
+        """Returns None if the connector has to copy. At once if another call is waiting already."""
+        if self._sharing_lock.locked():
             return None
-        async with self._asking:
+        async with self._sharing_lock:
             if self._left is not None and not self._left.is_over:
                 return None
             share, greeting = self._share, self._client.greeting
@@ -60,7 +60,7 @@ class PageSharing:
                 is_of_before = greeting is not None and greeting.session != share.session
                 if is_of_before or share.is_over:
                     await self._client.unshare_pages(share)
-                    share.close()  # also where nobody knows it any more
+                    share.close()  # also where the daemon does not know it any more
                     self._share, self._retry_s = None, 0.0
             if self._share is None and time.monotonic() >= self._retry_s:
                 await self._share_again()
@@ -68,17 +68,17 @@ class PageSharing:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether something is, or may be, on its way."""
+        """Whether a copy is, or may be, under way."""
         return any(share is not None and share.is_in_doubt for share in (self._share, self._left))
 
     def leave(self, share: PageShare) -> None:
-        """Use it no more, since something of it was not answered."""
+        """Stop using it: a request for it had no answer."""
         if self._share is share:
             self._share, self._left, self._retry_s = None, share, 0.0
 
     async def close(self) -> bool:
-        """Leave it; whether the worker has let go, so that the tensors may be freed. False: ask
-        again."""
+        """Leave it. Returns whether the worker has released the pages, so that the tensors may be
+        freed; if not, call again."""
         if self._share is not None:
             self.leave(self._share)
         left = self._left

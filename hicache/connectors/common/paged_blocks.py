@@ -1,19 +1,19 @@
-"""An inference engine's paged KV and the cache, whoever copies.
+"""Copies between an inference engine's paged KV and the cache, in one of two ways:
 
     by the daemon's GPU worker     the pages are shared by CUDA IPC; no byte passes through here
-    by this process itself         pages ⇄ pinned memory by kernels of ours, pinned memory ⇄ mapped
+    by this process                pages ⇄ pinned memory by our kernels, pinned memory ⇄ mapped
                                    arena by the processor (staging.py)
 
-The first where it can be; else `how` says in one sentence why not, and the second serves. Before
-`save`, what the caller's kernels still write has to be over, and before `load`, what they still
-read; when either returns, nothing is on its way, unless `load` says so. `load_by_part` is a `load`
-that is awaited layer by layer (page_load.py), the same whoever copies.
+The first is used where possible; otherwise `how` gives the reason in one sentence. Before `save`,
+the caller's kernels must have finished writing the pages, and before `load`, reading them. When
+either returns, no copy is under way, unless the result of `load` says so. `load_by_part` is a
+`load` that is awaited layer by layer (page_load.py), in both ways alike.
 
-The arena itself is not registered with CUDA here: a daemon that restarts brings another one, and
-memory that is unmapped under its registration can take the inference engine's CUDA context with it.
+The arena itself is not registered with CUDA here: a daemon that restarts brings a new one, and
+unmapping registered memory can destroy the inference engine's CUDA context.
 
-For connectors, in the inference engine's own process. Not thread-safe, like its client. CuPy is
-passed in, or what stands in for it.
+For connectors, in the inference engine's own process. Not thread-safe, like its client. CuPy, or a
+stand-in, is passed in.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STAGING_BYTES: Final = 64 << 20
 
 
 def shared_pages(cupy: Any, layout: PageLayout, library: str = "libcuda.so.1") -> SharedPages:
-    """This layout's tensors, of the current GPU, for another process. Raises NotShareable."""
+    """This layout's tensors on the current GPU, for another process. Raises NotShareable."""
     runtime = cupy.cuda.runtime
     handles: dict[bytes, int] = {}
     rows = []
@@ -54,8 +54,8 @@ def shared_pages(cupy: Any, layout: PageLayout, library: str = "libcuda.so.1") -
     return SharedPages(bus_id, tuple(handles), planes, layout.page_bytes, per_block)
 
 
-class _Blocking:
-    """A blocking client as a sharer: its coroutines never wait."""
+class _BlockingSharer:
+    """A blocking client in the form of a `Sharer`; its coroutines never wait."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -76,8 +76,8 @@ class _Blocking:
 
 
 class PagedCache:
-    """`runner` runs our kernels where this process copies itself. `how` says who copies, and why
-    if it is this process."""
+    """`runner` runs our kernels where this process copies. `how` says which process copies, and the
+    reason if it is this one."""
 
     def __init__(
         self,
@@ -91,8 +91,10 @@ class PagedCache:
         self._staging = Staging(cupy, layout, runner, STAGING_BYTES)
         self._sharing: PageSharing | None = None
         try:
-            self._sharing = PageSharing(_Blocking(client), shared_pages(cupy, layout, library))
-        except NotShareable as reason:  # of this memory, for good
+            self._sharing = PageSharing(
+                _BlockingSharer(client), shared_pages(cupy, layout, library)
+            )
+        except NotShareable as reason:  # never shareable
             self._why = f"copied by this process itself: {reason}"
         self._usable()
 
@@ -101,13 +103,13 @@ class PagedCache:
         return self._why if self._sharing is None else self._sharing.how
 
     def load(self, match: Match, pages: PageTable) -> LoadedPages:
-        """The blocks worth reloading into `pages`: int32 [blocks, pages per block]. Where it is not
-        `is_at_rest`, none of these pages may be used before `is_at_rest` of this says so."""
+        """Load the blocks worth reloading into `pages`: int32 [blocks, pages per block]. If the
+        result is not `is_at_rest`, none of these pages may be used until `self.is_at_rest`."""
         return self.load_by_part(match, pages, planes_per_part=0).end()
 
     def load_by_part(self, match: Match, pages: PageTable, *, planes_per_part: int) -> PageLoad:
-        """The same, to be awaited after every so many planes (0: all of them): attention of a layer
-        may start while the next ones load. Other loads and saves may be made in between."""
+        """The same, in parts of `planes_per_part` planes (0: all): attention of a layer may start
+        while the next layers load. Other loads and saves may be made in between."""
         rows = pages[: match.decision.reload_blocks]
         num_planes = len(self._layout.planes)
         if (shared := self._usable()) is not None:
@@ -133,14 +135,15 @@ class PagedCache:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether pages that were in doubt may be used again. Asks the daemon while they are, and
-        what is loaded by part meanwhile comes to its end first."""
+        """Whether pages that were in doubt may be used again. Asks the daemon while they are in
+        doubt; loads by part that are under way end first."""
         if self._sharing is None or not self._sharing.is_in_doubt:
             return True
         return run_now(self._sharing.close())
 
     def close(self) -> bool:
-        """Before the client is closed. Whether the tensors may be freed now; False: ask again."""
+        """Called before the client is closed. Returns whether the tensors may be freed; if not,
+        call again."""
         self._staging.close()
         return self._sharing is None or run_now(self._sharing.close())
 
@@ -150,7 +153,7 @@ class PagedCache:
     def _parts(
         self, match: Match, rows: PageTable, planes_per_part: int
     ) -> Generator[LoadedPart, None, None]:
-        """Copied here, each run as it becomes readable."""
+        """Copied by this process, each run as it becomes readable."""
         with closing(self._client.fetch_runs(match)) as runs:
             for run in runs:
                 part = rows[run.first : run.first + run.num_blocks]

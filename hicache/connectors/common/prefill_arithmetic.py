@@ -1,12 +1,12 @@
-"""How much arithmetic a model's prefill is, from its configuration: where the planner's estimate
-starts before a prefill was measured.
+"""The arithmetic of a model's prefill, from its configuration. The planner's estimate starts with
+it before a prefill was measured.
 
 Every new token is multiplied once with each weight of the layers (two FLOP each); the embedding is
 looked up, and the head sees the last token only. Each pair of tokens that attend costs four FLOP
 per layer, query head and width: a score, and its share of the values.
 
-A guess: off by a third where the MLP has no gate, or some layers of a mixture of experts are dense.
-The first measured prefill sets that right.
+An estimate: wrong by a third where the MLP has no gate, or where some layers of a mixture of
+experts are dense. The first measured prefill replaces it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 
 def prefill_flop(config: Mapping[str, Any], ranks: int = 1) -> tuple[int, int]:
-    """FLOP per new token and per pair of tokens, of one of so many tensor-parallel ranks. `config`
-    in Hugging Face's words; (0, 0) where they are others, or the attention is latent."""
+    """FLOP per new token and per pair of tokens, of one of `ranks` tensor-parallel ranks. `config`
+    has Hugging Face's field names; (0, 0) if it does not, or if the attention is latent."""
     nested = config.get("text_config")
     fields = nested if isinstance(nested, Mapping) else config
     hidden, layers = _number(fields, "hidden_size"), _number(fields, "num_hidden_layers")
@@ -43,6 +43,6 @@ def _inner(fields: Mapping[str, Any]) -> int:
 
 
 def _number(fields: Mapping[str, Any], *names: str) -> int:
-    """The first of these that is there, 0 where none is."""
+    """The value of the first of these fields that exists, else 0."""
     found = (fields[name] for name in names if type(fields.get(name)) is int)
     return max(next(found, 0), 0)

@@ -1,16 +1,16 @@
-"""Blocks between an inference engine's pages and memory that CUDA does not know, by itself.
+"""Copies blocks between an inference engine's pages and memory that is not registered with CUDA.
 
-The processor copies between that memory (the mapped arena, message parts) and pinned memory, and
-our kernels (gpu_pages/page_kernels.py) between pinned memory and pages. Each has one half of it:
+The processor copies between that memory (the mapped arena, message parts) and pinned memory, our
+kernels (gpu_pages/page_kernels.py) between pinned memory and pages. Each uses one half of it:
 
     processor   [ layer 0 → A ][ layer 1 → B ][ layer 2 → A ]
     kernels                    [ A → pages   ][ B → pages   ][ A → pages   ]
-    told                             layer 0 ┘      layer 1 ┘      layer 2 ┘
+    reported                         layer 0 ┘      layer 1 ┘      layer 2 ┘
 
 A half is filled again when the event behind the kernel that reads it has completed, and pages are
-told of when the event behind the kernel that writes them has. Several loads may take turns.
+reported when the event behind the kernel that writes them has. Several loads may take turns.
 
-For `PagedCache`. Not thread-safe; CuPy is passed in, or what stands in for it.
+For `PagedCache`. Not thread-safe; CuPy, or a stand-in, is passed in.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Staging:
-    """`num_bytes` of pinned memory, made when it is first needed, and more where a half of it would
-    not hold one block."""
+    """`num_bytes` of pinned memory, allocated at first use; more if a half could not hold one
+    block."""
 
     def __init__(self, cupy: Any, layout: PageLayout, runner: Runner, num_bytes: int) -> None:
         self._cupy, self._layout, self._runner = cupy, layout, runner
@@ -44,9 +44,9 @@ class Staging:
     def load(
         self, run: FetchedRun, rows: PageTable, planes_per_part: int
     ) -> Generator[LoadedPart, None, None]:
-        """The first blocks of a run into `rows` of pages, so many planes after the other (0: all at
-        once). What is told has come; it ends early where the run's slots were given away. However
-        it ends, nothing of it is on its way then."""
+        """Load the first blocks of a run into `rows` of pages, `planes_per_part` planes at a time
+        (0: all). Yields what has arrived; ends early if the run's slots were reused. When it has
+        ended, no copy is under way."""
         views = run.views[: len(rows)]
         last: tuple[LoadedPart, Any] | None = None
         try:
@@ -73,8 +73,8 @@ class Staging:
             self.settle()
 
     def fill(self, pages: PageTable) -> Fill:
-        """Writes block n of `pages` into a view; they are gathered many at a time, and anew when
-        others have been given their half since."""
+        """Returns a function that writes block n of `pages` into a view. Blocks are gathered many
+        at a time, and again if another call has reused their half."""
         planes = range(len(self._layout.planes))
         gathered, first, given = np.empty((0, 0), np.uint8), 0, 0
 
@@ -91,21 +91,21 @@ class Staging:
         return fill
 
     def settle(self) -> None:
-        """Until nothing is on its way."""
+        """Wait until no copy is under way."""
         self._stream.synchronize()
 
     def close(self) -> None:
-        """Nothing is on its way any more, and the pinned memory is free."""
+        """Wait for the copies, and free the pinned memory."""
         self.settle()
         self._halves.clear()
 
     def _room(self, planes: range) -> int:
-        """So many blocks' planes go into a half."""
+        """How many blocks of these planes fit into a half."""
         return self._half_bytes // (len(planes) * self._layout.plane_bytes)
 
     def _free_half(self, num_blocks: int, planes: range) -> Bytes:
-        """The half that was used longer ago: uint8 [blocks, bytes of these planes], which no kernel
-        uses any more. The next `_copy` is one from or to it."""
+        """The half that was used longer ago, as uint8 [blocks, bytes of these planes]; waits until
+        no kernel uses it. The next `_copy` must be from or to it."""
         if not self._halves:
             for _ in range(2):
                 pinned = self._cupy.cuda.alloc_pinned_memory(self._half_bytes)
@@ -118,7 +118,7 @@ class Staging:
         return memory[: num_blocks * size].reshape(num_blocks, size)
 
     def _copy(self, half: Bytes, rows: PageTable, planes: range, *, to_blocks: bool) -> Any:
-        """Enqueued; the event behind it."""
+        """Enqueue the copy. Returns the event behind it."""
         start, size = int(half.ctypes.data), half.shape[1]
         blocks = np.arange(start, start + len(half) * size, size, dtype=np.uint64)
         copier = self._copiers.get(planes)

@@ -3,13 +3,13 @@
     served = CachedModel(model)                     # the daemon at the default endpoint
     answer = served.generate(token_ids, max_new_tokens=64)
 
-Each request starts from an empty cache object and what the daemon holds of the prompt:
+Each request starts from an empty cache object and the prompt's blocks in the daemon:
 
     |-- reloaded blocks --|-- prefilled here --|-- generated --|
-    |-- held already -----|-- new whole blocks, stored afterwards --|..|
+    |-- stored already ---|-- new whole blocks, stored afterwards --|..|
 
-The daemon is never needed: whatever fails there is a miss, and the tokens are the same without it.
-One request at a time per object, from any thread.
+The daemon is optional: whatever fails there is a miss, and the tokens are the same without it. One
+request at a time per object, from any thread.
 
 Imported with transformers and torch present; `hicache.client` alone needs neither.
 """
@@ -45,13 +45,13 @@ DEFAULT_BLOCK_TOKENS = 16
 log = logging.getLogger(__name__)
 
 Words = npt.NDArray[Any]
-"""KV as integers as wide as the model's numbers: numpy knows no bfloat16, and a copy needs none."""
+"""KV as integers of the width of the model's numbers: numpy has no bfloat16."""
 _WORDS: dict[int, type[np.generic]] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _TORCH_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class CacheClient(Protocol):
-    """What the connector asks of `hicache.client.Client`."""
+    """The part of `hicache.client.Client` that is used here."""
 
     def match(
         self, tokens: Sequence[int], *, explain: bool = False, conversation: str = ""
@@ -85,10 +85,10 @@ Connect = Callable[[NamespaceSpec], CacheClient]
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What came out and what it took. `hit_tokens`: reloaded tokens by the tier they came from.
+    """The tokens and their costs. `hit_tokens`: reloaded tokens by tier.
 
     `ttft_s` runs from the call to the first token, `prefill_s` is the model's own share of it.
-    `decision` is None without a cache. `stored`, `refused`: new blocks by what became of them.
+    `decision` is None without a cache. `stored`, `refused`: counts of new blocks.
     """
 
     tokens: list[int]
@@ -104,7 +104,7 @@ class Generation:
 
 @dataclass(slots=True)
 class LoadedPrefix:
-    """A whole prefix that arrived: `blocks` of it, with `words` [layer, kv, head, token, dim]."""
+    """The prefix that has arrived: `blocks` blocks, as `words` [layer, kv, head, token, dim]."""
 
     match: Match | None = None
     blocks: int = 0
@@ -117,10 +117,10 @@ class LoadedPrefix:
 
 
 class CachedModel:
-    """A causal language model that reloads the KV of prompts it, or another one, has seen.
+    """A causal language model that reloads the KV of prompts computed before, here or elsewhere.
 
     `connect` makes the client for this model's namespace, by default to the daemon at the default
-    endpoint; None serves without a cache, by the same code. `lora_digest`, `cache_salt`,
+    endpoint; None serves without a cache, with the same code. `lora_digest`, `cache_salt`,
     `weights_version`: as in NamespaceSpec. Raises Unsupported.
     """
 
@@ -161,9 +161,8 @@ class CachedModel:
     ) -> Generation:
         """Greedy decoding of at least one token, up to and including the first one in `stop`.
 
-        Its KV is stored when the last token is out, unless it is not to be kept. `conversation`:
-        a name under which the daemon knows this prompt from the next turn's. What the model raises
-        comes out of here.
+        With `keep`, its KV is stored after the last token. `conversation`: a name by which the
+        daemon links this prompt with the next turn's. Raises what the model raises.
         """
         if not tokens:
             raise ValueError("a prompt needs at least one token")
@@ -200,7 +199,7 @@ class CachedModel:
         )
 
     def warm_up(self, tokens: Sequence[int], new: int) -> None:
-        """Prefill this prompt, then its last `new` tokens on the context of the others, and keep
+        """Prefill this prompt, then its last `new` tokens on the context of the others, and store
         nothing. The first calls of a shape, and first touches of memory, are slow."""
         cache = DynamicCache(config=self.model.config)
         with torch.inference_mode():
@@ -222,7 +221,7 @@ class CachedModel:
         """A cache object that begins with the loaded prefix.
 
         On a CPU its tensors are the staging buffer itself: the first step of the model
-        concatenates them with its own, which copies, and then lets go of them.
+        concatenates them with its own, which copies, and then drops them.
         """
         cache = DynamicCache(config=self.model.config)
         if loaded.words is None:
@@ -241,7 +240,7 @@ class CachedModel:
     # --- the daemon: whatever fails here is a miss ------------------------------------------------
 
     def _load(self, prompt: list[int], conversation: str) -> LoadedPrefix:
-        """The blocks that the daemon advises to reload, as far as they arrive whole."""
+        """Load the blocks that the daemon advises to reload, as far as they arrive complete."""
         loaded = LoadedPrefix()
         if self.client is None:
             return loaded
@@ -261,7 +260,7 @@ class CachedModel:
                 if is_good:
                     arrived.update(taken)
         loaded.blocks = next(block for block in range(len(arrived) + 1) if block not in arrived)
-        # The model needs at least one token to say what comes next.
+        # The model needs at least one token to compute the next.
         loaded.tokens = min(loaded.blocks * self.spec.block_tokens, len(prompt) - 1)
         if loaded.match and loaded.tokens:
             loaded.by_tier = _by_tier(loaded.match, loaded.tokens, self.spec.block_tokens)
@@ -271,7 +270,7 @@ class CachedModel:
         return loaded
 
     def _copy_in(self, run: FetchedRun, wanted: int) -> range:
-        """Copy the run's blocks to their places in the staging buffer; which those were."""
+        """Copy the run's blocks to their places in the staging buffer. Returns their numbers."""
         bt = self.spec.block_tokens
         shape = self.shape.block(bt)
         taken = range(run.first, min(run.first + run.num_blocks, wanted))
@@ -281,7 +280,7 @@ class CachedModel:
         return taken
 
     def _store(self, tokens: list[int], cache: DynamicCache, loaded: LoadedPrefix) -> PutResult:
-        """Hand over the whole blocks whose KV exists now and which were not loaded."""
+        """Store the whole blocks whose KV exists now and which were not loaded."""
         bt = self.spec.block_tokens
         first, last = loaded.blocks, cache.get_seq_length() // bt
         if self.client is None or last <= first:
@@ -290,7 +289,7 @@ class CachedModel:
         gathered: list[Words] = []
 
         def fill(block: int, view: npt.NDArray[np.uint8]) -> None:
-            if not gathered:  # nothing to gather where the daemon holds everything already
+            if not gathered:  # only if the daemon lacks a block
                 gathered.append(self._gather(cache, first * bt, last * bt))
             start = (block - first) * bt
             view.view(self._word).reshape(shape)[...] = gathered[0][:, :, :, start : start + bt]
@@ -311,8 +310,8 @@ class CachedModel:
         return words
 
     def _reserve(self, blocks: int) -> None:
-        """Room for this many blocks, touched. Called after storing, too: the first touch of fresh
-        memory is several times slower than the copy, and the next hit would have to wait for it."""
+        """Allocate and touch room for this many blocks. Called after storing, too: the first touch
+        of new memory is several times slower than a copy, and the next hit would wait for it."""
         tokens = blocks * self.spec.block_tokens
         if self._staging.shape[3] < tokens:
             self._staging = np.empty(self.shape.block(tokens), self._word)
@@ -332,8 +331,8 @@ class CachedModel:
     def _hint(
         self, prompt: list[int], conversation: str, finish_reason: str, answer_tokens: int
     ) -> None:
-        """Why an answer ended, and how long it was, says something about whether the prompt will go
-        on."""
+        """The daemon estimates from an answer's end and length whether the prompt will be
+        continued."""
         if self.client is None:
             return
         with self._harmless("hint"):
@@ -354,16 +353,16 @@ class CachedModel:
 
     @contextmanager
     def _harmless(self, what: str) -> Iterator[None]:
-        """A fault of the daemon or of its client, whatever it is, is no fault of the request."""
+        """Turns any exception of the daemon or its client into a log line."""
         try:
             yield
-        except Exception as error:  # the boundary: a request must go on without us
+        except Exception as error:  # the boundary: a request goes on without hicache
             self.last_trouble = f"{what}: {error or type(error).__name__}"
             log.warning("hicache is not used for this request: %s", self.last_trouble)
 
 
 def _by_tier(match: Match, tokens: int, block_tokens: int) -> dict[str, int]:
-    """The first `tokens` of a hit by the tier they were found in, each once."""
+    """The first `tokens` of a hit, by the tier they were found in."""
     by_tier: Counter[str] = Counter()
     for tier, blocks in match.runs:
         taken = min(blocks * block_tokens, tokens - by_tier.total())

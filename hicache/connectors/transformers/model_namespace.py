@@ -1,7 +1,7 @@
-"""What a Hugging Face model's KV is: its shape, the namespace it belongs to, and what is refused.
+"""The shape of a Hugging Face model's KV, its namespace, and which models are refused.
 
-The shape is not read from the config, where every architecture has its own words, but from the
-cache object that one token of prefill fills: what the model keeps is what will be stored.
+The shape is not read from the config, where every architecture has its own field names, but from
+the cache object after one token of prefill: what the model keeps there is what is stored.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LAYOUT = "hf:[layer,kv,head,token,dim]"
 
 
 class Unsupported(ValueError):
-    """This model's KV cannot be held; the text says why."""
+    """This model's KV cannot be stored; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """One token's KV, as the model itself made it. `devices`: where each layer keeps its own."""
+    """The shape of one token's KV, as the model made it. `devices`: of each layer."""
 
     layers: int
     kv_heads: int
@@ -52,9 +52,10 @@ class KvShape:
 
 
 class Forward:
-    """One step of a model on a cache object, under the names that its version of transformers uses.
+    """One step of a model on a cache object, with the argument names of its version of
+    transformers.
 
-    Computes only the last token's logits, where the model can leave out the others.
+    Computes only the last token's logits, if the model can leave out the others.
     """
 
     def __init__(self, model: Any) -> None:
@@ -71,7 +72,7 @@ class Forward:
 
 
 def kv_shape(model: Any, forward: Forward) -> KvShape:
-    """Asks the model for one token's KV. Raises Unsupported for what cannot be held."""
+    """Computes one token with the model. Raises Unsupported if its KV cannot be stored."""
     _refuse_by_config(model)
     cache = _empty_cache(model.config)
     with torch.inference_mode():
@@ -164,7 +165,7 @@ def _empty_cache(config: Any) -> DynamicCache:
 
 
 class _DeviceBytes:
-    """A tensor's bytes where they are: only the slices that are asked for leave its device."""
+    """A tensor's bytes on its device: only requested slices are copied from it."""
 
     def __init__(self, tensor: Any) -> None:
         self._flat = tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
-"""A thread with an event loop, in which everything that waits for the daemon happens.
+"""A thread with an event loop, in which everything that waits for the daemon runs.
 
-vLLM's own threads only hand tasks over and look at what has come of them; they never wait for one.
-A task that fails is a miss and a warning, at most one in a while: the loop goes on.
+vLLM's own threads submit tasks and read their results; they never wait for one. A task that fails
+is a miss and a warning (at most one per WARN_EVERY_S); the loop goes on.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Task = Callable[[], Coroutine[Any, Any, None]]
 
 WARN_EVERY_S: Final = 60.0
 ENDING_S: Final = 2.0
-"""For tasks to end, beyond the patience for the last one."""
+"""Time for tasks to end, in addition to the patience for the last one."""
 
 
 class Trouble:
-    """Says what went wrong, once in a while; counts it always."""
+    """Counts failures, and logs one of them per WARN_EVERY_S."""
 
     def __init__(self) -> None:
         self.count = 0
         self.last = ""
-        self._told_s = float("-inf")
+        self._warned_s = float("-inf")
         self._is_away = False
 
     def note(self, sentence: str, *, is_away: bool = False) -> None:
@@ -39,30 +39,30 @@ class Trouble:
         self.last = sentence
         self._is_away |= is_away
         now_s = time.monotonic()
-        if now_s - self._told_s >= WARN_EVERY_S:
-            self._told_s = now_s
+        if now_s - self._warned_s >= WARN_EVERY_S:
+            self._warned_s = now_s
             log.warning("hicache: vLLM goes on without it for now: %s", sentence)
 
     def over(self) -> None:
         """The daemon answers again."""
         if self._is_away:
             self._is_away = False
-            self._told_s = float("-inf")
+            self._warned_s = float("-inf")
             log.warning("hicache: the daemon answers again")
 
     @contextmanager
     def harmless(self, what: str) -> Iterator[None]:
-        """A fault of ours or of the daemon's, whatever it is, is no fault of vLLM's."""
+        """Turns any exception of this connector or the daemon into a note."""
         try:
             yield
-        except Exception as error:  # the boundary: an engine must go on without us
+        except Exception as error:  # the boundary: vLLM must go on without hicache
             self.note(f"{what}: {error or type(error).__name__}")
             log.debug("hicache: %s", what, exc_info=True)
 
 
 class Background:
-    """Tasks from any thread, run side by side in one. The thread starts with the first of them, and
-    ends when it was closed and nothing is under way any more."""
+    """Runs tasks from any thread concurrently in one thread. That thread starts with the first
+    task, and ends after `close` when no task is under way."""
 
     def __init__(self, name: str, trouble: Trouble) -> None:
         self.trouble = trouble
@@ -73,7 +73,7 @@ class Background:
         self._is_over = False
 
     def submit(self, task: Task) -> None:
-        """Begin a task soon; none after `close`. Returns at once."""
+        """Start a task soon; after `close` it is dropped. Returns at once."""
         if self._is_over:
             return
         if self._loop is None:
@@ -85,9 +85,9 @@ class Background:
         self._loop.call_soon_threadsafe(self._begin, task)
 
     def close(self, last: Task, patience_s: float) -> None:
-        """Run one last task, as far as patience goes, and end all others. Returns when they have
-        ended, or a little after patience is over: a copy in a thread cannot be ended, and its task
-        gives nothing back before it has."""
+        """Run one last task for at most `patience_s`, and cancel all others. Returns when they have
+        ended, or ENDING_S after that: a copy in a thread cannot be cancelled, and its task keeps
+        its memory until the copy has ended."""
         if self._loop is not None and self._thread is not None and not self._is_over:
             self.submit(partial(self._finish, last, patience_s))
             self._thread.join(patience_s + ENDING_S)
@@ -113,10 +113,10 @@ class Background:
         with self.trouble.harmless("closing"):
             async with asyncio.timeout(patience_s):
                 await last()
-        self._is_over = True  # some begin another when they end
+        self._is_over = True  # tasks submitted by ending tasks are dropped
         this, loop = asyncio.current_task(), asyncio.get_running_loop()
-        # First those that were submitted, which end what they have begun: a copy in a thread would
-        # go on if it were cancelled under its task, in memory that the task then gives back.
+        # Submitted tasks first: they wait for their copies in threads. A copy cancelled before its
+        # task would go on in memory that the task then releases.
         await _ended({task for task in self._tasks if task is not this})
         await _ended({task for task in asyncio.all_tasks() if task is not this})
         await loop.shutdown_asyncgens()

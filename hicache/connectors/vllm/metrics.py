@@ -1,4 +1,4 @@
-"""What vLLM's log and its Prometheus endpoint say of hicache: counters, `vllm:hicache_…_total`."""
+"""Counters of hicache in vLLM's log and Prometheus endpoint: `vllm:hicache_…_total`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 COUNTERS = {
-    "lookups": "Prompts the daemon was asked about.",
-    "lookups_unanswered": "Of these, without an answer in time: computed as without hicache.",
-    "loads": "Requests of which blocks were loaded.",
+    "lookups": "Prompts that were looked up in the daemon.",
+    "lookups_unanswered": "Lookups without an answer in time: computed as without hicache.",
+    "loads": "Requests for which blocks were loaded.",
     "load_tokens": "Tokens that were to be loaded.",
     "stores": "Runs of blocks offered to the daemon.",
     "store_tokens": "Tokens offered to the daemon.",
-    "stores_refused": "Of the runs, not taken whole: the daemon is full or away.",
-    "troubles": "What the daemon, or the way to it, failed at.",
+    "stores_refused": "Runs not stored completely: the daemon is full or does not answer.",
+    "troubles": "Failures of the daemon or of the connection to it.",
 }
 
 
 class HiCacheStats(KVConnectorStats):  # type: ignore[misc] # vLLM is not installed here
-    """`data`: the counters' increase since the last time."""
+    """`data`: the increase of the counters since the last call."""
 
     data: dict[str, Any]
 
@@ -43,7 +43,7 @@ class HiCacheStats(KVConnectorStats):  # type: ignore[misc] # vLLM is not instal
 
 
 class HiCacheProm(KVConnectorPromMetrics):  # type: ignore[misc] # vLLM is not installed here
-    """One Prometheus counter each, per engine."""
+    """One Prometheus counter for each, per inference engine."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -1,8 +1,8 @@
-"""Whose blocks these are: what of vLLM's configuration and cache changes KV bytes.
+"""The namespace of a rank: everything in vLLM's configuration and cache that changes KV bytes.
 
-Asked once per rank, when vLLM has made its cache, so that the geometry is the real one. The model's
-path is no part of the answer, its files' content is. vLLM's version is: how a backend arranges the
-bytes of a page is its own business and may change.
+Read once per rank, after vLLM has made its cache, so that the geometry is the real one. The content
+of the model's files counts, their path does not. vLLM's version counts: how a backend arranges the
+bytes of a page may change with it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hicache.protocol.keys import LayerGroup, NamespaceSpec
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What one rank knows of itself. `attention`: the backends' names, and what else decides how
-    they arrange a page. `weights_digest`: given by the operator, "" to read the files."""
+    """What a rank's namespace is made from. `attention`: the backends' names, and what else decides
+    how they arrange a page. `weights_digest`: given by the operator, "" to read the files."""
 
     vllm_version: str
     hf_config: Mapping[str, Any]
@@ -81,14 +81,14 @@ def refuse_by_cache(groups: Sequence[Any]) -> None:
             f"the model has {len(groups)} groups of layers with caches of different kinds (hybrid "
             "or sliding-window attention), and one is held"
         )
-    # In a model of both kinds of layers vLLM, under a connector like this one, keeps those with a
-    # window or chunks as it does the others: blocks for all tokens, none of which is given up. The
-    # window is then a matter of the attention alone, and every byte of a block is defined.
+    # In a model with both kinds of layers, under a connector like this one, vLLM keeps the layers
+    # with a window or chunks like the others: blocks for all tokens, and none is freed early. The
+    # window is applied in the attention only, so every byte of a block is defined.
     name = type(groups[0].kv_cache_spec).__name__
     if name in ("SlidingWindowSpec", "ChunkedLocalAttentionSpec"):
         raise UnsupportedLayout(
-            "the model has sliding-window or chunked attention only, and vLLM gives up what its "
-            "layers do not look at any more"
+            "the model has sliding-window or chunked attention only, and vLLM frees blocks outside "
+            "the window"
         )
     if name != "FullAttentionSpec":
         raise UnsupportedLayout(f"a cache of the kind {name} is not held: only full attention is")
@@ -136,15 +136,15 @@ def _quantisation(facts: EngineFacts) -> str:
 
 
 def _weights_of(facts: EngineFacts) -> str:
-    tell = (
-        "give kv_connector_extra_config a weights_digest, a text that is another for other weights"
-    )
+    remedy = "set weights_digest in kv_connector_extra_config, a different text for other weights"
     if facts.load_format == "dummy":
-        raise UnsupportedLayout(f"dummy weights have no files to be told by; {tell}")
+        raise UnsupportedLayout(f"dummy weights have no files to identify them by; {remedy}")
     try:
         return digest_files(_folder_of(facts.model, facts.revision))
     except (OSError, ValueError) as error:
-        raise UnsupportedLayout(f"the model's weights cannot be told: {error}; {tell}") from error
+        raise UnsupportedLayout(
+            f"the model's weights cannot be identified: {error}; {remedy}"
+        ) from error
 
 
 def _folder_of(model: str, revision: str | None) -> Path:

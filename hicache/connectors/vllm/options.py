@@ -1,4 +1,4 @@
-"""What an operator can set in `kv_connector_extra_config`, and what vLLM must be told besides."""
+"""The settings in `kv_connector_extra_config`, and the one that vLLM itself must have."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`endpoint`: the daemon's, by default HICACHE_ENDPOINT or the user's own.
+    """`endpoint`: of the daemon; by default HICACHE_ENDPOINT, or the user's default.
 
-    `lookup_s`: how long a request waits for the daemon's answer to what it holds. `load_s`: for its
-    blocks. `store_s`: how long a store may take, its last copy not counted. `store_share`: of
-    vLLM's blocks, how many may be on their way to the daemon. `weights_digest`: where the weights
-    are in no local files.
+    `lookup_s`: how long a request waits for the answer to its lookup. `load_s`: how long for its
+    blocks. `store_s`: how long a store may take, its last copy not counted. `store_share`: the
+    share of vLLM's blocks that stores under way may hold. `weights_digest`: identifies the weights
+    where they are in no local files.
     """
 
     endpoint: str = ""
@@ -26,7 +26,8 @@ class Options:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Options:
-        """Raises ValueError naming what is unknown, of the wrong type, or out of range."""
+        """Raises ValueError with the setting that is unknown, of the wrong type, or out of
+        range."""
         known: dict[str, Any] = {field.name: field.default for field in fields(cls)}
         for name, value in extra.items():
             if name not in known:
@@ -45,8 +46,8 @@ class Options:
 
 
 def check_failure_policy(policy: str) -> None:
-    """Raises ValueError under a policy by which a block that could not be loaded, which must cost
-    nothing but its recomputation, ends the request with an error."""
+    """Raises ValueError unless vLLM recomputes a block that could not be loaded. Under another
+    policy the request would end with an error."""
     if policy != "recompute":
         raise ValueError(
             'hicache needs "kv_load_failure_policy": "recompute" in --kv-transfer-config: under '

@@ -1,8 +1,8 @@
 """A worker's clients of the daemon: for each namespace one that loads and one that stores.
 
-Loads use the leases of the scheduler's side, so their client is of its group, and is replaced with
-it when the daemon was started anew. Stores have clients of their own, which are closed between two
-stores only: a goodbye says that nobody writes any more.
+Loads use leases of the scheduler's side, so their client joins its group, and is replaced when a
+restart of the daemon changes the group. Stores have their own clients, which are closed between two
+stores only: closing a session declares that it writes no more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hicache.protocol.keys import NamespaceSpec
 
 
 class BlockClient(Protocol):
-    """What is asked of `hicache.client.AsyncClient`."""
+    """The part of `hicache.client.AsyncClient` that is used here."""
 
     @property
     def greeting(self) -> Greeting | None: ...
@@ -61,26 +61,26 @@ class BlockClient(Protocol):
 
 
 Connect = Callable[[NamespaceSpec, bytes], BlockClient]
-"""A client for a namespace, of the group with this token (empty: of its own)."""
+"""A client for a namespace, in the group with this token (empty: a group of its own)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedClient:
-    """A client, and the pages as it shares them; `sharing` is None where they cannot be."""
+    """A client and its sharing of pages; `sharing` is None where pages cannot be shared."""
 
     client: BlockClient
     group: bytes
     sharing: PageSharing | None
 
     async def close(self) -> None:
-        """The worker lets go of the pages before the session ends, if the daemon answers."""
+        """Unshares the pages before the session ends, if the daemon answers."""
         if self.sharing is not None:
             await self.sharing.close()
         await self.client.close()
 
 
 class RankClients:
-    """Used in the background's thread only. `pages`: this rank's, if they can be shared."""
+    """Used in the background's thread only. `pages`: of this rank, None if not shareable."""
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class RankClients:
             await forgotten.close()
 
     async def close(self) -> None:
-        """All at once: one whose pages the worker does not let go of must not cost the others their
-        goodbye."""
+        """Closes all at the same time: a client whose pages are not released must not delay the
+        others."""
         paged_clients = [*self._loaders.values(), *self._storers.values()]
         await asyncio.gather(*(self._close(paged) for paged in paged_clients))
 

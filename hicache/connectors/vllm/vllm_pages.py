@@ -1,14 +1,14 @@
 """Blocks in vLLM's paged cache: one page of every layer, copied whole.
 
-A block as hicache keeps it is its pages in the order of the layers, each as it lies in memory:
+A block in hicache is its pages in the order of the layers, each as it is in memory:
 
     [ layer 0: page bytes ][ layer 1: page bytes ] …
 
-Nothing is said of heads or tokens within a page: that is the namespace's `layout`, and a cache of
-another layout is another namespace. Called from the threads that load and store.
+The order of heads and tokens within a page is the namespace's `layout`; a cache with another
+layout has another namespace. Called from the threads that load and store.
 
-On a GPU the pages may be shared with the daemon's GPU worker (common/page_sharing.py), which
-then copies; where they are not, they are copied here.
+On a GPU the pages may be shared with the daemon's GPU worker (common/page_sharing.py), which then
+copies; otherwise they are copied here.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class UnsupportedLayout(ValueError):
-    """This engine's cache cannot be held; the text says why."""
+    """This inference engine's cache cannot be stored; the text says why."""
 
 
 def page_rows(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """A layer's cache as uint8 [num_blocks, page_bytes], in place. Raises UnsupportedLayout where
-    a page is not one piece of memory, each block's at the same distance from the last one's."""
+    """A layer's cache as uint8 [num_blocks, page_bytes], in place. Raises UnsupportedLayout if a
+    page is not contiguous, or the pages are not at equal distances."""
     if tensor.dim() < 2 or tensor.shape[0] != num_blocks:
         raise UnsupportedLayout(
             f"a layer's cache of the shape {list(tensor.shape)} does not begin with its "
@@ -61,13 +61,13 @@ def page_rows(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 class Pages(Protocol):
-    """Copies between blocks as hicache keeps them and pages. Both calls return when the bytes are
-    there."""
+    """Copies between blocks in hicache's form and pages. Both calls return when the bytes have been
+    copied."""
 
     block_bytes: int
 
     def shared(self) -> SharedPages | None:
-        """For the daemon's GPU worker; None where they are on no GPU. Raises NotShareable."""
+        """For the daemon's GPU worker; None if they are not on a GPU. Raises NotShareable."""
 
     def write(self, pages: Sequence[int], views: Sequence[Bytes]) -> None:
         """Blocks into pages."""
@@ -76,14 +76,14 @@ class Pages(Protocol):
         """`read(i, view)` copies the block in `pages[i]` into `view`."""
 
     def mark(self) -> Any:
-        """The work begun until now, to be waited for; None if it is done."""
+        """A mark after the work started until now, for `wait`; None if it is done."""
 
     def wait(self, mark: Any) -> None:
-        """Until that work is done."""
+        """Wait until that work is done."""
 
 
 class HostPages:
-    """In this process's memory: copied by numpy, which lets go of the GIL."""
+    """In this process's memory: copied by numpy, which releases the GIL."""
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         self._layers = [rows.numpy() for rows in layers]
@@ -119,8 +119,8 @@ class HostPages:
 class DevicePages:
     """In a GPU's memory: through pinned memory, many blocks at a time.
 
-    From any thread: each call has a stream of its own, and has waited for it when it returns. What
-    vLLM's own stream does to these pages is waited for before (`mark`, `wait`).
+    Called from any thread: each call uses its own stream and waits for it. The caller first waits
+    for vLLM's own stream (`mark`, `wait`).
     """
 
     CHUNK_BYTES = 64 << 20
@@ -191,7 +191,7 @@ class DevicePages:
 
 
 def layout_of(layers: Sequence[torch.Tensor]) -> PageLayout:
-    """Of rows as `page_rows` makes them: a plane a layer. Raises NotShareable."""
+    """Of rows made by `page_rows`, one plane per layer. Raises NotShareable."""
     page_bytes = layers[0].shape[1]
     if any(rows.shape[1] != page_bytes for rows in layers):
         raise NotShareable("its layers have pages of several sizes")
@@ -200,13 +200,13 @@ def layout_of(layers: Sequence[torch.Tensor]) -> PageLayout:
 
 
 def share(pages: Pages, *, may_sleep: bool) -> SharedPages | None:
-    """A rank's pages for the daemon's GPU worker; None where it cannot have them, and the log says
-    why. `may_sleep`: sleep takes the cache's memory away, and nobody tells a worker before. So
-    where vLLM may sleep nobody else maps it."""
+    """A rank's pages for the daemon's GPU worker; None if they cannot be shared, and the log says
+    why. `may_sleep`: vLLM's sleep frees the cache's memory without notice, so where vLLM may sleep
+    no other process maps it."""
     try:
         shared = pages.shared()
         if shared is not None and may_sleep:
-            raise NotShareable("vLLM may sleep, which takes the memory of its cache away")
+            raise NotShareable("vLLM may sleep, which frees the memory of its cache")
     except NotShareable as why:
         log.info("hicache: blocks are copied by this process itself: %s", why)
         return None
@@ -221,4 +221,4 @@ def pages_of(caches: Sequence[torch.Tensor], num_blocks: int) -> Pages:
         return HostPages(rows)
     if kinds == {"cuda"}:
         return DevicePages(rows)
-    raise UnsupportedLayout(f"a cache on {' and '.join(sorted(kinds))} is not held")
+    raise UnsupportedLayout(f"a cache on {' and '.join(sorted(kinds))} is not supported")

@@ -1,8 +1,8 @@
-"""Which weights a model or an adapter has, told from its files wherever they lie.
+"""A digest of the weights of a model or an adapter, from its files, wherever they are.
 
-The scheduler's and the workers' processes read the same files, and a path is no part of the answer:
-the same model under another path has the same digest, a fine-tune of the same shapes has another.
-A few KiB of every tensor are read, so that large models cost milliseconds.
+The scheduler's and the workers' processes read the same files. The path does not count: the same
+model under another path has the same digest, a fine-tune of the same shapes has another. A few KiB
+of every tensor are read, so large models cost milliseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _MAX_HEADER_BYTES: Final = 1 << 28
 
 
 class _FileRegion:
-    """Part of a file as `sample_bytes` reads an array: only the slices asked for are read."""
+    """A part of a file, in the form of an array for `sample_bytes`. Only requested slices are
+    read."""
 
     def __init__(self, file: int, start: int, num_bytes: int) -> None:
         self._file, self._start, self.nbytes = file, start, num_bytes
@@ -41,7 +42,7 @@ class _FileRegion:
 def digest_files(path: Path) -> str:
     """Of a folder of safetensors (or other weight files), or of one file.
 
-    Raises ValueError with a sentence where there is nothing to tell the weights by.
+    Raises ValueError with a sentence if there are no weight files.
     """
     tensors: list[tuple[str, str, tuple[int, ...], bytes]] = []
     for file in _weight_files(path):
@@ -66,9 +67,7 @@ def _weight_files(path: Path) -> list[Path]:
         files = sorted(path.glob(pattern))
         if files:
             return files
-    raise ValueError(
-        f"{path} holds no weights by which a model could be told from another of the same shape"
-    )
+    raise ValueError(f"{path} has no weights to tell this model from another of the same shape")
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
@@ -88,7 +87,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
 
 
 def _stretches(file: Path) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
-    """A file whose tensors are not known: some of every MiB."""
+    """Of a file whose tensors are not known: a sample of every MiB."""
     size = file.stat().st_size
     with file.open("rb") as handle:
         for start in range(0, size, _STRETCH_BYTES):

@@ -4,16 +4,16 @@
                               │ a load is a task, side by side with others
                               └ stores are one queue: a prefix before what follows it
 
-- A load ends by `load_s` whatever happens, and is reported then, with the pages that did not get
-  their bytes: vLLM waits for it without a limit of its own.
+- A load ends after at most `load_s` and is reported then, with the pages that did not get their
+  bytes: vLLM itself waits for it without a limit.
 - A page is bad until its bytes were copied *and* the daemon's generation was found unchanged.
-- Where the daemon's GPU worker copies, a load that it has not answered leaves pages in doubt: they
-  are still written, perhaps, and nobody else may have them. The load has failed then, not its pages
-  alone: vLLM takes the request's pages back, and the scheduler's side holds those in doubt until
-  they are reported to be at rest. Meanwhile this process copies by itself.
-- Stores read the pages after the step that fills them and while the scheduler's side holds them;
-  each ends by `store_s` and a copy, and is reported.
-- How long a step with prefill took goes to the daemon's planner, and what a load cost.
+- Where the daemon's GPU worker copies, a load without an answer leaves pages in doubt: the worker
+  may still write them, so they must not be reused. The whole load has failed then: vLLM frees the
+  request's pages, and the scheduler's side holds those in doubt until they are reported at rest.
+  Until then this process copies.
+- Stores read the pages after the step that fills them and while the scheduler's side holds them.
+  Each takes at most `store_s` and the time of one copy, and is reported.
+- The daemon's planner is sent the time of every step with prefill, and of every load.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ from hicache.protocol.keys import NamespaceSpec
 
 IDLE_WAIT_S: Final = 0.001
 IDLE_DOUBT_WAIT_S: Final = 0.01
-"""The same where nothing but pages in doubt is left, perhaps for long."""
+"""The same where only pages in doubt are left, which may take long."""
 REST_S: Final = 0.05
-"""Between two questions whether the daemon's GPU worker has let go."""
+"""Between two calls that ask whether the daemon's GPU worker has released pages in doubt."""
 COPY_BLOCKS: Final = 64
-"""At most so many blocks are copied between two looks at the deadline."""
+"""At most this many blocks are copied between two checks of the deadline."""
 
 
 def share_patience_s(load_s: float) -> float:
-    """So long a load of at most `load_s` waits for its pages to be shared: a GPU worker that hangs
-    must leave it time to be copied by this process."""
+    """How long a load of at most `load_s` waits for its pages to be shared: if the GPU worker
+    hangs, there must be time left for a copy by this process."""
     return min(1.0, load_s / 4)
 
 
 @dataclass(slots=True)
 class TransferOutcome:
-    """What has ended since the last time: requests whose loads have; those of them that have to
-    begin anew with other pages; and pages of the others that did not get their bytes."""
+    """What has ended since the last call. `loaded`: requests whose load has ended. `failed`: those
+    of them that must start again on other pages. `bad_pages`: pages of the others that did not get
+    their bytes."""
 
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -65,8 +66,8 @@ class TransferOutcome:
 
 @dataclass(slots=True)
 class _Loading:
-    """A load under way. `good` is the whole prefix that is there, also when it is cut short.
-    `paged`, `share`: by which it comes; without a share this process copies."""
+    """A load under way. `good`: how many blocks from the first on are complete, also when the load
+    is cut short. `paged`, `share`: what it comes through; without a share this process copies."""
 
     load: Load
     started_s: float = 0.0
@@ -80,15 +81,15 @@ class _Loading:
 
     @property
     def doubted_pages(self) -> list[int]:
-        """Those of them that may still be written."""
+        """Bad pages that the GPU worker may still write."""
         if self.share is None or not self.bad_pages:
             return []
         return sorted(self.share.pages_in_doubt.intersection(self.bad_pages))
 
 
 class WorkerSide:
-    """`rank` picks this worker's lease among all. `shared`: the pages for the daemon's GPU worker,
-    None where it cannot have them. Called from the worker's thread."""
+    """`rank` is the position of this worker's lease in a load. `shared`: the pages for the daemon's
+    GPU worker, None where they cannot be shared. Called from the worker's thread."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class WorkerSide:
         self._sharing: set[asyncio.Task[PageShare | None]] = set()
         self._how = ""
         self._stores: asyncio.Queue[tuple[Store, Any]] | None = None
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._loading: dict[str, Load] = {}
         self._storing: set[int] = set()
         self._doubted: set[int] = set()
@@ -119,17 +120,17 @@ class WorkerSide:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this is the engine's only rank."""
+        """Whether this is the inference engine's only rank."""
         return self._spec.tp_size == 1
 
     # --- around a step --------------------------------------------------------------------------
 
     def begin(self, orders: Orders) -> None:
-        """Before the forward pass. Loads begin: their pages are nobody else's, and where a step
-        takes long they are there when it is over."""
+        """Before the forward pass. Starts the loads: no other request has their pages, and a long
+        step hides them."""
         mark = self._pages.mark()
         self._begun = time.perf_counter(), mark
-        with self._news:
+        with self._changed:
             self._loading.update((load.request, load) for load in orders.loads)
         for load in orders.loads:
             self._submit(self._load, load, mark)
@@ -138,7 +139,7 @@ class WorkerSide:
         """The forward pass has been started (on a GPU) or is over."""
         mark = self._pages.mark()
         if orders.stores:
-            with self._news:
+            with self._changed:
                 self._storing.update(store.number for store in orders.stores)
             self._submit(self._enqueue, orders.stores, mark)
         if orders.step is not None:
@@ -147,31 +148,31 @@ class WorkerSide:
             self._submit(self._observe, orders.step, seconds, begun, mark)
 
     def finished(self, *, is_idle: bool) -> TransferOutcome:
-        """What has become of loads since the last time.
+        """Returns the loads that have ended since the last call.
 
-        Where a step computes nothing (`is_idle`), waits a little for the next of them: an engine
-        that steps on at once in this very process would keep the GIL from who loads."""
-        with self._news:
+        If the step computes nothing (`is_idle`), waits a little for the next one: an inference
+        engine in this process that steps on at once would keep the GIL from the loading thread."""
+        with self._changed:
             if is_idle and not self._outcome.loaded:
                 if self._loading or self._storing:
-                    self._news.wait(IDLE_WAIT_S)
+                    self._changed.wait(IDLE_WAIT_S)
                 elif self._doubted:
-                    self._news.wait(IDLE_DOUBT_WAIT_S)
+                    self._changed.wait(IDLE_DOUBT_WAIT_S)
             outcome, self._outcome = self._outcome, TransferOutcome()
         return outcome
 
     def report(self) -> WorkerReport | None:
-        """What has become of stores, and of pages in doubt, since the last time."""
-        with self._news:
+        """Returns what has happened to stores and pages in doubt since the last call."""
+        with self._changed:
             report, self._report = self._report, WorkerReport()
         return report or None
 
     def settle(self, orders: Orders, patience_s: float) -> WorkerReport | None:
-        """Store what no step has brought, and wait until nothing is being stored any more, and no
-        page is in doubt, at most so long; what has become of it."""
+        """Do the stores of these orders, then wait at most `patience_s` until no store is under way
+        and no page is in doubt. Returns the report."""
         self.after(orders)
-        with self._news:
-            self._news.wait_for(lambda: not self._is_awaited, patience_s)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_awaited, patience_s)
         return self.report()
 
     @property
@@ -180,14 +181,14 @@ class WorkerSide:
         return bool(self._storing or self._doubted)
 
     def close(self, patience_s: float) -> None:
-        """What is being stored is stored, as far as patience goes."""
+        """Finishes stores under way, within `patience_s`."""
         self.background.close(self._close, patience_s)
 
     def take_over(self, before: WorkerSide) -> None:
-        """Tell what another side, closed by now, has not told. Loads that have not ended, a copy in
-        a thread among them, brought nothing, stores that it did not get to are refused, and pages
-        in doubt are at rest: all were of other tensors than these."""
-        with before._news:
+        """Report what another side, closed by now, has not reported: its tensors were replaced.
+        Loads that have not ended brought nothing, stores that have not started are refused, and
+        pages in doubt are at rest."""
+        with before._changed:
             self._outcome, before._outcome = before._outcome, TransferOutcome()
             self._report, before._report = before._report, WorkerReport()
             self._outcome.loaded |= before._loading.keys()
@@ -210,7 +211,7 @@ class WorkerSide:
             bad, doubted = loading.bad_pages, loading.doubted_pages
             if bad:
                 self.background.trouble.note(f"{len(bad)} blocks of {load.request} did not come")
-            with self._news:
+            with self._changed:
                 self._loading.pop(load.request, None)
                 self._outcome.loaded.add(load.request)
                 if doubted:
@@ -219,7 +220,7 @@ class WorkerSide:
                     self._doubted.update(doubted)
                 else:
                     self._outcome.bad_pages.update(bad)
-                self._news.notify_all()
+                self._changed.notify_all()
             if doubted:
                 self._submit(self._rest, loading.paged, loading.share, doubted)
 
@@ -255,7 +256,7 @@ class WorkerSide:
             if loading.bad_pages and client.last_error:
                 self.background.trouble.note(client.last_error)
         finally:
-            # Not waited for: the request goes on while the daemon hears of it.
+            # Not awaited: the request goes on meanwhile.
             spent_s = time.perf_counter() - loading.started_s
             self._submit(partial(client.release, match, total_s=spent_s))
 
@@ -282,17 +283,17 @@ class WorkerSide:
             self._submit(self._end, runs, client, match, hop_bytes, hop_s, spent_s)
 
     async def _rest(self, paged: PagedClient, share: PageShare, doubted: Sequence[int]) -> None:
-        """Until the worker has let go of these pages, or has ended."""
+        """Wait until the GPU worker has released these pages, or has ended."""
         if paged.sharing is not None:
             paged.sharing.leave(share)
         while not share.is_over:
             with self.background.trouble.harmless("pages in doubt"):
                 await paged.client.unshare_pages(share)
             await asyncio.sleep(0 if share.is_over else REST_S)
-        with self._news:
+        with self._changed:
             self._report.rested += doubted
             self._doubted.difference_update(doubted)
-            self._news.notify_all()
+            self._changed.notify_all()
 
     async def _end(
         self,
@@ -307,7 +308,7 @@ class WorkerSide:
         await client.release(match, hop_bytes=hop_bytes, hop_s=hop_s, total_s=total_s)
 
     async def _copy_in(self, run: FetchedRun, pages: Sequence[int]) -> set[int]:
-        """The run's blocks into their pages; which of them hold the block's bytes now."""
+        """Copy the run's blocks into their pages. Returns the blocks that are complete."""
         last = min(run.first + run.num_blocks, len(pages))
         views = run.views
         for start in range(run.first, last, COPY_BLOCKS):
@@ -335,13 +336,13 @@ class WorkerSide:
                     await self._clients.forget_storers()
                     result = await self._store(store, mark)
             finally:
-                with self._news:
+                with self._changed:
                     self._storing.discard(store.number)
                     self._report.ended[store.number] = 1
                     self._report.fresh[store.number] = result.stored
                     if result.refused:
                         self._report.refused.add(store.number)
-                    self._news.notify_all()
+                    self._changed.notify_all()
                 queue.task_done()
 
     async def _store(self, store: Store, mark: Any) -> PutResult:
@@ -359,8 +360,8 @@ class WorkerSide:
         )
 
     async def _save_pages(self, paged: PagedClient, share: PageShare, store: Store) -> PutResult:
-        """The daemon's GPU worker copies. Without its answer nothing was stored; that it may still
-        read the pages harms nobody, whoever writes them."""
+        """The daemon's GPU worker copies. Without its answer nothing was stored; it may still read
+        the pages, which does no harm when they are reused."""
         table = _table(store.pages)
         result = await paged.client.save_pages(store.tokens, share, table, first=store.first)
         if share.is_in_doubt:
@@ -382,10 +383,10 @@ class WorkerSide:
     # --- both -----------------------------------------------------------------------------------
 
     async def _share_of(self, paged: PagedClient) -> PageShare | None:
-        """None: this process copies by itself."""
+        """Returns None where this process has to copy."""
         if paged.sharing is None or self._doubted:
             return None
-        # What is being registered must still be known when nobody waits for it any more.
+        # The registration goes on after the timeout, so its task is kept.
         sharing = asyncio.ensure_future(paged.sharing.usable())
         self._sharing.add(sharing)
         sharing.add_done_callback(self._sharing.discard)
@@ -398,7 +399,7 @@ class WorkerSide:
         return sharing.result()
 
     async def _reached(self, mark: Any) -> None:
-        """The work that was begun before this mark is done; at once where there are no marks."""
+        """Wait for the work that was started before this mark; None waits for nothing."""
         if mark is not None:
             await asyncio.to_thread(self._pages.wait, mark)
 
@@ -412,5 +413,5 @@ class WorkerSide:
 
 
 def _table(pages: Sequence[int]) -> PageTable:
-    """One page a block."""
+    """As a table of one page per block."""
     return np.array(pages, np.int32).reshape(-1, 1)
