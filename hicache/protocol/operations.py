@@ -609,7 +609,7 @@ class TreeReply(Reply):
     end: int
     tiers: list[str]
     namespaces: list[Row]
-    nodes: list[list[Any]]
+    nodes: list[Any]
 
 
 class VerifyRequest(Request, tag="verify"):

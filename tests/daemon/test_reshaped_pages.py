@@ -58,7 +58,7 @@ def test_a_slot_of_another_size_comes_over_one_that_is_being_read(
     monkeypatch.setattr(Mover, "submit", watched)
     sizes = PAGE_BYTES, PAGE_BYTES, PAGE_BYTES
     move = p.Move(1, 0, "hbm", 0, "dram", 3, *sizes, p.Priority.DEMOTION)
-    daemon._dispatch(p.Plan(None, [move], [], [p.Reshaped("dram", 0, 8)]))
+    daemon.dispatch(p.Plan(None, [move], [], [p.Reshaped("dram", 0, 8)]))
     assert was_raised == [True]
     assert (reader.generations(np.arange(9, dtype=np.int32)) - seen).tolist() == [1] * 8 + [0]
 
@@ -79,4 +79,4 @@ def test_a_put_is_answered_after_its_pages_generations_were_raised(daemon: Daemo
 
 
 def test_pages_of_a_tier_without_an_arena_are_no_work(daemon: Daemon) -> None:
-    daemon._dispatch(p.Plan(None, [], [], [p.Reshaped("disk", 0, 8)]))
+    daemon.dispatch(p.Plan(None, [], [], [p.Reshaped("disk", 0, 8)]))
