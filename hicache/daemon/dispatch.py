@@ -25,7 +25,8 @@ from hicache.daemon.operations.clear import Clearances
 from hicache.daemon.pending import Part, Peer
 from hicache.engine import plan as p
 from hicache.protocol.messages import WireError, error_reply
-from hicache.protocol.operations import HELLO, OPERATIONS, Operation, Request, decode_request
+from hicache.protocol.operations import HELLO, OPERATIONS, decode_request
+from hicache.protocol.registry import Operation, Request
 
 MAX_LATE_S = 3600.0
 """A message that seems to be later than this was sent by another clock."""
@@ -70,8 +71,10 @@ class Service:
             request = decode_request(head)
             peer.request_id = request.id
             operation, _ = self._rows[type(request)]
-            if self._shares_clock and request.sent_s and not operation.runs_late:
-                self._check_time(request, operation, now_s)
+            if request.sent_s and self._shares_clock and not operation.runs_late:
+                late_s = now_s - request.sent_s
+                if 0 < request.deadline_s < late_s < MAX_LATE_S:
+                    raise WireError("expired", f"it came {late_s:.3f} s after it was sent")
             if self.is_stopping and not operation.is_admin:
                 raise WireError("stopping", "")
             pid = pid_of() if operation is HELLO else 0
@@ -104,12 +107,6 @@ class Service:
             raise WireError("unknown_lease", "", request.id) from None
         except p.UnknownTicket:
             raise WireError("unknown_ticket", "", request.id) from None
-
-    def _check_time(self, request: Request, operation: Operation[Any, Any], now_s: float) -> None:
-        """Raises WireError('expired') where the caller waits no more."""
-        late_s = now_s - request.sent_s
-        if (request.deadline_s or self.gate.limit_s(operation)) < late_s < MAX_LATE_S:
-            raise WireError("expired", f"it came {late_s:.3f} s after it was sent")
 
     # --- what was waited for --------------------------------------------------------------------
 

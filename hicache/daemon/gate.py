@@ -36,7 +36,7 @@ from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.protocol.keys import NamespaceSpec
 from hicache.protocol.messages import WireError, error_reply
-from hicache.protocol.operations import Operation, Q, R, Reply, operation_of
+from hicache.protocol.registry import Operation, Q, R, Reply, operation_of
 from hicache.tiers.arena import Arena
 from hicache.transfer.mover import Mover
 
@@ -168,17 +168,14 @@ class Gate:
             found = self._states[kind] = kind(self)
         return found
 
-    def limit_s(self, operation: Operation[Any, Any]) -> float:
-        """The longest time that the configuration gives an operation."""
-        seconds: float = getattr(self.deadlines, f"{operation.deadline}_s")
-        return seconds
-
     def deadline_s(self, asked: Asked[Any]) -> float:
         """When the answer must leave: when the caller stops waiting, or at the configured limit if
         that is sooner."""
-        request, limit_s = asked.request, self.limit_s(operation_of(asked.request))
+        key = operation_of(asked.request).deadline
+        assert key, "an operation whose answer waits is declared with a deadline"
+        limit_s: float = getattr(self.deadlines, f"{key}_s")
         # A little before the caller gives up, so that what came is not lost on the way.
-        return asked.now_s + 0.95 * min(request.deadline_s or limit_s, limit_s)
+        return asked.now_s + 0.95 * min(asked.request.deadline_s or limit_s, limit_s)
 
     def check_tokens(self, tokens: bytes) -> None:
         """Raises WireError('too_large')."""

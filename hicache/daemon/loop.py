@@ -52,7 +52,7 @@ from hicache.engine import plan as p
 from hicache.protocol.endpoint import ipc_path
 from hicache.protocol.keys import NamespaceSpec
 from hicache.protocol.messages import pack
-from hicache.protocol.operations import Reply
+from hicache.protocol.registry import Reply
 from hicache.transfer.mover import Mover
 
 TICK_S: Final = 0.1
@@ -346,7 +346,7 @@ class Daemon:
     # --- moves ----------------------------------------------------------------------------------
 
     def dispatch(self, plan: p.Plan[Any]) -> None:
-        """See Outlet. The answer of the plan is sent afterwards. Pages that were cut into slots anew
+        """See Outlet. The plan's answer is sent afterwards. Pages that were cut into slots anew
         come first: from the first move on, other bytes may stand there (race 2 of the arena)."""
         for pages in plan.reshaped:
             if pages.tier in self.gate.arenas:

@@ -67,14 +67,14 @@ def test_a_put_is_answered_after_its_pages_generations_were_raised(daemon: Daemo
     """The same through the whole daemon: two namespaces, whose blocks differ in size."""
     now_s = 1.0
     for tier in ("hbm", "dram"):
-        daemon._do(p.TierUp(tier, now_s))
-    large = daemon._do(p.OpenNamespace(b"l" * 32, 1, 8 * PAGE_BYTES))
-    small = daemon._do(p.OpenNamespace(b"s" * 32, 1, PAGE_BYTES))
-    placed = daemon._do(p.Put(large, bytes(4), 0, 1, 1, now_s, 100.0))
+        daemon.gate.do(p.TierUp(tier, now_s))
+    large = daemon.gate.do(p.OpenNamespace(b"l" * 32, 1, 8 * PAGE_BYTES))
+    small = daemon.gate.do(p.OpenNamespace(b"s" * 32, 1, PAGE_BYTES))
+    placed = daemon.gate.do(p.Put(large, bytes(4), 0, 1, 1, now_s, 100.0))
     reader = Arena.attach(daemon.parts.arenas[placed.tier].path)
     seen = reader.generations(placed.slots)
-    daemon._do(p.WriterGone(1, now_s))
-    daemon._do(p.Put(small, bytes(12), 0, 3, 2, now_s, 100.0))
+    daemon.gate.do(p.WriterGone(1, now_s))
+    daemon.gate.do(p.Put(small, bytes(12), 0, 3, 2, now_s, 100.0))
     assert reader.generations(placed.slots) == seen + 1
 
 

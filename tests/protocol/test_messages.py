@@ -18,16 +18,8 @@ from hicache.protocol.messages import (
     pack,
     unpack,
 )
-from hicache.protocol.operations import (
-    MULTIPLE,
-    OPERATIONS,
-    Operation,
-    PingRequest,
-    Reply,
-    declare,
-    decode_request,
-    operation_of,
-)
+from hicache.protocol.operations import OPERATIONS, PingRequest, decode_request, operation_of
+from hicache.protocol.registry import MULTIPLE, Operation, Reply, declare
 
 SESSION = bytes(range(16))
 
