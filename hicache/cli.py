@@ -6,6 +6,8 @@ Command lines are the only place that reads the environment (`os.environ`).
 """
 
 import importlib
+import io
+import os
 import sys
 from typing import Any
 
@@ -86,10 +88,35 @@ def cli() -> None:
     """KV-cache storage sidecar for LLM inference engines."""
 
 
+class OutputLost(Exception):
+    """What a command prints can no longer be written."""
+
+
+class _Output(io.FileIO):
+    """Standard output. A write that fails is told apart from every other OSError."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # for what is still buffered
+            raise OutputLost(f"the output could not be written: {error.strerror}") from error
+
+
 def main() -> None:
     """Runs the command line; an error that is a sentence is printed as one, without traceback."""
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_Output(sys.stdout.fileno(), "wb", closefd=False)),
+        sys.stdout.encoding,
+        sys.stdout.errors,
+        line_buffering=sys.stdout.isatty(),
+    )
     try:
         code: Any = cli.main(prog_name="hicache", standalone_mode=False)
+        sys.stdout.flush()
+    except OutputLost as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as error:
