@@ -105,12 +105,14 @@ class _Output(io.FileIO):
 
 def main() -> None:
     """Runs the command line; an error that is a sentence is printed as one, without traceback."""
-    sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(_Output(sys.stdout.fileno(), "wb", closefd=False)),
-        sys.stdout.encoding,
-        sys.stdout.errors,
-        line_buffering=sys.stdout.isatty(),
-    )
+    if (stdout := sys.__stdout__) is sys.stdout and stdout is not None:
+        raw = _Output(stdout.fileno(), "wb", closefd=False)
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(raw),
+            stdout.encoding,
+            stdout.errors,
+            line_buffering=stdout.isatty(),
+        )
     try:
         code: Any = cli.main(prog_name="hicache", standalone_mode=False)
         sys.stdout.flush()
