@@ -44,6 +44,9 @@ ReadyRun = tuple[int, str, bytes, bytes, int]
 # --- sessions -----------------------------------------------------------------------------------
 
 
+_NIL: Final = b"\xc0"
+
+
 class HelloRequest(Request, tag="hello"):
     """`spec` is decoded by the handler: its nested arrays would be believed in here."""
 
@@ -52,6 +55,10 @@ class HelloRequest(Request, tag="hello"):
     client: Name = ""
     transport: str = "arena"
     group: Token = b""
+
+    def __post_init__(self) -> None:
+        if bytes(self.spec) == _NIL:
+            raise ValueError("nil")  # the decoder takes any value for a raw one
 
 
 class ArenaFile(msgspec.Struct):
