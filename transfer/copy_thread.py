@@ -2,19 +2,21 @@
 
     daemon ──▶ queue ──▶ [beginning thread] ──▶ begun, in order ──▶ [ending thread] ──▶ daemon
 
-Where a link's copies go on by themselves (a GPU's), the beginning thread hands over the next batch
-while the ending thread still waits for the one before: 2 MiB blocks ran at 0.61 of a PCIe link's
-peak one batch at a time, and at 0.95 with two (H200). Where a link copies within the call (a disk,
-host memory) the beginning thread does both, and there is no other.
+Where a link copies asynchronously (a GPU's), the beginning thread enqueues the next batch while the
+ending thread waits for the one before: 2 MiB blocks ran at 0.61 of a PCIe link's peak one batch at
+a time, and at 0.95 with two (H200). Where a link copies within the call (a disk, host memory) the
+beginning thread does both, and there is no ending thread.
 
 Races, and who wins:
-1. A batch is begun while another is on its way. The link keeps their order; outcomes are told in
-   that order, each only once its own bytes are at rest. How many travel is the daemon's to bound.
-2. A batch fails when it is begun, behind one that is still on its way. Its failure waits its turn.
-3. The device breaks while one batch is begun and another waited for. Whichever thread learns of it
-   ends the process; neither batch is told as copied afterwards, and the daemon fails both once the
-   process is dead. An outcome told before that was true.
-4. The daemon is gone, or says stop. What has begun is waited for: nothing is unmapped under a copy.
+1. A batch is begun while another is being copied. The link keeps their order; outcomes are reported
+   in that order, each once its own copies have finished. The daemon limits the batches in flight.
+2. A batch fails when it is begun, behind one that is still being copied. Its failure is reported
+   after that one's outcomes.
+3. The device breaks while one batch is begun and another waited for. The first thread that notices
+   ends the process; neither batch is reported as copied, and the daemon fails both once the process
+   is dead. Outcomes reported before that are true.
+4. The daemon has died, or sends `stop`. Batches that have begun are waited for: no memory is
+   unmapped during a copy.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from hicache.transfer.media.medium import (
     failed,
     start_or_fail,
 )
-from hicache.transfer.throttle import Pace
+from hicache.transfer.throttle import Throttle
 from hicache.transfer.worker_messages import Batch, Done, pack_done
 
 Job = Callable[[], None]
@@ -49,9 +51,9 @@ class _Begun:
     start_s: float
 
 
-class Direction:
-    """`send` takes a message for the daemon, from either thread; `on_fault` what a job or a batch
-    raised, and does not return where the worker cannot go on."""
+class CopyThread:
+    """`send` sends a message to the daemon and is called by both threads. `on_fault` is called with
+    the exception of a job or batch, and does not return if the worker cannot continue."""
 
     def __init__(
         self,
@@ -60,14 +62,14 @@ class Direction:
         send: Callable[[bytes], None],
         on_fault: Callable[[Exception], None],
         cut_off: threading.Event,
-        pace: Pace | None = None,
+        throttle: Throttle | None = None,
     ) -> None:
         self._links = {(link.src, link.dst): link for link in links}
         self._send, self._on_fault, self._cut_off = send, on_fault, cut_off
-        self._pace = pace or Pace()
+        self._throttle = throttle or Throttle()
         self._jobs: SimpleQueue[Batch | Job | None] = SimpleQueue()
         self._begun: SimpleQueue[_Begun | None] = SimpleQueue()
-        self._ended_s = 0.0  # of the thread that ends batches
+        self._ended_s = 0.0  # only used by the ending thread
         self._threads = [threading.Thread(target=self._begin_all, name=f"hicache-{name}")]
         self._is_paired = any(isinstance(link, StartingLink) for link in links)
         if self._is_paired:
@@ -79,11 +81,11 @@ class Direction:
             thread.start()
 
     def put(self, job: Batch | Job) -> None:
-        """A batch, or something to be done between batches."""
+        """Queue a batch, or a job to run between batches."""
         self._jobs.put(job)
 
     def finish(self) -> None:
-        """What is here is the last. Returns when nothing is on its way."""
+        """Process what is queued, and end the threads. Returns when all copies have finished."""
         self._jobs.put(None)
         for thread in self._threads:
             thread.join()
@@ -102,7 +104,7 @@ class Direction:
     def _guarded(self, job: Job) -> None:
         try:
             job()
-        except Exception as error:  # a thread that ended alone would leave an idle worker
+        except Exception as error:  # if this thread ended silently, the worker would stand idle
             self._on_fault(error)
 
     def _begin(self, batch: Batch) -> None:
@@ -122,13 +124,13 @@ class Direction:
 
     def _end(self, begun: _Begun) -> None:
         outcomes: list[Outcome] = begun.pending.wait()
-        # A batch is charged from when the one before it had arrived: a link that is never idle has
-        # its real bandwidth in the measurements, not that divided by the batches in flight.
+        # A batch's time counts from the end of the one before: else the measured bandwidth would be
+        # the link's divided by the number of batches in flight.
         start_s = max(begun.start_s, self._ended_s)
         batch = begun.batch
         copied = zip(batch.moves, outcomes, strict=True)
         num_bytes = sum(m.block_bytes for m, o in copied if o.ok and m.dst is not None)
-        self._pace.hold(num_bytes, start_s)
+        self._throttle.hold(num_bytes, start_s)
         self._ended_s = time.perf_counter()
         seconds = self._ended_s - start_s
         self._send(pack_done(Done(batch.number, outcomes, seconds, num_bytes)))

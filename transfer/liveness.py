@@ -1,10 +1,10 @@
-"""Whether one way of a worker goes on, judged by what it does and not by its being there.
+"""Whether one queue of a worker makes progress, judged by its replies and its finished batches.
 
-    asked ──▶ the way's own queue, between its batches ──▶ answered
-    a batch sent ─────────────────────────────────────────────▶ its outcomes
+    ping ──▶ the queue, between its batches ──▶ pong
+    a batch ─────────────────────────────────▶ its outcomes
 
-It owes an answer from when it was asked, or sent a batch, until something comes of it; a device
-that is slow but goes on never owes one for long. Owned by the mover; pure.
+A queue is overdue from when it was sent a ping or a batch until anything comes back; a slow device
+that makes progress is never overdue for long. Owned by the supervisor; pure.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from typing import Final
 EVERY_S: Final = 1.0
 
 
-class Pulse:
-    """One way's. `name` is its name (queues.py)."""
+class Liveness:
+    """Of the queue `name` (queues.py)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._asked_s: float | None = None
+        self._pinged_s: float | None = None
         self._heard_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """A new process: whatever the last one owed is forgotten."""
-        self._asked_s = None
+        """A new process has started: forget what the last one was sent."""
+        self._pinged_s = None
         self._heard_s = now_s
 
     def is_due(self, now_s: float) -> bool:
-        """Whether to ask now."""
-        return self._asked_s is None and now_s - self._heard_s >= EVERY_S
+        """Whether to send a ping now."""
+        return self._pinged_s is None and now_s - self._heard_s >= EVERY_S
 
-    def asked(self, now_s: float) -> None:
-        """The question is on its way."""
-        self._asked_s = now_s
+    def pinged(self, now_s: float) -> None:
+        """A ping was sent."""
+        self._pinged_s = now_s
 
     def answered(self, now_s: float) -> None:
-        """It came to the question."""
-        self._asked_s = None
+        """The pong came."""
+        self._pinged_s = None
         self._heard_s = now_s
 
     def moved(self, now_s: float) -> None:
-        """A batch came back, or nobody listened for a while: it owes nothing older than this."""
+        """A batch came back, or the daemon did not read for a while: count from now."""
         self._heard_s = now_s
 
-    def owes_s(self, now_s: float, oldest_batch_s: float | None) -> float:
-        """For how long it has owed an answer; 0 if it owes none."""
-        since = [s for s in (self._asked_s, oldest_batch_s) if s is not None]
+    def overdue_s(self, now_s: float, oldest_batch_s: float | None) -> float:
+        """For how long something has been due; 0 if nothing is."""
+        since = [s for s in (self._pinged_s, oldest_batch_s) if s is not None]
         return max(0.0, now_s - max(min(since), self._heard_s)) if since else 0.0

@@ -1,12 +1,13 @@
-"""What waits for, and travels in, one way of one device (queues.py). Owned by the mover; pure.
+"""One queue of one device (queues.py): waiting moves, and batches in flight. Owned by the mover;
+pure.
 
 queued by priority:  demand … | prefetch … | demotion …
              take ↓  one batch of one priority, all copies or all deletions
-in flight:           at most a few batches, so that a new demand waits for little
+in flight:           at most a few batches, so that a new demand does not wait long
 
-A batch is bounded in bytes and in blocks: a demand waits for what is in flight, and for
-nothing that is queued behind it. On a slow link it is bounded in time as well, since it arrives as
-a whole: a request whose deadline passes goes on with the batches that have come.
+A batch is limited in bytes and in blocks: a demand waits only for the batches in flight. On a slow
+link a batch is also limited in time, since its blocks arrive together: at its deadline a request
+continues with the batches that have arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hicache.transfer.worker_messages import Batch
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one batch, and the batches sent and not answered."""
+    """The most moves and bytes of a batch, and the most batches in flight."""
 
     moves: int = 32
     num_bytes: int = 16 << 20
@@ -31,19 +32,19 @@ class Limits:
 
 LIMITS: Final = Limits()
 GPU_LIMITS: Final = Limits(moves=128, in_flight=4)
-"""A GPU copies 16 MiB in 0.3 ms, as long as it takes to hear of a batch and to send another: with
-few in flight it is idle at times (of an H200's PCIe peak, with 2 MiB blocks: one 0.61, three 0.88,
-four 0.90). A small block costs its driver some 3 µs whatever its size. So a demand waits for 64 MiB
-or 512 blocks of other demands at most, some 1.5 ms; what is less urgent has ways of its own."""
+"""A GPU copies 16 MiB in 0.3 ms, as long as it takes to report a batch and to send another: with few
+in flight it is idle at times (of an H200's PCIe peak, with 2 MiB blocks: one 0.61, three 0.88, four
+0.90). Each block costs the driver about 3 µs, whatever its size. So a demand waits for at most
+64 MiB or 512 blocks of other demands, about 1.5 ms; less urgent moves use other queues."""
 
 
 BATCH_S: Final = 0.5
-"""A batch should take no longer, by the speed of the last one. One that was held up makes the next
-one small, which then shows how fast the link is."""
+"""A batch should take no longer, at the speed of the last one. After a delayed batch the next one is
+small, and measures the link's speed anew."""
 
 
-class Lane:
-    """One way's queues. `backlog` counts bytes by priority, queued and in flight."""
+class MoveQueue:
+    """The moves of one queue. `backlog`: bytes by priority, waiting and in flight."""
 
     def __init__(self, max_queued: int, limits: Limits = LIMITS) -> None:
         self.in_flight: dict[int, tuple[Batch, float]] = {}  # batch → (batch, when it was sent)
@@ -57,11 +58,11 @@ class Lane:
 
     @property
     def num_queued(self) -> int:
-        """Moves that wait, those in flight not counted."""
+        """The number of waiting moves, without those in flight."""
         return self._num_queued
 
     def push(self, move: Move) -> bool:
-        """False, and nothing changed, when the queue is full."""
+        """Queue a move. Returns False, and changes nothing, when the queue is full."""
         if self._num_queued >= self._max_queued:
             return False
         self._queues[move.priority][move.id] = move
@@ -70,8 +71,8 @@ class Lane:
         return True
 
     def take(self, now_s: float) -> tuple[list[Move], list[Outcome]]:
-        """The next batch's moves (none when enough are in flight), and the outcomes of those
-        found to be past their deadlines on the way."""
+        """The next batch's moves (none when enough are in flight), and the failed outcomes of moves
+        whose deadline has passed."""
         batch: list[Move] = []
         late: list[Outcome] = []
         if len(self.in_flight) >= self._limits.in_flight:
@@ -100,24 +101,25 @@ class Lane:
         self.in_flight[batch.number] = (batch, now_s)
 
     def timed(self, num_bytes: int, seconds: float) -> None:
-        """So many bytes took so long."""
+        """A batch of `num_bytes` took `seconds`: adapt the size of the next one."""
         if num_bytes > 0 and seconds > 0.0:
             self._most_bytes = min(self._limits.num_bytes, int(BATCH_S * num_bytes / seconds))
 
     def done(self, number: int) -> Batch | None:
-        """The batch came back; None when it is not one of ours."""
+        """A batch came back. Returns None when it is not in flight here."""
         batch, _ = self.in_flight.pop(number, (None, 0.0))
         for move in batch.moves if batch is not None else ():
             self.backlog[move.priority] -= _weight(move)
         return batch
 
     def drop(self, move: Move, error: str) -> Outcome:
-        """A move taken but not sent after all."""
+        """The failed outcome of a move that was taken but not sent."""
         self.backlog[move.priority] -= _weight(move)
         return Outcome(move.id, ok=False, error=error)
 
     def cancel(self, ids: Iterable[int]) -> list[Outcome]:
-        """Outcomes of those that were still queued; what travels cannot be called back."""
+        """Remove these moves. Returns the outcomes of those that were still waiting; moves in
+        flight cannot be cancelled."""
         outcomes = []
         for move_id in ids:
             for queue in self._queues.values():
@@ -129,13 +131,13 @@ class Lane:
         return self.cancel([move_id for queue in self._queues.values() for move_id in queue])
 
     def expire(self, now_s: float) -> list[Outcome]:
-        """Queued moves whose deadline has passed, wherever they stand."""
+        """Remove all waiting moves whose deadline has passed. Returns their outcomes."""
         moves = [move for queue in self._queues.values() for move in queue.values()]
         error = "its deadline passed while it waited"
         return [self._give_up(move, error) for move in moves if _is_late(move, now_s)]
 
     def fail_all(self, error: str, corrupt_in_flight: bool = False) -> list[Outcome]:
-        """The worker is gone: everything queued and in flight has failed."""
+        """The worker has died: remove all moves, waiting and in flight. Returns their outcomes."""
         outcomes = []
         for number in list(self.in_flight):
             batch = self.done(number)
@@ -147,7 +149,7 @@ class Lane:
         return outcomes
 
     def oldest_s(self) -> float | None:
-        """When the batch that is out longest was sent."""
+        """When the oldest batch in flight was sent; None if there is none."""
         return min((sent_s for _, sent_s in self.in_flight.values()), default=None)
 
     def _give_up(self, move: Move, error: str) -> Outcome:
@@ -157,7 +159,7 @@ class Lane:
 
 
 def _weight(move: Move) -> int:
-    """Bytes to copy; a deletion copies none."""
+    """A move's bytes to copy; 0 for a deletion."""
     return 0 if move.dst is None else move.block_bytes
 
 

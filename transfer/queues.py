@@ -1,14 +1,14 @@
-"""The ways of a device: each a queue in the mover, and threads (on a GPU a stream) in the worker.
+"""The names of a device's queues: each is a queue in the mover, and threads in the worker.
 
-A disk and host memory have two, from the device and to it: a batch takes the medium itself, so
-another beside it would only be slower. A GPU has two for every priority, or a request's blocks
-would wait behind as many batches of demotions as it takes to keep the link busy:
+A disk and host memory have two, from the device and to it: one batch uses the whole medium, so
+batches in parallel would only be slower. A GPU has two for every priority, each with its stream:
+otherwise a request's blocks would wait behind the batches of demotions that keep the link busy:
 
     disk    read                                          write
     GPU     read-demand  read-prefetch  read-demotion     write-demand  write-prefetch …
 
-Ways keep no order among themselves, and need none: a slot belongs to one move at a time, until its
-outcome was told.
+No order is kept between queues, and none is needed: a slot belongs to one move at a time, until the
+move's outcome was reported.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Final, Literal
 
 from hicache.engine.plan import Priority
 
-Heading = Literal["read", "write"]
+Direction = Literal["read", "write"]
 """From the device, or to it."""
-PAGE_WAYS: Final = ("pages", "load", "save")
-"""A GPU's other ways, for inference engines' own pages (page_worker.py)."""
-HEADINGS: Final[tuple[Heading, ...]] = ("read", "write")
+PAGE_QUEUES: Final = ("pages", "load", "save")
+"""A GPU's further queues, for inference engines' own pages (page_worker.py)."""
+DIRECTIONS: Final[tuple[Direction, ...]] = ("read", "write")
 
 
-def way_of(heading: Heading, priority: Priority, by_priority: bool) -> str:
-    """The way that carries a move of this priority."""
-    return f"{heading}-{priority.name.lower()}" if by_priority else heading
+def queue_name(direction: Direction, priority: Priority, by_priority: bool) -> str:
+    """The queue for a move of this direction and priority."""
+    return f"{direction}-{priority.name.lower()}" if by_priority else direction
 
 
-def ways_of(by_priority: bool) -> dict[str, Heading]:
-    """All ways of a device, the most urgent ones first, reading before writing."""
-    urgent_first = [(heading, p) for p in Priority for heading in HEADINGS]
-    return {way_of(heading, p, by_priority): heading for heading, p in urgent_first}
+def queue_names(by_priority: bool) -> dict[str, Direction]:
+    """All queues of a device by name, the most urgent first, reading before writing."""
+    urgent_first = [(direction, p) for p in Priority for direction in DIRECTIONS]
+    return {queue_name(direction, p, by_priority): direction for direction, p in urgent_first}

@@ -1,8 +1,8 @@
-"""How fast a direction may copy, for tests and demonstrations: freely, throttled, or not at all.
+"""Limits how fast a device copies, for tests and demonstrations: not at all, to a rate, or to 0.
 
-A copied batch is held back until a slower device would have finished it, so requests that wait
-and the measurements see a device of that speed. Called from the thread that ends batches, set from
-the worker's main thread; a lock guards the two fields, and nothing runs under it.
+The report of a copied batch is held back until a device of that speed would have finished, so the
+measured speed is the configured one too. `hold` is called by the thread that ends batches, `set` by
+the worker's main thread; a lock guards the rate, and nothing else runs under it.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import time
 from math import inf
 
 
-class Pace:
-    """`bytes_per_s`: infinity for freely, 0 for not at all."""
+class Throttle:
+    """`bytes_per_s`: infinity for no limit, 0 to copy nothing."""
 
     def __init__(self, bytes_per_s: float = inf) -> None:
         self._bytes_per_s = bytes_per_s
         self._changed = threading.Condition()
 
     def set(self, bytes_per_s: float) -> None:
-        """From now on, also for a batch that is held."""
+        """Change the rate, also for a batch that is being held."""
         with self._changed:
             self._bytes_per_s = bytes_per_s
             self._changed.notify_all()
 
     def least_s(self, num_bytes: int) -> float:
-        """Seconds that so many bytes take at least; 0 where nothing moves at all."""
+        """The least seconds for `num_bytes`; 0 at rate 0."""
         with self._changed:
             return num_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
 
     def hold(self, num_bytes: int, start_s: float) -> None:
-        """Return when a batch begun at `start_s` (time.perf_counter) may be said to be done."""
+        """Block until a batch that began at `start_s` (time.perf_counter) may be reported."""
         with self._changed:
             while (left_s := self._left_s(num_bytes, start_s)) > 0:
                 self._changed.wait(None if left_s == inf else left_s)

@@ -1,4 +1,4 @@
-"""What the mover tells the daemon's loop, besides the outcomes of moves."""
+"""The mover's events for the daemon's loop, besides the outcomes of moves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hicache.transfer.media.medium import Spoilt
 
 @dataclass(frozen=True, slots=True)
 class WorkerUp:
-    """The device serves moves now. `notes` are sentences for the operator. `is_restoring`: what it
-    held before is still to be told (WorkerRows, at the end WorkerRestored)."""
+    """The device is ready for moves. `notes` are sentences for the operator. `is_restoring`: its
+    stored blocks are still to be listed (WorkerRows, at the end WorkerRestored)."""
 
     device: str
     tier: str
@@ -25,8 +25,8 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOpening:
-    """It is on its way to WorkerUp, or to its first WorkerRows: so much is done, of so much.
-    `unit`: "blocks" or "bytes"."""
+    """Progress on the way to WorkerUp, or to the first WorkerRows: `done` of `total` `unit`
+    ("blocks" or "bytes")."""
 
     device: str
     tier: str
@@ -48,8 +48,8 @@ class WorkerMeasured:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRows:
-    """Stored blocks of one namespace, to be answered with `Mover.taken`. After a restart of the
-    worker all come again: the truth about the medium."""
+    """Stored blocks of one namespace, to be acknowledged with `Mover.taken`. After a restart of the
+    worker all are listed again, and are then the complete contents of the medium."""
 
     device: str
     tier: str
@@ -58,7 +58,7 @@ class WorkerRows:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRestored:
-    """All that the device held was told. `notes` as in WorkerUp, and more."""
+    """All stored blocks have been listed. `notes`: those of WorkerUp, and further ones."""
 
     device: str
     tier: str
@@ -67,7 +67,7 @@ class WorkerRestored:
 
 @dataclass(frozen=True, slots=True)
 class WorkerNoted:
-    """Another sentence for the operator, beside those of WorkerUp: the device serves on."""
+    """One more sentence for the operator. The device continues to work."""
 
     device: str
     tier: str
@@ -76,7 +76,7 @@ class WorkerNoted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerScrubbed:
-    """How far the scrub is that was asked for, and what it found bad, and removed, since last."""
+    """Progress of a scrub, and the bad blocks found and removed since the last event."""
 
     device: str
     tier: str
@@ -99,7 +99,7 @@ class WorkerDown:
 
 @dataclass(frozen=True, slots=True)
 class PageNews:
-    """The answer to something about inference engines' pages."""
+    """A report about inference engines' pages."""
 
     device: str
     told: PageTold

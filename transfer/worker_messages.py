@@ -1,15 +1,15 @@
-"""What the daemon's mover and a worker process say to each other: bytes ↔ structs, no sockets.
+"""The messages between the daemon's mover and a worker process: bytes ↔ structs, no sockets.
 
 A stream of msgpack maps over one socket pair, self-delimiting, no pickle. Both sides check types
-and lengths before they act, although both are ours: a damaged worker may say anything.
+and lengths although both are hicache: a damaged worker may send anything.
 
-    daemon → worker   config · batch · forget · note · taken · scrub · describe · pace · pulse ·
+    daemon → worker   config · batch · forget · note · taken · scrub · describe · throttle · ping ·
                       stop
-    worker → daemon   opening* · measured* · ready · rows* · restored · done* · beat* · scrubbed* ·
+    worker → daemon   opening* · measured* · ready · rows* · restored · done* · pong* · scrubbed* ·
                       noted* · broken
 
-`rows` are answered `taken`; a worker has few of them unanswered, or the daemon would be busy with
-them alone.
+`rows` are acknowledged with `taken`. A worker sends only a few without acknowledgement, so that the
+daemon has time for requests in between.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Message = dict[str, Any]
 
 
 class MalformedMessage(ValueError):
-    """The peer said something that this protocol does not know."""
+    """A message that is not of this protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class WorkerConfig:
     """The first message a worker reads: which device it opens and between which tiers it copies.
 
     `near` is the tier whose arena the daemon owns, mapped from `near_path` (absolute); `far` is the
-    device's own tier. `probe_bytes` are copied each way at start. `set_aside` is the mover's to
-    set: the last two workers died by a signal. From and to the device no more is copied than
-    `read_bytes_per_s` and `write_bytes_per_s`, 0 for nothing (throttle.py).
+    device's tier. `probe_bytes` are copied in each direction at start. `set_aside` is set by the
+    supervisor after two crashes. `read_bytes_per_s`, `write_bytes_per_s`: limits of the speed from
+    and to the device (throttle.py).
     """
 
     spec: DeviceSpec
@@ -67,7 +67,7 @@ class WorkerConfig:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> WorkerConfig:
-        """MalformedMessage on a field that is unknown or of the wrong type."""
+        """Raises MalformedMessage on a field that is unknown or of the wrong type."""
         try:
             return checked(cls, fields)
         except ValueError as error:
@@ -76,16 +76,16 @@ class WorkerConfig:
 
 @dataclass(slots=True)
 class Batch:
-    """Moves of one way of one device (queues.py), all copies or all deletions."""
+    """Moves of one queue of one device (queues.py), all copies or all deletions."""
 
     number: int
     moves: list[Move]
-    way: str = ""
+    queue: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A batch's outcomes. `seconds` and `num_bytes` tell what copying it really took."""
+    """A batch's outcomes. `seconds` and `num_bytes`: the measured copy."""
 
     batch: int
     outcomes: list[Outcome]
@@ -102,7 +102,7 @@ class Stream:
     )
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that are complete now. MalformedMessage ends the conversation."""
+        """The messages that are complete now. Raises MalformedMessage; do not use it after that."""
         try:
             self._unpacker.feed(data)
             for message in self._unpacker:
@@ -122,7 +122,7 @@ def pack(kind: str, **fields: Any) -> bytes:
 
 
 def pack_batch(batch: Batch) -> bytes:
-    """Moves as lists; priority and deadline stay with the daemon."""
+    """Moves as lists; priority and deadline are not sent."""
     moves = [
         [
             move.id,
@@ -138,15 +138,15 @@ def pack_batch(batch: Batch) -> bytes:
         for move in batch.moves
         for identity in (move.identity,)
     ]
-    return pack("batch", n=batch.number, way=batch.way, moves=moves)
+    return pack("batch", n=batch.number, queue=batch.queue, moves=moves)
 
 
 def unpack_batch(message: Message) -> Batch:
-    way = message.get("way")
-    if type(way) is not str:
-        raise MalformedMessage("batch: the way is missing")
+    queue = message.get("queue")
+    if type(queue) is not str:
+        raise MalformedMessage("batch: the queue is missing")
     moves = [_move(fields) for fields in _list(message, "moves")]
-    return Batch(_int(message.get("n")), moves, way)
+    return Batch(_int(message.get("n")), moves, queue)
 
 
 def pack_done(done: Done) -> bytes:
@@ -205,13 +205,13 @@ def unpack_rows(message: Message) -> StoredRows:
 
 
 def pack_uses(uses: Sequence[Use], zero_s: float) -> bytes:
-    """`zero_s`: when the daemon's clock stood at 0, in seconds since 1970."""
+    """`zero_s`: the time at 0 of the daemon's clock, in seconds since 1970."""
     packed = [[u.slot_bytes, u.key, u.hits, max(0, int(u.used_s + zero_s))] for u in uses]
     return pack("note", uses=packed)
 
 
 def unpack_uses(message: Message) -> dict[int, list[tuple[bytes, int, int]]]:
-    """(key, hits, seconds since 1970), by slot size."""
+    """Slot size → (key, hits, last use in seconds since 1970)."""
     uses: dict[int, list[tuple[bytes, int, int]]] = {}
     for fields in _list(message, "uses"):
         if not isinstance(fields, list) or [type(f) for f in fields] != [int, bytes, int, int]:
@@ -220,10 +220,10 @@ def unpack_uses(message: Message) -> dict[int, list[tuple[bytes, int, int]]]:
     return uses
 
 
-def pack_scrubbed(told: Scrubbed) -> bytes:
-    bad = [[b.key, b.problem, b.namespace, b.tokens] for b in told.bad]
-    numbers = [told.blocks, told.num_bytes, told.total_blocks]
-    return pack("scrubbed", numbers=numbers, bad=bad, done=told.is_done)
+def pack_scrubbed(progress: Scrubbed) -> bytes:
+    bad = [[b.key, b.problem, b.namespace, b.tokens] for b in progress.bad]
+    numbers = [progress.blocks, progress.num_bytes, progress.total_blocks]
+    return pack("scrubbed", numbers=numbers, bad=bad, done=progress.is_done)
 
 
 def unpack_scrubbed(message: Message) -> Scrubbed:
@@ -239,7 +239,7 @@ def unpack_scrubbed(message: Message) -> Scrubbed:
 
 
 def unpack_keys(message: Message) -> dict[int, list[bytes]]:
-    """The keys of a `forget`, by slot size."""
+    """Slot size → the keys of a `forget`."""
     keys: dict[int, list[bytes]] = {}
     for fields in _list(message, "keys"):
         if not isinstance(fields, list) or [type(f) for f in fields] != [int, bytes]:

@@ -1,8 +1,8 @@
-"""One incarnation of a worker process, as the daemon holds it: spawned, spoken to, seen to end.
+"""One worker process, in the daemon: starts it, exchanges messages, and detects its end.
 
-Used from the daemon's loop only, which it never blocks: sends are buffered, receives take what is
-there, and the process's end shows as a readable pidfd. Whatever a worker had said before it ended
-is still read: its socket outlives it here.
+Used from the daemon's loop only, which it never blocks: sends are buffered, receives return what is
+there, and the process's end shows as a readable pidfd. What a worker sent before it ended can still
+be read: the daemon's end of the socket stays open.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _ROOT = Path(__file__).absolute().parents[2]  # not resolved: hicache/transfer m
 
 
 class WorkerProcess:
-    """A running worker: its socket, its pidfd, and what could not be sent to it yet."""
+    """A running worker: its socket, its pidfd, and the bytes not sent to it yet."""
 
     def __init__(self, config: WorkerConfig, poller: select.epoll) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-            # Started in the folder that holds the package, `-m` finds it wherever it is installed
-            # and never a stranger's module in the folder where the daemon was started.
+            # Started in the folder that holds the package: so `-m` finds it wherever it is
+            # installed, and never another module in the daemon's working directory.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -59,18 +59,18 @@ class WorkerProcess:
 
     @property
     def num_unsent(self) -> int:
-        """Bytes that wait here until the process reads."""
+        """Bytes not sent yet, because the process has not read earlier ones."""
         return len(self._unsent)
 
     def send(self, message: bytes) -> None:
-        """Now or later, in order; never blocks."""
+        """Send a message now or later, in order; never blocks."""
         is_idle = not self._unsent
         self._unsent += message
         if is_idle:
             self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes, and ask to be told when it takes more."""
+        """Send what the socket accepts; have the poller report when it accepts more."""
         if not self._is_open:
             return
         had_unsent = len(self._unsent)
@@ -80,14 +80,14 @@ class WorkerProcess:
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent.clear()  # it has ended; the pidfd says so too
+            self._unsent.clear()  # the process has ended; the pidfd reports it too
         if had_unsent:
             events = select.EPOLLIN | (select.EPOLLOUT if self._unsent else 0)
             self._poller.modify(self.sock, events)
 
     def receive(self) -> Iterator[Message]:
-        """The messages that are here. At the end of the stream the process is made to end too.
-        MalformedMessage when it talks nonsense."""
+        """The messages received so far. At the end of the stream the process is killed. Raises
+        MalformedMessage."""
         while self._is_open:
             try:
                 data = self.sock.recv(_RECEIVE_BYTES)
@@ -101,7 +101,7 @@ class WorkerProcess:
             yield from self._stream.feed(data)
 
     def hang_up(self) -> None:
-        """No more talk. A live process is killed: its moves are given up only once it is dead."""
+        """Stop reading, and kill the process: its moves may fail only once it is dead."""
         if self._is_open:
             self._is_open = False
             self._poller.unregister(self.sock)
@@ -111,11 +111,11 @@ class WorkerProcess:
         self._process.send_signal(signal.SIGKILL)
 
     def exit_status(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """None while it runs; negative: the number of the signal that ended it."""
         return self._process.poll()
 
     def close(self) -> None:
-        """After its end: give the descriptors back."""
+        """Close the descriptors, after its end."""
         if self._is_open:
             self._is_open = False
             self._poller.unregister(self.sock)

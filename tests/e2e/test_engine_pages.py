@@ -201,7 +201,7 @@ class NoRunner:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"bus_id": "0000:99:00.0"}, "and the cache's is at"),
+        ({"bus_id": "0000:99:00.0"}, "but the cache uses the GPU at"),
         ({"handles": (b"/proc/1/fd/9999".ljust(64, b"\0"),)}, "does not map this memory"),
         ({"page_bytes": 4096}, "blocks of these pages have 65536 bytes"),
     ],

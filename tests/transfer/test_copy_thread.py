@@ -1,6 +1,6 @@
-"""A worker with a GPU's medium, spoken to over its socket: batches overlap, outcomes do not.
+"""A worker with a GPU's medium, driven over its socket: batches overlap, outcomes keep their order.
 
-The device is the stand-in, whose copies are done late; threads are real.
+The device is the stand-in, whose copies finish late; threads are real.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES
 from hicache.tiers.hbm import gpu_spec
 from hicache.transfer.media.cuda import CudaLink, CudaMedium
-from hicache.transfer.queues import way_of, ways_of
+from hicache.transfer.queues import queue_name, queue_names
 from hicache.transfer.worker import Worker
 from hicache.transfer.worker_messages import (
     Batch,
@@ -45,7 +45,7 @@ WAIT_S = 30.0
 
 
 class Daemon:
-    """The other end of the worker's socket: what both sides hold, whose slots are whose."""
+    """The other end of the worker's socket: the bytes of both tiers, and their free slots."""
 
     def __init__(self, arena: Arena, device: StandIn) -> None:
         config = WorkerConfig(gpu_spec(0, TIER_BYTES), "dram", "/x", "hbm")
@@ -63,7 +63,7 @@ class Daemon:
         }
         self.free = {tier: list(range(NUM_SLOTS)) for tier in self.real}
         self.sent: dict[str, deque[tuple[Batch, list[npt.NDArray[np.uint8]]]]] = {
-            way: deque() for way in ways_of(by_priority=True)
+            queue: deque() for queue in queue_names(by_priority=True)
         }
         self._num = 0
 
@@ -87,8 +87,8 @@ class Daemon:
         is_bad: bool = False,
         priority: Priority = Priority.DEMAND,
     ) -> None:
-        """A batch of moves between free slots, with fresh bytes to read. A bad one says that its
-        blocks are longer than both sides."""
+        """Send a batch of moves between free slots, with new bytes to read. A bad batch names
+        blocks longer than both tiers."""
         dst = "hbm" if src == "dram" else "dram"
         num_bytes = 2 * TIER_BYTES if is_bad else PAGE_BYTES
         moves: list[Move] = []
@@ -104,28 +104,28 @@ class Daemon:
         if not moves:
             return
         self._num += 1
-        way = way_of("read" if src == "hbm" else "write", priority, by_priority=True)
-        batch = Batch(self._num, moves, way)
-        self.sent[way].append((batch, expected))
+        queue = queue_name("read" if src == "hbm" else "write", priority, by_priority=True)
+        batch = Batch(self._num, moves, queue)
+        self.sent[queue].append((batch, expected))
         self.sock.sendall(pack_batch(batch))
 
     def hear(self) -> None:
-        """One answer: it is of the oldest batch of its way, and what it says is true. Its
-        slots are somebody else's at once."""
+        """Check one reply: it is for the oldest batch of its queue, and its outcomes are true. Its
+        slots are free for other moves at once."""
         while not self._heard:
             for message in self._stream.feed(self.sock.recv(1 << 16)):
                 assert message["t"] == "done", message
                 self._heard.append(unpack_done(message))
         done = self._heard.popleft()
-        (way,) = (q for q in self.sent.values() if q and q[0][0].number == done.batch)
-        batch, expected = way.popleft()
+        (sent,) = (q for q in self.sent.values() if q and q[0][0].number == done.batch)
+        batch, expected = sent.popleft()
         assert [o.move for o in done.outcomes] == [move.id for move in batch.moves]
         assert done.seconds >= 0.0
         for move, outcome, right in zip(batch.moves, done.outcomes, expected, strict=True):
             assert move.dst is not None
             there = self.real[move.dst][move.dst_slot * PAGE_BYTES :][:PAGE_BYTES]
             if outcome.ok:
-                assert np.array_equal(there, right), "told as copied, and it is not"
+                assert np.array_equal(there, right), "reported as copied, and it is not"
             there[:] = 0
             self.free[move.src].append(move.src_slot)
             self.free[move.dst].append(move.dst_slot)
@@ -140,8 +140,8 @@ def arena() -> Iterator[Arena]:
 
 
 class Held(StandIn):
-    """Nothing is waited for successfully before `gate` opens, of the `held` streams where they are
-    named; `enqueued` counts copies."""
+    """A device on which no wait for an event returns before `gate` is set (if `held` names streams:
+    no wait for theirs); `enqueued` counts copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,11 +169,11 @@ class Held(StandIn):
 
 
 def test_the_next_batch_is_begun_before_the_last_has_arrived(arena: Arena) -> None:
-    """Race 1, and 2: a batch that fails at once is told after the one that is on its way."""
+    """Races 1 and 2: a batch that fails at once is reported after the one still being copied."""
     device, rng = Held(), np.random.default_rng(0)
     with Daemon(arena, device) as daemon:
         while device.enqueued.acquire(blocking=False):
-            pass  # the worker's own trial of the device
+            pass  # the worker's measurement at its start
         daemon.send("hbm", 2, rng)
         daemon.send("hbm", 1, rng, is_bad=True)
         daemon.send("hbm", 1, rng)
@@ -185,8 +185,8 @@ def test_the_next_batch_is_begun_before_the_last_has_arrived(arena: Arena) -> No
             daemon.hear()
 
 
-def test_what_a_request_waits_for_is_not_behind_demotions(arena: Arena) -> None:
-    """Nor behind what is begun and cannot be called back: each priority has a stream of its own."""
+def test_demands_do_not_wait_for_demotions(arena: Arena) -> None:
+    """Nor behind demotions in flight: each priority has a separate stream."""
     device, rng = Held(), np.random.default_rng(0)
     with Daemon(arena, device) as daemon:
         demotions = daemon.medium.readers[Priority.DEMOTION]
@@ -198,20 +198,22 @@ def test_what_a_request_waits_for_is_not_behind_demotions(arena: Arena) -> None:
         daemon.send("dram", 1, rng, priority=Priority.PREFETCH)
         daemon.hear()
         daemon.hear()
-        assert {way for way, sent in daemon.sent.items() if sent} == {"read-demotion"}
+        assert {queue for queue, sent in daemon.sent.items() if sent} == {"read-demotion"}
         device.gate.set()
         for _ in range(3):
             daemon.hear()
 
 
-def test_a_way_that_is_none_ends_the_conversation(arena: Arena) -> None:
+def test_an_unknown_queue_is_malformed(arena: Arena) -> None:
     device = StandIn()
-    with Daemon(arena, device) as daemon, pytest.raises(MalformedMessage, match="no way of this"):
-        Worker(daemon.sock, daemon.medium)._handle({"t": "batch", "n": 1, "moves": [], "way": "up"})
+    with Daemon(arena, device) as daemon, pytest.raises(MalformedMessage, match="has no queue"):
+        Worker(daemon.sock, daemon.medium)._handle(
+            {"t": "batch", "n": 1, "moves": [], "queue": "up"}
+        )
 
 
 def test_stop_waits_for_what_has_begun(arena: Arena) -> None:
-    """Race 4: the arena is unmapped after `serve` has returned, and not under a copy."""
+    """Race 4: the arena is unmapped after `serve` has returned, never during a copy."""
     device, rng = Held(), np.random.default_rng(0)
     with Daemon(arena, device) as daemon:
         while device.enqueued.acquire(blocking=False):
@@ -254,10 +256,10 @@ _step = st.one_of(
 def test_outcomes_come_in_order_and_are_true(
     arena: Arena, steps: Sequence[tuple[str, int, Priority]], seed: int, refuse: set[int]
 ) -> None:
-    """Any number of batches of every priority, both ways, heard of whenever the daemon gets round
-    to it; copies come late, and some calls are refused in the middle of a batch."""
-    pace = Random(seed)  # not hypothesis' own: threads draw from it
-    device = StandIn(lambda waiting: pace.randint(0, waiting), sorted(refuse))
+    """Any number of batches of every priority, in both directions; replies are read at any time;
+    copies finish late, and some calls are refused in the middle of a batch."""
+    delays = Random(seed)  # not hypothesis' own: threads draw from it
+    device = StandIn(lambda waiting: delays.randint(0, waiting), sorted(refuse))
     rng = np.random.default_rng(0)
     with Daemon(arena, device) as daemon:
         for what, num_moves, priority in steps:

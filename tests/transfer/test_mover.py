@@ -79,15 +79,15 @@ def test_demand_overtakes_demotion_and_batches_are_bounded(rig: Rig) -> None:
 
 
 def test_reads_do_not_wait_behind_writes(rig: Rig) -> None:
-    """The lanes are apart: with both of the write lane's places taken, a read is sent at once."""
+    """The queues are separate: with two write batches in flight, a read is sent at once."""
     rig.fill("dram", *range(200))
     rig.run(rig.move("dram", "disk", 300))
     rig.hold(DISK)
     writes = [rig.move("dram", "disk", n, Priority.DEMOTION) for n in range(200)]
     read = rig.move("disk", "dram", 300)
     assert not rig.submit(*writes, read)
-    lane = rig.mover._device_of["disk", "dram"][0].lane("read", Priority.DEMAND)
-    assert [move.id for batch, _ in lane.in_flight.values() for move in batch.moves] == [read.id]
+    reads = rig.mover._device_of["disk", "dram"][0].queue("read", Priority.DEMAND)
+    assert [move.id for batch, _ in reads.in_flight.values() for move in batch.moves] == [read.id]
     rig.let_go(DISK)
     rig.outcomes(read, *writes)
 
@@ -271,7 +271,7 @@ def test_uses_are_told_after_a_restart(tmp_path: Path) -> None:
 def test_a_second_worker_on_a_path_says_whose_it_is(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     rig = Rig(tmp_path, devices=[DISK])
-    config = rig.mover._devices[DISK].config
+    config = rig.mover._devices[DISK].worker.config
     options = {**config.spec.options, "lock_wait_s": 0.0}
     config = replace(config, spec=replace(config.spec, options=options))
     second = Mover([config], rig.arenas, rig.identify)

@@ -1,4 +1,4 @@
-"""Which queue, threads and stream carry a move."""
+"""Which queue, and so which threads and stream, a move uses."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import pytest
 
 from hicache.engine.plan import Priority
 from hicache.transfer.move_queue import GPU_LIMITS
-from hicache.transfer.queues import way_of, ways_of
+from hicache.transfer.queues import queue_name, queue_names
 from tests.transfer.rig import GPU, Rig
 
 STAND_IN = Path(__file__).parents[1] / "e2e" / "stand_in"
 
 
-def test_a_disk_has_two_ways_and_a_gpu_two_for_each_priority() -> None:
-    assert ways_of(by_priority=False) == {"read": "read", "write": "write"}
-    ways = ways_of(by_priority=True)
-    assert list(ways)[:3] == ["read-demand", "write-demand", "read-prefetch"]
-    assert len(ways) == 2 * len(Priority)
-    assert ways[way_of("read", Priority.DEMOTION, by_priority=True)] == "read"
+def test_a_disk_has_two_queues_and_a_gpu_two_for_each_priority() -> None:
+    assert queue_names(by_priority=False) == {"read": "read", "write": "write"}
+    names = queue_names(by_priority=True)
+    assert list(names)[:3] == ["read-demand", "write-demand", "read-prefetch"]
+    assert len(names) == 2 * len(Priority)
+    assert names[queue_name("read", Priority.DEMOTION, by_priority=True)] == "read"
 
 
 @pytest.fixture
@@ -34,15 +34,15 @@ def gpu_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig.close()
 
 
-def test_demands_are_sent_past_demotions_that_cannot_be_called_back(gpu_rig: Rig) -> None:
+def test_demands_are_sent_past_demotions_in_flight(gpu_rig: Rig) -> None:
     rig = gpu_rig
     rig.hold(GPU)
     low = [rig.move("hbm", "dram", n, Priority.DEMOTION) for n in range(200)]
     high = [rig.move("hbm", "dram", n) for n in range(200, 203)]
     assert not rig.submit(*low)
     assert not rig.submit(*high)
-    device, heading = rig.mover._device_of["hbm", "dram"]
-    demands, demotions = (device.lane(heading, p) for p in (Priority.DEMAND, Priority.DEMOTION))
+    device, direction = rig.mover._device_of["hbm", "dram"]
+    demands, demotions = (device.queue(direction, p) for p in (Priority.DEMAND, Priority.DEMOTION))
     assert [m.id for b, _ in demands.in_flight.values() for m in b.moves] == [m.id for m in high]
     assert len(demotions.in_flight) <= GPU_LIMITS.in_flight
     assert rig.mover.owed_s(rig.now_s + 100.0)[GPU] > 0

@@ -30,7 +30,7 @@ def test_a_disk_that_cannot_be_left_in_order_is_one_sentence(
     rig = Rig(tmp_path, devices=[DISK])
     rig.fill("dram", 1)
     assert rig.run(rig.move("dram", "disk", 1))[0].ok
-    worker = rig.mover._devices[DISK].process
+    worker = rig.mover._devices[DISK].worker.process
     assert worker is not None
     os.kill(worker.pid, signal.SIGUSR1)
     worker.sock.shutdown(socket.SHUT_RDWR)

@@ -1,19 +1,18 @@
-"""Inference engines' own pages in the GPU worker: mapped by CUDA IPC, copied from and to slots.
+"""Inference engines' own pages in the GPU worker: maps them by CUDA IPC, copies them from and to
+slots.
 
 When pages and slots may be used again:
 
-    copy    enqueued part by part, an event behind each; told as copied once the last event has
-            completed, or, where CUDA refused it half-way, once all of its stream has
-    unmap   asked for by the daemon when it was told of every copy that names the registration:
-            nothing is on its way, and nothing waits for anybody
+    copy    enqueued part by part, each followed by an event; reported as copied once the last event
+            has completed, or, if CUDA refused a part, once the whole stream has
+    unmap   sent by the daemon after all copies of the registration were reported as copied: no copy
+            is running, so it waits for nothing
 
-Nothing that a client claimed is believed: how large an allocation is the driver says, once it is
-mapped, and every plane must lie within (`_layout`). Every table of pages is checked before anything
-is enqueued.
+Clients' descriptions are checked: the size of a mapped allocation comes from the driver, and every
+plane must lie within it (`_layout`). Every table of pages is checked before anything is enqueued.
 
-By the copy engines or by a kernel (page_paths.py), this is the same. Loads and saves have a stream
-and a thread each (page_worker.py), mapping and unmapping a third thread; no lock is held by any of
-them.
+The same for copies by the copy engines and by a kernel (page_paths.py). Loads and saves have a
+stream and a thread each (page_worker.py), mapping and unmapping a third thread; none holds a lock.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from hicache.transfer.media.cuda_copy import CopyRefused
 from hicache.transfer.media.pinned_memory import PinnedArena
 
 SizeOf = Callable[[int], tuple[int, int]]
-"""(base, bytes) of the allocation around an address. Raises NotShareable."""
+"""(base, bytes) of the allocation that contains an address. Raises NotShareable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,14 @@ class EnginePages:
         self._registered: dict[int, _Registered] = {}
         pool.use()
         cuda = pool.cupy.cuda
-        self._streams = {way: cuda.Stream(non_blocking=True) for way in (True, False)}
+        self._streams = {to_blocks: cuda.Stream(non_blocking=True) for to_blocks in (True, False)}
         self._cuda_error: type[Exception] = cuda.runtime.CUDARuntimeError
 
     def map(self, claim: Claim) -> None:
-        """Raises NotShareable with the reason, and then nothing stays mapped."""
+        """Map a registration. Raises NotShareable, and leaves nothing mapped."""
         if claim.bus_id.lower() != self._pool.bus_id:
             raise NotShareable(
-                f"these tensors are on the GPU at {claim.bus_id}, and the cache's is at "
+                f"these tensors are on the GPU at {claim.bus_id}, but the cache uses the GPU at "
                 f"{self._pool.bus_id}"
             )
         self._pool.use()
@@ -82,7 +81,7 @@ class EnginePages:
         self._registered[claim.number] = _Registered(layout, mappings)
 
     def unmap(self, number: int) -> None:
-        """Nothing where it was never mapped. Raises TierDamaged."""
+        """Unmap a registration; nothing where it is not mapped. Raises TierDamaged."""
         registered = self._registered.pop(number, None)
         if registered is not None:
             self._pool.use()
@@ -92,9 +91,9 @@ class EnginePages:
                 raise TierDamaged(f"GPU {self._pool.index}: unmapping: {error}") from error
 
     def copy(self, copy: PageCopy, came: Callable[[int], None]) -> None:
-        """Returns, or raises, when nothing of it is on its way. `came(n)`: the first n planes have
-        arrived, all but the last part. ValueError, CopyRefused, CUDA's own error: it failed;
-        TierDamaged: the context is gone."""
+        """Copy, and return or raise only when no part of it is still running. `came(n)` is called
+        when the first n planes have arrived, except after the last part. Raises ValueError,
+        CopyRefused or CUDA's error where the copy failed, TierDamaged where the context is lost."""
         registered = self._registered.get(copy.registration)
         if registered is None:
             raise ValueError("these pages are not registered")
@@ -107,7 +106,7 @@ class EnginePages:
         stream = self._streams[copy.to_blocks]
         parts: list[tuple[int, Any]] = []
         with ExitStack() as undo:
-            undo.callback(self._settle, stream)  # part of it may be on its way
+            undo.callback(self._settle, stream)  # parts of it may be running
             for planes in layout.parts(copy.planes_per_part):
                 event = self._pool.cupy.cuda.Event(block=True, disable_timing=True)
                 for group in groups:
@@ -122,7 +121,7 @@ class EnginePages:
                 came(stop)
 
     def close(self) -> None:
-        """Nothing is on its way any more."""
+        """Wait for all copies, and unmap everything."""
         for stream in self._streams.values():
             self._settle(stream)
         for number in list(self._registered):
@@ -130,18 +129,19 @@ class EnginePages:
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
-        """What `map` and `copy` raise when the rest goes on."""
+        """The exceptions of `map` and `copy` after which the worker can continue."""
         return ValueError, NotShareable, CopyRefused, self._cuda_error
 
     @property
     def trouble(self) -> str:
-        """What has become of the way in which they are copied, for the operator; or empty."""
+        """A sentence for the operator if the path of copies has changed, or ""."""
         return self._path.trouble
 
     def _layout(self, claim: Claim, mappings: Mappings) -> PageLayout:
-        """The claim's planes as addresses here, each of them within its allocation."""
+        """The claim's planes as addresses in this process. Raises NotShareable where one is not
+        within its allocation."""
         if claim.page_bytes < 1 or claim.pages_per_block < 1:
-            raise NotShareable("pages need bytes, and blocks pages")
+            raise NotShareable("pages need at least one byte, and blocks at least one page")
         mapped = []
         for handle in claim.handles:
             base = mappings.address(SharedRange(handle, 0, 0))
@@ -165,11 +165,11 @@ class EnginePages:
             raise NotShareable(str(error)) from error
 
     def _groups(self, copy: PageCopy) -> Iterator[PageGroup]:
-        """ValueError: a slot is not there."""
+        """The copy's blocks, grouped by memory. Raises ValueError for a slot outside its tier."""
         first = 0
         for tier, slots in copy.runs:
             if tier not in (self._near, self._far):
-                raise ValueError(f"no tier of this GPU: {tier[:40]!r}")
+                raise ValueError(f"this GPU has no tier {tier[:40]!r}")
             address = self._pinned.address if tier == self._near else self._pool.address
             blocks = _addresses(address, slots, copy.block_bytes)
             memory: Memory = "gpu"
@@ -180,7 +180,7 @@ class EnginePages:
             first += len(blocks)
 
     def _settle(self, awaited: Any) -> None:
-        """Until this event, or all of this stream, has completed. Raises TierDamaged."""
+        """Wait until this event, or this whole stream, has completed. Raises TierDamaged."""
         self._pool.use()
         try:
             awaited.synchronize()
@@ -189,8 +189,8 @@ class EnginePages:
 
 
 def _addresses(address: Callable[[int, int], int], slots: PageNumbers, num_bytes: int) -> Addresses:
-    """Of slots, as `address` of both tiers gives them: a slot's number counts pages of memory. One
-    call for each would take longer than a kernel for all. ValueError as there."""
+    """The slots' addresses. `address`: of the tier; called only for the lowest and highest slot,
+    since a call for each would take longer than a kernel for all. Raises ValueError as it does."""
     if not len(slots):
         return np.empty(0, np.uint64)
     lowest = int(slots.min())

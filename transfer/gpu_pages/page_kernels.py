@@ -1,10 +1,10 @@
-"""Between an inference engine's pages in GPU memory and blocks, by a kernel (kernels.cu).
+"""Copies between an inference engine's pages in GPU memory and blocks, by a kernel (kernels.cu).
 
-For connectors, in the inference engine's own process, and for the GPU worker where it may run
-kernels. CuPy is imported by the caller, once there is a GPU; any one thread may use a `PageCopier`.
+For connectors, in the inference engine's process, and for the GPU worker where it may run kernels.
+The caller imports CuPy; a `PageCopier` may be used by one thread at a time.
 
 A layout is a list of planes: one per layer where a page holds K and V together, two where it does
-not. Every layout of the engines we know is pages that lie in one piece each:
+not. In every known layout of an inference engine each page is contiguous:
 
     [pages, tokens, heads, 2·dim]       vLLM, K and V side by side      one plane a layer
     [pages, 2, tokens, heads, dim]      vLLM, K and V in one page       one plane a layer
@@ -12,8 +12,8 @@ not. Every layout of the engines we know is pages that lie in one piece each:
     [tokens, heads, dim] for K and V    SGLang, a page of 1 … n tokens  two planes a layer
     [pages, tokens, latent]             MLA                             one plane a layer
 
-A block is its planes in order, each the block's pages in order, so a layer is one run of its bytes.
-Host addresses work as well as the GPU's where host memory is pinned.
+A block is its planes in order, each the block's pages in order, so a layer is contiguous in it.
+Blocks may be in GPU memory or in pinned host memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import numpy.typing as npt
 SOURCE: Final = Path(__file__).with_name("kernels.cu")
 THREADS: Final = 512
 GRID_PINNED: Final = 32
-"""Thread blocks from and to pinned memory: 0.93 of a PCIe link's peak on an H200 (4: 0.92), and few
-of its SMs."""
+"""Thread blocks for copies with pinned memory: reaches 0.93 of a PCIe link's peak on an H200 (with 4:
+0.92), and uses few of its SMs."""
 UNITS: Final = (16, 4, 1)
 _TILE_UNITS: Final = 32 * 8  # LANES · DEPTH of kernels.cu
 _MAX_TILES: Final = 1 << 31
@@ -51,7 +51,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """An engine's pages. ValueError on pages that would overlap or have no bytes."""
+    """An inference engine's pages. Raises ValueError on pages that overlap or have no bytes."""
 
     planes: tuple[Plane, ...]
     page_bytes: int
@@ -69,41 +69,41 @@ class PageLayout:
 
     @property
     def plane_bytes(self) -> int:
-        """Of one plane of one block."""
+        """The bytes of one plane of one block."""
         return self.pages_per_block * self.page_bytes
 
     def span(self, planes: range) -> slice:
-        """Where these planes lie in a block's bytes."""
+        """The bytes of a block that these planes take."""
         return slice(planes.start * self.plane_bytes, planes.stop * self.plane_bytes)
 
     def only(self, planes: range) -> PageLayout:
-        """Of blocks that are these planes alone."""
+        """The layout of blocks with only these planes."""
         kept = self.planes[planes.start : planes.stop]
         return PageLayout(kept, self.page_bytes, self.pages_per_block)
 
     def parts(self, planes_per_part: int) -> Iterator[range]:
-        """The planes in order, so many at a time (0: all)."""
+        """The planes in order, `planes_per_part` at a time (0: all)."""
         num_planes = len(self.planes)
         step = planes_per_part or num_planes
         for first in range(0, num_planes, step):
             yield range(first, min(first + step, num_planes))
 
     def check(self, num_blocks: int, pages: PageNumbers, *, to_blocks: bool) -> None:
-        """ValueError on a table [blocks, pages per block] of another shape, on a page that is not
-        there, and on one that would be written twice."""
+        """Raises ValueError on a table [blocks, pages per block] of another shape, on a page number
+        out of range, and on a page that would be written twice."""
         if pages.shape != (num_blocks, self.pages_per_block):
             raise ValueError(f"{pages.shape} pages for {num_blocks} blocks of this layout")
         num_pages = min(plane.num_pages for plane in self.planes)
         if pages.size and (pages.min() < 0 or pages.max() >= num_pages):
-            raise ValueError(f"a page is none of the {num_pages} there are")
+            raise ValueError(f"a page number is out of range: there are {num_pages} pages")
         if pages.size and not to_blocks and np.bincount(pages.reshape(-1)).max() > 1:
             raise ValueError("a page would be written twice")
 
     def pieces(
         self, blocks: Addresses, pages: PageNumbers, planes: range, *, to_blocks: bool
     ) -> npt.NDArray[np.uint64]:
-        """The kernel's copies of some planes as rows of (destination, source, bytes), for the copy
-        engines: by plane, block and page, with neighbours in one piece."""
+        """The copies of some planes as rows of (destination, source, bytes), for the copy engines:
+        by plane, block and page, with adjacent pages in one row."""
         size = self.page_bytes
         bases = np.array([self.planes[n].base for n in planes], np.uint64)[:, None, None]
         strides = np.array([self.planes[n].stride_bytes for n in planes], np.uint64)[:, None, None]
@@ -123,7 +123,7 @@ class PageLayout:
 def whole_pages(
     tensors: Iterable[int], num_pages: int, page_bytes: int, pages_per_block: int
 ) -> PageLayout:
-    """One plane a tensor, page after page: vLLM's `[pages, …]`, and MLA."""
+    """The layout with one plane per tensor, page after page: vLLM's `[pages, …]`, and MLA."""
     planes = tuple(Plane(base, page_bytes, num_pages) for base in tensors)
     return PageLayout(planes, page_bytes, pages_per_block)
 
@@ -131,8 +131,8 @@ def whole_pages(
 def split_pages(
     tensors: Iterable[int], num_pages: int, page_bytes: int, pages_per_block: int
 ) -> PageLayout:
-    """Two planes a tensor, all pages of K before all of V: vLLM's `[2, pages, …]`. `page_bytes` are
-    those of one of them."""
+    """The layout with two planes per tensor, all pages of K before all of V: vLLM's `[2, pages,
+    …]`. `page_bytes`: of K or of V alone."""
     half = num_pages * page_bytes
     bases = [base + at for base in tensors for at in (0, half)]
     return whole_pages(bases, num_pages, page_bytes, pages_per_block)
@@ -145,15 +145,15 @@ def token_pages(
     page_bytes: int,
     pages_per_block: int,
 ) -> PageLayout:
-    """A tensor of K and one of V for each layer, `[tokens, heads, dim]`: SGLang. A page is a run of
-    tokens, of one token at least."""
+    """The layout with a tensor of K and one of V per layer, `[tokens, heads, dim]`: SGLang. A page
+    is a run of at least one token."""
     bases = [base for both in zip(keys, values, strict=True) for base in both]
     return whole_pages(bases, num_pages, page_bytes, pages_per_block)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of the kernel, as whoever runs it needs it."""
+    """The arguments of one launch of the kernel."""
 
     kernel: str
     plane_bases: Addresses
@@ -165,7 +165,7 @@ class Launch:
 
 
 class Runner(Protocol):
-    """Enqueues a launch. Arrays it gets may change when it returns."""
+    """Enqueues a launch. The caller may change the arrays once `run` has returned."""
 
     def run(self, launch: Launch, grid: int, stream: Any) -> None: ...
 
@@ -173,8 +173,8 @@ class Runner(Protocol):
 class PageCopier:
     """Copies whole blocks from and to the pages of one layout.
 
-    `start` enqueues on a stream and returns. The caller records an event behind it, and reuses
-    pages or blocks when that has completed.
+    `start` enqueues on a stream and returns. The caller records an event after it, and may reuse
+    pages and blocks once that has completed.
     """
 
     def __init__(self, layout: PageLayout, runner: Runner) -> None:
@@ -193,8 +193,8 @@ class PageCopier:
         grid: int,
         stream: Any = None,
     ) -> None:
-        """Block n, at address blocks[n], from or to pages[n, :] of every plane, on `grid` thread
-        blocks. ValueError, with nothing enqueued, on a page that is not there."""
+        """Copy block n, at address blocks[n], from or to pages[n, :] of every plane, with `grid`
+        thread blocks. Raises ValueError as `PageLayout.check`, and enqueues nothing."""
         layout = self.layout
         layout.check(len(blocks), pages, to_blocks=to_blocks)
         if len(blocks) == 0:
@@ -217,10 +217,10 @@ class PageCopier:
 
 
 class CupyRunner:
-    """On the current GPU, compiled by NVRTC for it when first used (a second or so; CuPy keeps it).
+    """Runs the kernel on the current GPU. NVRTC compiles it at first use (about 1 s; CuPy caches it).
 
-    The tables of a launch go to the GPU on its stream, from pinned memory that is used again when
-    the stream has passed it.
+    The tables of a launch are copied to the GPU on its stream, from pinned memory that is reused
+    once that copy has completed.
     """
 
     def __init__(self, cupy: Any) -> None:
@@ -246,12 +246,12 @@ class CupyRunner:
         try:
             with stream:
                 self._kernels[launch.kernel]((grid,), (THREADS,), arguments)
-        finally:  # a launch refused: its tables are on their way all the same
+        finally:  # even if the launch was refused, its tables are being copied
             event.record(stream)
             self._used.append((event, pinned, table))
 
     def _room(self, num_bytes: int) -> tuple[Any, Any]:
-        """(pinned, on the GPU) that no launch under way reads."""
+        """(pinned memory, GPU memory) that no running launch uses."""
         for place, (event, pinned, table) in enumerate(self._used):
             if table.size >= num_bytes and event.done:
                 del self._used[place]

@@ -1,10 +1,10 @@
-"""What the daemon and the GPU worker say of inference engines' pages: bytes ↔ structs.
+"""The messages between daemon and GPU worker about inference engines' pages: bytes ↔ structs.
 
     daemon → worker   map · load · save · unmap
     worker → daemon   mapped · unmapped · part* · copied
 
-Numbers are the daemon's. What a client claims about its tensors travels as it came: the worker, who
-alone can ask the driver, believes none of it (engine_pages.py).
+The daemon assigns the numbers. A client's description of its tensors is sent on unchecked: only the
+worker can check it with the driver (engine_pages.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hicache.transfer.worker_messages import MalformedMessage, Message, pack
 HANDLE_BYTES: Final = 64
 PLANE_FIELDS: Final = 4
 _WORD, _LONG = np.dtype("<i4"), np.dtype("<u8")
-TOLD: Final = frozenset({"mapped", "unmapped", "part", "copied"})
+REPORTS: Final = frozenset({"mapped", "unmapped", "part", "copied"})
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An inference engine's tensors as it describes them: CUDA IPC handles of allocations, and rows
-    of (allocation, offset of page 0, bytes between pages, pages) in the order of a block's planes.
-    `bus_id` is the PCI bus id of their GPU."""
+    """An inference engine's tensors as the client describes them, unchecked: CUDA IPC handles of
+    allocations, and rows of (allocation, offset of page 0, bytes between pages, pages) in the order
+    of a block's planes. `bus_id` is the PCI bus id of their GPU."""
 
     number: int
     bus_id: str
@@ -40,9 +40,9 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Blocks in slots of some tiers, from or to a registration's pages [blocks, pages per block].
-    `runs` are (tier, slots) in the blocks' order. What has come is told after every
-    `planes_per_part` planes (0: once)."""
+    """A copy of blocks in slots of some tiers, from or to a registration's pages [blocks, pages per
+    block]. `runs` are (tier, slots) in the blocks' order. Progress is reported after every
+    `planes_per_part` planes (0: only at the end)."""
 
     number: int
     registration: int
@@ -56,7 +56,7 @@ class PageCopy:
 def claim_of(
     number: int, bus_id: str, handles: bytes, planes: bytes, page_bytes: int, pages_per_block: int
 ) -> Claim:
-    """From what a client sent. ValueError where handles or planes are not whole."""
+    """A Claim from a client's fields. Raises ValueError where handles or planes are incomplete."""
     if len(handles) % HANDLE_BYTES or len(planes) % (PLANE_FIELDS * _LONG.itemsize):
         raise ValueError(f"handles are {HANDLE_BYTES} bytes each, planes four u64 each")
     return Claim(
@@ -127,9 +127,9 @@ def unpack_copy(message: Message) -> PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class PageTold:
-    """`kind`: mapped, unmapped, part (the first `planes` planes of a copy have come) or copied.
-    Nothing of a copy that was told as copied is on its way any more, whether or not it failed;
-    `error` is then a sentence."""
+    """A worker's report. `kind`: mapped, unmapped, part (the first `planes` planes of a copy have
+    arrived) or copied (the copy has ended, and no part of it is still running). `error`: "" or a
+    sentence."""
 
     kind: str
     number: int
@@ -138,12 +138,12 @@ class PageTold:
     seconds: float = 0.0
 
 
-def pack_told(told: PageTold) -> bytes:
-    more = {"error": told.error, "planes": told.planes, "seconds": told.seconds}
-    return pack(told.kind, n=told.number, **more)
+def pack_report(report: PageTold) -> bytes:
+    more = {"error": report.error, "planes": report.planes, "seconds": report.seconds}
+    return pack(report.kind, n=report.number, **more)
 
 
-def unpack_told(message: Message) -> PageTold:
+def unpack_report(message: Message) -> PageTold:
     error, seconds = message.get("error"), message.get("seconds")
     if type(error) is not str or type(seconds) is not float:
         raise MalformedMessage(f"{message['t']}: an error and seconds")

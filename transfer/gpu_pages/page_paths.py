@@ -1,12 +1,12 @@
-"""How a copy between an inference engine's pages and slots is enqueued.
+"""Three ways to enqueue a copy between an inference engine's pages and slots.
 
-    ByCopyEngines   a piece a page, neighbours in one: takes nothing from the inference engine's
-                    kernels, and the driver some 3 µs for each piece
-    ByKernel        one launch for all pages (kernels.cu): takes SMs while it runs
-    Fastest         the one of them that was faster here (page_choice.py), by memory and page size
+    ByCopyEngines   a copy per page, adjacent pages in one: does not slow the inference engine's
+                    kernels down; about 3 µs in the driver for each copy
+    ByKernel        one launch for all pages (kernels.cu): uses SMs while it runs
+    Fastest         the faster one of these, as measured (page_choice.py), by memory and page size
 
-All only enqueue, on the stream they are given: when pages and slots may be used again is said in
-engine_pages.py, whoever copies.
+All only enqueue on the given stream; engine_pages.py defines when pages and slots may be used
+again.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from hicache.transfer.media.cuda_copy import CopyPath, Steps
 from hicache.transfer.media.pinned_memory import PinnedArena
 
 Memory = Literal["gpu", "pinned", "pageable"]
-"""Of slots: the pool; the arena where CUDA knows it; the arena where it does not. A kernel that
-touched the last would take the CUDA context with it."""
+"""Of slots: the pool; the part of the arena that is registered with CUDA; the part that is not. A
+kernel that accessed the last would destroy the CUDA context."""
 
 REFUSALS: Final = (RuntimeError, MemoryError)
-"""What CuPy raises where something was not enqueued: its own errors are RuntimeErrors."""
+"""What CuPy raises where a launch was not enqueued; CuPy's own errors are RuntimeErrors."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Blocks of a copy whose slots lie in one kind of memory: their addresses, and their pages
-    [blocks, pages per block]."""
+    """Blocks of a copy in one kind of memory: their addresses, and their pages [blocks, pages per
+    block]."""
 
     memory: Memory
     blocks: Addresses
@@ -47,9 +47,9 @@ class PageGroup:
 
 
 class PagePath(Protocol):
-    """`enqueue` takes some planes of a group's blocks, whose table was checked, and returns before
-    the bytes have arrived. Whatever it raises, some of them may be on their way. `trouble`: what
-    the operator should know of that has happened since, or empty."""
+    """`enqueue` copies some planes of a group's blocks, whose table was checked, and returns before
+    the copies have finished. If it raises, some of them may be running. `trouble`: a sentence for
+    the operator about a problem since the start, or ""."""
 
     @property
     def name(self) -> str: ...
@@ -63,7 +63,7 @@ class PagePath(Protocol):
 
 
 class ByCopyEngines:
-    """Raises what `copies` raises."""
+    """By the copy engines. Raises what `copies` raises."""
 
     name = "copy engines"
     trouble = ""
@@ -82,7 +82,7 @@ class ByCopyEngines:
         self._copies.enqueue(pieces, stream.ptr, to_device=to_device)
 
     def _cut(self, pieces: npt.NDArray[np.uint64], host: int) -> npt.NDArray[np.uint64]:
-        """No piece of the arena lies in two chunks of pinned memory: CUDA refuses such a copy."""
+        """Cut the pieces where two chunks of pinned memory meet: CUDA refuses a copy across."""
         is_whole = self._pinned.is_in_one_chunk(pieces[:, host], pieces[:, 2])
         if is_whole.all():
             return pieces
@@ -95,9 +95,9 @@ class ByCopyEngines:
 
 
 class ByKernel:
-    """`runners` by `to_blocks`: loads and saves have a thread each, and a runner belongs to one.
-    `grids`: so many thread blocks, by memory. Raises what its runner raises, and then has enqueued
-    nothing that touches a page or a slot."""
+    """By the kernel. `runners`: by `to_blocks`, since loads and saves have a thread each and a
+    runner belongs to one thread. `grids`: thread blocks, by memory. Raises what its runner raises,
+    and has then enqueued nothing that accesses a page or a slot."""
 
     name = "kernels"
     trouble = ""
@@ -115,8 +115,8 @@ class ByKernel:
 
 
 class Fastest:
-    """By `steps` of the group's memory and the bytes of a page; by the copy engines where there are
-    none, and for good once a kernel was refused."""
+    """By the path that `steps` gives for the group's memory and the bytes of a page. By the copy
+    engines where it gives none, and always once a kernel was refused."""
 
     name = "the faster one of copy engines and kernels"
 
@@ -135,5 +135,5 @@ class Fastest:
         except REFUSALS as error:
             if path is self._engines:
                 raise
-            self.trouble = f"a page kernel was refused ({error}): pages by the copy engines"
+            self.trouble = f"a page kernel was refused ({error}): now using the copy engines"
             self._engines.enqueue(layout, planes, group, stream, to_blocks=to_blocks)

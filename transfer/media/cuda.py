@@ -191,7 +191,7 @@ class CudaMedium(Forgetful):
             path, pages_why = choose_page_path(pool, self._pinned, self._copies, *choice)
             self.pages = EnginePages(near_name, far_name, self._pinned, pool, path)
         self.detail = f"memory of GPU {options.gpu}"
-        self.notes = [f"{self._pinned.told()}; {why}; {pages_why}", *_surroundings(pool, near)]
+        self.notes = [f"{self._pinned.summary()}; {why}; {pages_why}", *_surroundings(pool, near)]
         self.readers: Sequence[Link] = self._ups
         self.writers: Sequence[Link] = self._downs
 

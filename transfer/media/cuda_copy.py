@@ -1,11 +1,11 @@
-"""Two ways of handing a batch to the copy engines: a call for each piece, or one for all.
+"""Two ways to enqueue a batch on the copy engines: a call for each piece, or one for all.
 
-    EachCopy    cudaMemcpyAsync, piece by piece: everywhere, and for memory that is not pinned
-    BatchCopy   cuMemcpyBatchAsync (CUDA 12.8), one call of the driver for the whole batch
+    EachCopy    cudaMemcpyAsync, piece by piece: always available; also for memory not pinned
+    BatchCopy   cuMemcpyBatchAsync (CUDA 12.8), one driver call for the whole batch
 
-Both only enqueue: when the bytes have arrived is for an event to say (media/cuda.py). Neither
-runs a kernel, so they take nothing from an inference engine's kernels in another process. Which one
-serves pieces of which size is measured when a worker starts.
+Both only enqueue; an event shows when the copies have finished (media/cuda.py). Neither runs a
+kernel, so they do not slow an inference engine's kernels down. Which one is faster for pieces of
+which size is measured when a worker starts.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import numpy.typing as npt
 Piece = tuple[int, int, int]
 """(destination address, source address, bytes)."""
 Pieces = npt.NDArray[np.uint64]
-"""Rows of pieces, [n, 3]. No list: 1 GiB is 16,384 pages of an 8B model, and making a list of that
-many and arrays of it again took 12 ms of Python, for a copy of 2 ms."""
+"""Rows of pieces, [n, 3]. Not a list: for 1 GiB, 16,384 pages of an 8B model, converting to a list
+and back to arrays took 12 ms of Python, for a copy of 2 ms."""
 
 _KINDS: Final[dict[bool | None, int]] = {True: 1, False: 2, None: 3}
-# cudaMemcpyKind. Said, not left to the driver: one that takes an address for host memory because it
-# is no other would write there.
+# cudaMemcpyKind. Given, not left to the driver, which would take an invalid device address for host
+# memory and write there.
 _STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _SIGNATURES: Final = (13000, 12080)  # CUDA versions whose cuMemcpyBatchAsync differ; newest first
 
 
 CLEARLY: Final = 0.95
-"""A path has to take less than this share of the other's time to take over from it."""
+"""Another path is used from a size on where it takes less than this share of the first's time."""
 
 
 class CopyRefused(Exception):
-    """The driver did not take a batch; how much of it was enqueued is not known."""
+    """The driver refused a batch; an unknown part of it was enqueued."""
 
 
 class CopyPath(Protocol):
-    """`enqueue` takes pieces of one direction and returns before the bytes have arrived. Whatever
-    it raises, pieces may be on their way. `to_device` is None where both ends are the GPU's."""
+    """`enqueue` copies pieces of one direction and returns before the copies have finished. If it
+    raises, some may be running. `to_device` is None where both ends are in GPU memory."""
 
     name: str
 
@@ -68,7 +68,7 @@ class EachCopy:
 
 
 class Named(Protocol):
-    """Something that can be chosen by measuring it."""
+    """A path with a name, for reports."""
 
     @property
     def name(self) -> str: ...
@@ -78,8 +78,8 @@ P = TypeVar("P", bound=Named)
 
 
 class Steps(Generic[P]):
-    """What serves which size: (bytes, path), rising; a path serves sizes of less than the next
-    step's bytes. `name` says all of it."""
+    """The path for each size: (bytes, path), rising; a path is used below the next step's bytes.
+    `name` describes all steps."""
 
     def __init__(self, steps: Sequence[tuple[int, P]]) -> None:
         self._starts = [num_bytes for num_bytes, _ in steps]
@@ -92,9 +92,8 @@ class Steps(Generic[P]):
 
 
 def fastest_by_size(times: Mapping[int, Mapping[P, float]]) -> Steps[P]:
-    """From the seconds that each path took for the same bytes, by their size, at least one: another
-    path takes over where it is faster by more than chance. Of two that are equally fast at the
-    smallest size, the first."""
+    """Steps from measured times: size → path → seconds, with at least one size. The path changes
+    where another one is clearly faster (CLEARLY). At the smallest size a tie goes to the first."""
     steps: list[tuple[int, P]] = []
     for num_bytes, took in sorted(times.items()):
         best = min(took, key=lambda path: took[path])
@@ -104,7 +103,7 @@ def fastest_by_size(times: Mapping[int, Mapping[P, float]]) -> Steps[P]:
 
 
 class BySize:
-    """Each batch by the path that was faster for pieces of its mean size."""
+    """Copies each batch by the path for the mean size of its pieces."""
 
     def __init__(self, steps: Steps[CopyPath]) -> None:
         self._steps = steps
@@ -128,7 +127,7 @@ class _Attributes(ctypes.Structure):
 
 
 class BatchCopy:
-    """One call for the whole batch. CopyRefused where the driver knows no such call."""
+    """One call for the whole batch. Raises CopyRefused where the driver lacks that call."""
 
     name = "cuMemcpyBatchAsync"
 
@@ -144,7 +143,7 @@ class BatchCopy:
     def enqueue(self, pieces: Pieces, stream: int, *, to_device: bool | None) -> None:
         if not len(pieces):
             return
-        # Copied by the driver before it returns: the arrays need not outlive the call.
+        # The driver copies the arrays before it returns: they need not outlive the call.
         columns: npt.NDArray[np.uint64] = pieces.T.copy()
         destinations, sources, sizes = (column.ctypes.data for column in columns)
         attributes, first = ctypes.byref(self._attributes), ctypes.byref(self._first)
@@ -162,8 +161,8 @@ class BatchCopy:
             raise CopyRefused(f"{self.name}: {self._name_of(status)}")
 
     def _entry_point(self) -> tuple[bool, Any]:
-        """(whether it has CUDA 12's `failIdx`, the function), by the driver's own table: a symbol's
-        bare name would be the oldest signature."""
+        """(whether it has CUDA 12's `failIdx`, the function), from the driver's table: looked up as
+        a plain symbol, it would have the oldest signature."""
         for version in _SIGNATURES:
             found, status = ctypes.c_void_p(), ctypes.c_int()
             refused = self._driver.cuGetProcAddress_v2(

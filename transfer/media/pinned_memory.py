@@ -1,14 +1,13 @@
-"""The arena's memory made known to CUDA, so that the copy engines read and write it directly.
+"""Registers the arena's memory with CUDA, so that the copy engines read and write it directly.
 
-Owned by the GPU worker, which registers its own mapping when it starts and gives it back when it
-ends. In chunks, since pinning takes a while (the supervisor hears of each one) and a refusal in the
-middle should leave what came before it pinned:
+Owned by the GPU worker, which registers its mapping when it starts and unregisters it when it ends.
+In chunks, since pinning takes long (progress is reported after each one), and if one is refused,
+those before it stay pinned:
 
     arena   |── chunk ──|── chunk ──|── chunk ──|·· not pinned ··|
     copy             |──a──|──b──|                 cut where two chunks meet
 
-Memory that is not pinned is copied all the same, through buffers of the driver's, several times
-more slowly.
+Memory that is not pinned is copied through the driver's buffers, several times more slowly.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Progress = Callable[[int, int], None]
 
 
 class PinnedArena:
-    """What of an arena is registered with CUDA. `trouble` says why it is not all of it."""
+    """The part of an arena that is registered with CUDA. `trouble`: why it is not all of it."""
 
     def __init__(
         self,
@@ -59,11 +58,11 @@ class PinnedArena:
         return self.pinned_bytes == self.total_bytes
 
     def address(self, slot: int, num_bytes: int) -> int:
-        """Of a slot. ValueError when it would leave the arena."""
+        """A slot's address. Raises ValueError when the slot leaves the arena."""
         return self._arena.address(slot, num_bytes)
 
     def cut(self, address: int, num_bytes: int) -> list[tuple[int, int]]:
-        """(offset, bytes) of the parts of a run of this arena that lie in one chunk each."""
+        """(offset, bytes) of the parts of a run of this arena, each within one chunk."""
         parts = []
         offset = 0
         while offset < num_bytes:
@@ -76,19 +75,20 @@ class PinnedArena:
     def is_in_one_chunk(
         self, addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.bool_]:
-        """Whether each run of at least one byte needs no cut."""
+        """For each run of at least one byte, whether it lies within one chunk."""
         start, chunk = np.uint64(self._start), np.uint64(self._chunk_bytes)
         first, last = addresses - start, addresses - start + sizes - np.uint64(1)
         is_one: npt.NDArray[np.bool_] = first // chunk == last // chunk
         return is_one
 
     def holds(self, addresses: npt.NDArray[np.uint64], num_bytes: int) -> bool:
-        """Whether CUDA knows all of these runs of this arena, so that a kernel may touch them."""
+        """Whether all of these runs of this arena are registered, so that a kernel may access
+        them."""
         ends = addresses - np.uint64(self._start) + np.uint64(num_bytes)
         return bool((ends <= np.uint64(self.pinned_bytes)).all())
 
-    def told(self) -> str:
-        """For the operator."""
+    def summary(self) -> str:
+        """A sentence for the operator."""
         gib = self.total_bytes / 2**30
         if self.is_whole:
             return f"{gib:.2f} GiB of host memory pinned in {self.seconds:.1f} s"
@@ -98,7 +98,7 @@ class PinnedArena:
         )
 
     def close(self) -> None:
-        """Before the arena is unmapped, and after the last copy has ended."""
+        """Unregister: after the last copy has ended, and before the arena is unmapped."""
         while self._chunks:
             self._runtime.hostUnregister(self._chunks.pop())
         self.pinned_bytes = 0

@@ -137,7 +137,7 @@ def _pin(check: Check) -> None:
         for chunk in (CHUNK_BYTES, 256 << 20):
             told: list[int] = []
             pinned = PinnedArena(runtime, arena, lambda done, _, t=told: t.append(done), chunk)  # type: ignore[misc]
-            step.value = pinned.told()
+            step.value = pinned.summary()
             assert pinned.is_whole, pinned.trouble
             assert told[-1] == size
             seconds.append(pinned.seconds)

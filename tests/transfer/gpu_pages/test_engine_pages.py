@@ -239,11 +239,11 @@ def test_a_layer_that_is_told_has_come_while_the_next_one_is_on_its_way(
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"bus_id": "0000:99:00.0"}, "and the cache's is at 0000:00:00.0"),
+        ({"bus_id": "0000:99:00.0"}, "but the cache uses the GPU at 0000:00:00.0"),
         ({"handles": ()}, "has no allocation"),
         ({"handles": (b"/proc/self/fd/none".ljust(64, b"\0"),)}, "does not map this memory"),
-        ({"page_bytes": 0}, "pages need bytes"),
-        ({"pages_per_block": 0}, "pages need bytes"),
+        ({"page_bytes": 0}, "pages need at least one byte"),
+        ({"pages_per_block": 0}, "pages need at least one byte"),
     ],
 )
 def test_a_claim_that_cannot_be_is_refused(arena: Arena, change: object, why: str) -> None:
@@ -288,12 +288,12 @@ def assert_nothing_is_mapped(world: World) -> None:
     [
         ({"registration": 2}, "not registered"),
         ({"block_bytes": 4096}, "blocks of 4096 bytes"),
-        ({"pages": np.full((2, 2), SHAPE.num_pages, np.int32)}, "a page is none"),
+        ({"pages": np.full((2, 2), SHAPE.num_pages, np.int32)}, "out of range"),
         ({"pages": np.array([[0, 1], [2, 1]], np.int32)}, "written twice"),
         ({"pages": np.zeros((2, 3), np.int32)}, "of this layout"),
         ({"runs": (("dram", np.array([0, 1 << 20], np.int32)),)}, "leaves the arena"),
         ({"runs": (("hbm", np.array([0, -1], np.int32)),)}, "leaves the pool"),
-        ({"runs": (("disk", np.array([0, 1], np.int32)),)}, "no tier of this GPU"),
+        ({"runs": (("disk", np.array([0, 1], np.int32)),)}, "this GPU has no tier"),
     ],
 )
 def test_a_copy_that_cannot_be_touches_nothing(

@@ -14,10 +14,10 @@ from hicache.transfer.gpu_pages.page_messages import (
     PageTold,
     pack_claim,
     pack_copy,
-    pack_told,
+    pack_report,
     unpack_claim,
     unpack_copy,
-    unpack_told,
+    unpack_report,
 )
 from hicache.transfer.worker_messages import MalformedMessage, Stream
 
@@ -31,7 +31,7 @@ COPY = PageCopy(
     np.array([[0, 1], [5, 2]], np.int32),
     3,
 )
-TOLD = PageTold("copied", 9, "a sentence", 4, 0.25)
+REPORT = PageTold("copied", 9, "a sentence", 4, 0.25)
 
 
 def one(data: bytes) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def same(a: Any, b: Any) -> bool:
 def test_there_and_back() -> None:
     assert same(unpack_claim(one(pack_claim(CLAIM))), CLAIM)
     assert same(unpack_copy(one(pack_copy(COPY))), COPY)
-    assert unpack_told(one(pack_told(TOLD))) == TOLD
+    assert unpack_report(one(pack_report(REPORT))) == REPORT
 
 
 @pytest.mark.parametrize(
@@ -90,4 +90,4 @@ def test_a_copy_of_the_wrong_form(name: str, value: object) -> None:
 @pytest.mark.parametrize(("name", "value"), [("error", None), ("seconds", 1), ("planes", -1)])
 def test_an_answer_of_the_wrong_form(name: str, value: object) -> None:
     with pytest.raises(MalformedMessage):
-        unpack_told(one(pack_told(TOLD)) | {name: value})
+        unpack_report(one(pack_report(REPORT)) | {name: value})
