@@ -32,15 +32,15 @@ class Limits:
 
 LIMITS: Final = Limits()
 GPU_LIMITS: Final = Limits(moves=128, in_flight=4)
-"""A GPU copies 16 MiB in 0.3 ms, as long as it takes to report a batch and to send another: with few
-in flight it is idle at times (of an H200's PCIe peak, with 2 MiB blocks: one 0.61, three 0.88, four
-0.90). Each block costs the driver about 3 µs, whatever its size. So a demand waits for at most
+"""A GPU copies 16 MiB in 0.3 ms, as long as it takes to report a batch and to send another: with
+few in flight it is idle at times (of an H200's PCIe peak, with 2 MiB blocks: one 0.61, three 0.88,
+four 0.90). Each block costs the driver about 3 µs, whatever its size. So a demand waits for at most
 64 MiB or 512 blocks of other demands, about 1.5 ms; less urgent moves use other queues."""
 
 
 BATCH_S: Final = 0.5
-"""A batch should take no longer, at the speed of the last one. After a delayed batch the next one is
-small, and measures the link's speed anew."""
+"""A batch should take no longer, at the speed of the last one. After a delayed batch the next one
+is small, and measures the link's speed again."""
 
 
 class MoveQueue:

@@ -295,10 +295,13 @@ class Mover:
     def pace(self, tier: str, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
         """Limit the speed of copies from and to this tier's devices: infinity for no limit, 0 to
         copy nothing (throttle.py)."""
-        rates = {"read_bytes_per_s": read_bytes_per_s, "write_bytes_per_s": write_bytes_per_s}
         for device in self._devices.values():
             if device.tier == tier:
-                device.worker.config = replace(device.worker.config, **rates)
+                device.worker.config = replace(
+                    device.worker.config,
+                    read_bytes_per_s=read_bytes_per_s,
+                    write_bytes_per_s=write_bytes_per_s,
+                )
                 device.send(pack("throttle", read=read_bytes_per_s, write=write_bytes_per_s))
 
     def close(self, timeout_s: float) -> list[Outcome]:

@@ -30,8 +30,8 @@ import numpy.typing as npt
 SOURCE: Final = Path(__file__).with_name("kernels.cu")
 THREADS: Final = 512
 GRID_PINNED: Final = 32
-"""Thread blocks for copies with pinned memory: reaches 0.93 of a PCIe link's peak on an H200 (with 4:
-0.92), and uses few of its SMs."""
+"""Thread blocks for copies with pinned memory: they reach 0.93 of a PCIe link's peak on an H200
+(with 4: 0.92), and use few of its SMs."""
 UNITS: Final = (16, 4, 1)
 _TILE_UNITS: Final = 32 * 8  # LANES · DEPTH of kernels.cu
 _MAX_TILES: Final = 1 << 31
@@ -217,7 +217,7 @@ class PageCopier:
 
 
 class CupyRunner:
-    """Runs the kernel on the current GPU. NVRTC compiles it at first use (about 1 s; CuPy caches it).
+    """Runs the kernel on the current GPU. NVRTC compiles it at first use (1 s; CuPy caches it).
 
     The tables of a launch are copied to the GPU on its stream, from pinned memory that is reused
     once that copy has completed.
