@@ -1,38 +1,32 @@
 """The client: what an inference engine, a gateway or a script imports to talk to a daemon.
 
 Light: no lmdb, pydantic or daemon code. Doors: `Client` (blocking), `AsyncClient` (asyncio),
-`HeldPrefixes` (a router's copy of what a daemon holds), `admin_call` (one question, no session).
-Inside: `calls` and `put` say what is sent, `session` and `transport` how, `results` what it means.
+`HeldPrefixes` (a router's copy of what a daemon holds), `admin_call` (one request, no session).
+Inside: a core without I/O (`calls`, `put`, `gpu_pages` over `session` over `exchange`) yields
+`steps`, which a driver carries out (`transport` for the blocking client, `aio`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hicache.client.blocking import (
-    AdminLine,
-    Client,
-    CurveKeys,
-    DaemonAbsent,
-    DaemonError,
+from hicache.client.blocking import AdminLine, Client, admin_call
+from hicache.client.calls import Ended
+from hicache.client.gpu_pages import LoadedPages, LoadedPart, PageShare, SharedPages
+from hicache.client.results import (
     Decision,
-    Ended,
     Fetched,
     FetchedRun,
-    LayerGroup,
-    LoadedPages,
-    LoadedPart,
     Match,
-    NamespaceSpec,
-    PageShare,
     Ping,
     Pinned,
     PutResult,
     Score,
-    SharedPages,
     Warmed,
-    admin_call,
 )
+from hicache.client.trouble import DaemonAbsent, DaemonError
+from hicache.protocol.curve import CurveKeys
+from hicache.protocol.keys import LayerGroup, NamespaceSpec
 
 if TYPE_CHECKING:
     from hicache.client.aio import AsyncClient

@@ -1,59 +1,46 @@
-"""The client of `hicache.client` for asyncio: the same names, as coroutines.
+"""The client of `hicache.client` for asyncio: the same calls, as coroutines.
 
 Calls may run side by side on one client; replies find their call by id. Big copies run in a
-thread, and a cancelled call ends only when its copy has: nobody writes into a slot or a buffer
-that has been given back. Use a client within one event loop.
+thread, and a cancelled call ends only when its copy has ended: nothing writes into a slot or a
+buffer that has been given back. Use a client within one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import ExitStack, closing, suppress
+from functools import wraps
 from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
-from hicache.client.calls import Dialogue, Ended
-from hicache.client.gpu_pages import (
-    LoadedPages,
-    LoadedPart,
-    Paged,
-    PageShare,
-    PageTable,
-    SharedPages,
+from hicache.client.client_base import ClientBase
+from hicache.client.exchange import Exchange
+from hicache.client.session import Connection
+from hicache.client.steps import (
+    Asynchronous,
+    Give,
+    MapArenas,
+    Pause,
+    Send,
+    Step,
+    Steps,
+    Stream,
+    Wait,
+    Work,
 )
-from hicache.client.put import Fill
-from hicache.client.results import (
-    Bytes2D,
-    Fetched,
-    FetchedRun,
-    Greeting,
-    Match,
-    Ping,
-    Pinned,
-    PutResult,
-    Score,
-    Warmed,
-)
-from hicache.client.session import Connection, Timeouts, Transport
 from hicache.client.transport import (
-    Mailbox,
-    Part,
-    Reply,
+    Lineage,
     absent,
     close_socket,
     is_up,
-    late,
+    map_arenas,
     open_socket,
 )
+from hicache.client.trouble import DaemonAbsent
 from hicache.protocol.curve import CurveKeys
-from hicache.protocol.endpoint import default_endpoint
-from hicache.protocol.keys import NamespaceSpec, Tokens
-from hicache.protocol.messages import WireError, decode_reply
 
 T = TypeVar("T")
 
@@ -82,71 +69,59 @@ class _Link:
         self.tasks: list[asyncio.Task[None]] = []
 
 
-class AsyncChannel:
-    """The port of an event loop."""
-
-    ask_at_once = None
-
-    def sort_in(self, message: bytes) -> None:
-        raise NotImplementedError("there is no short cut here")
+class AsyncDriver:
+    """Carries out the steps of a core's calls within an event loop."""
 
     def __init__(
-        self, endpoint: str, max_part_bytes: int = 0, curve: CurveKeys | None = None
+        self, core: Exchange, max_part_bytes: int = 0, curve: CurveKeys | None = None
     ) -> None:
-        self.endpoint = endpoint
-        self.mailbox = Mailbox()
-        self.has_parts = False
+        self._core = core
         self._max_part_bytes = max_part_bytes
         self._curve = curve
         self._context: zmq.asyncio.Context | None = None
         self._link: _Link | None = None
         self._connecting = asyncio.Lock()
-        self._greeting = asyncio.Lock()
-        self._waiting: dict[int, asyncio.Event] = {}
+        self._lineage = Lineage.generation
+
+    async def run(self, call: Steps[T]) -> T:
+        """The result of a call. A cancellation is thrown into the call, which cleans up first."""
+        self._look_for_fork()
+        try:
+            step = next(call)
+            while True:
+                try:
+                    result = await self._carried_out(step)
+                except BaseException as error:
+                    step = call.throw(error)
+                else:
+                    step = call.send(result)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+
+    async def each(self, call: Stream[T]) -> AsyncGenerator[T, None]:
+        """The items of a stream."""
+        self._look_for_fork()
+        with closing(call):
+            step = next(call, None)
+            while step is not None:
+                if isinstance(step, Give):
+                    yield step.item
+                    step = next(call, None)
+                    continue
+                try:
+                    try:
+                        result = await self._carried_out(step)
+                    except BaseException as error:
+                        step = call.throw(error)
+                    else:
+                        step = call.send(result)
+                except StopIteration:
+                    return
 
     @property
     def connected(self) -> bool:
         return self._link is not None
-
-    @property
-    def lock(self) -> AbstractAsyncContextManager[Any]:
-        return self._greeting
-
-    async def send(self, frames: Sequence[Part], deadline_s: float) -> None:
-        for _ in range(2):  # the daemon may have gone since the last call, and be back
-            link = await self._linked(deadline_s)
-            try:
-                await link.socket.send_multipart(frames, zmq.NOBLOCK)
-                return
-            except zmq.ZMQError:
-                self._hang_up(link, f"the daemon at {self.endpoint} has gone")
-        raise absent(self.endpoint)
-
-    async def receive(self, request_id: int, deadline_s: float) -> tuple[Reply, list[Part]]:
-        event = self._waiting.setdefault(request_id, asyncio.Event())
-        try:
-            while (answer := self.mailbox.take(request_id)) is None:
-                event.clear()
-                try:
-                    async with asyncio.timeout(deadline_s - time.monotonic()):
-                        await event.wait()
-                except TimeoutError:
-                    raise late(self.endpoint) from None
-            return answer
-        finally:
-            self._waiting.pop(request_id, None)
-
-    async def work(self, task: Callable[[], T]) -> T:
-        return await in_thread(task)
-
-    async def pause(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-    def forked(self) -> None:
-        self._context = None
-        self._link = None
-        self.mailbox = Mailbox()
-        self._waiting = {}
 
     def close(self) -> None:
         if self._link is not None:
@@ -154,6 +129,47 @@ class AsyncChannel:
         if self._context is not None:
             self._context.destroy(linger=0)
         self._context = None
+
+    def _look_for_fork(self) -> None:
+        if self._lineage != Lineage.generation:
+            self._lineage = Lineage.generation
+            self._context = None
+            self._link = None
+            self._core.forked()
+
+    async def _carried_out(self, step: Step) -> Any:
+        if isinstance(step, Send):
+            return await self._send(step)
+        if isinstance(step, Wait):
+            return await self._wait(step)
+        if isinstance(step, Work):
+            return await in_thread(step.task)
+        if isinstance(step, Pause):
+            return await asyncio.sleep(step.seconds)
+        if isinstance(step, MapArenas):
+            return map_arenas(step.paths)
+        if step.is_final:
+            return self.close()
+        return self._hang_up(self._link, step.why)
+
+    async def _send(self, step: Send) -> None:
+        for _ in range(2):  # the daemon may have gone since the last call, and be back
+            if self._link is None and not step.may_connect:
+                raise DaemonAbsent(self._gone())
+            link = await self._linked(step.deadline_s)
+            try:
+                await link.socket.send_multipart(step.frames, zmq.NOBLOCK)
+                return
+            except zmq.ZMQError:
+                self._hang_up(link, self._gone())
+        raise absent(self._core.endpoint)
+
+    async def _wait(self, step: Wait) -> None:
+        has_come = asyncio.Event()
+        step.inbox.wake = has_come.set
+        with suppress(TimeoutError):
+            async with asyncio.timeout(step.deadline_s - self._core.clock()):
+                await has_come.wait()
 
     async def _linked(self, deadline_s: float) -> _Link:
         async with self._connecting:
@@ -164,15 +180,16 @@ class AsyncChannel:
     async def _connect(self, deadline_s: float) -> _Link:
         if self._context is None:
             self._context = zmq.asyncio.Context()
-        link = _Link(*open_socket(self._context, self.endpoint, self._max_part_bytes, self._curve))
+        endpoint = self._core.endpoint
+        link = _Link(*open_socket(self._context, endpoint, self._max_part_bytes, self._curve))
         event: list[bytes] = []
         with ExitStack() as undo:
             undo.callback(close_socket, link.socket, link.monitor)
             with suppress(TimeoutError):
-                async with asyncio.timeout(deadline_s - time.monotonic()):
+                async with asyncio.timeout(deadline_s - self._core.clock()):
                     event = await link.monitor.recv_multipart()
             if not event or not is_up(event):
-                raise absent(self.endpoint, event)
+                raise absent(endpoint, event)
             undo.pop_all()
         reading, watching = self._read(link), self._watch(link)
         link.tasks = [asyncio.create_task(reading), asyncio.create_task(watching)]
@@ -180,14 +197,8 @@ class AsyncChannel:
 
     async def _read(self, link: _Link) -> None:
         while True:
-            frames = await link.socket.recv_multipart()
-            try:
-                reply = decode_reply(frames[0])
-            except WireError as error:
-                return self._hang_up(link, f"the daemon answered garbage: {error}")
-            self.mailbox.deliver(reply, list[Part](frames[1:]))
-            if (event := self._waiting.get(reply["id"])) is not None:
-                event.set()
+            if why := self._core.feed(await link.socket.recv_multipart()):
+                return self._hang_up(link, why)
 
     async def _watch(self, link: _Link) -> None:
         while is_up(await link.monitor.recv_multipart()):
@@ -196,180 +207,45 @@ class AsyncChannel:
         while link is self._link and idle < 3:  # what arrived before the end is still read
             idle = 0 if await link.socket.poll(0) else idle + 1
             await asyncio.sleep(0)
-        if link is not self._link:
-            return
-        self._hang_up(link, f"the daemon at {self.endpoint} has gone")
+        self._hang_up(link, self._gone())
 
-    def _hang_up(self, link: _Link, why: str) -> None:
-        """Close a connection; the next send opens another. Whoever waits gets DaemonAbsent."""
-        if link is not self._link:
+    def _hang_up(self, link: _Link | None, why: str) -> None:
+        """Close a connection; the next Send opens another. Every waiting call gets DaemonAbsent."""
+        if link is None or link is not self._link:
             return
         self._link = None
         for task in link.tasks:
             task.cancel()
         close_socket(link.socket, link.monitor)
-        self.mailbox.lost(why)
-        for event in self._waiting.values():
-            event.set()
+        self._core.lost(why)
+
+    def _gone(self) -> str:
+        return f"the daemon at {self._core.endpoint} has gone"
 
 
-class AsyncClient:
-    """`hicache.client.Client` for asyncio: same parameters, same results."""
+class AsyncClient(ClientBase, Asynchronous):
+    __doc__ = ClientBase.__doc__
 
-    def __init__(
-        self,
-        spec: NamespaceSpec,
-        endpoint: str | None = None,
-        *,
-        timeout_s: float = 1.0,
-        fetch_timeout_s: float = 5.0,
-        put_timeout_s: float = 5.0,
-        transport: Transport = "auto",
-        name: str = "",
-        curve: CurveKeys | None = None,
-        group: bytes = b"",
-    ) -> None:
-        self.endpoint = endpoint or default_endpoint(os.environ, os.getuid())
-        port = AsyncChannel(self.endpoint, spec.block_bytes, curve)
-        timeouts = Timeouts(timeout_s, fetch_timeout_s, put_timeout_s)
-        self._connection = Connection(spec, self.endpoint, port, timeouts, transport, name, group)
-        self._dialogue = Dialogue(self._connection)
-        self._paged = Paged(self._connection)
+    _driver: AsyncDriver
 
-    @property
-    def connected(self) -> bool:
-        return self._connection.connected
+    def _drive(self, core: Connection, max_part_bytes: int, curve: CurveKeys | None) -> None:
+        self._driver = AsyncDriver(core, max_part_bytes, curve)
 
-    @property
-    def last_error(self) -> str:
-        return self._connection.last_error
+    @staticmethod
+    def call_of(steps: Callable[..., Steps[Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+        @wraps(steps)
+        async def call(self: AsyncClient, *args: Any, **named: Any) -> Any:
+            return await self._driver.run(steps(self, *args, **named))
 
-    @property
-    def greeting(self) -> Greeting | None:
-        return self._connection.greeting
+        return call
 
-    async def match(
-        self,
-        tokens: Tokens,
-        *,
-        request: str = "",
-        skip_blocks: int = 0,
-        hop_bytes_per_s: float = 0.0,
-        explain: bool = False,
-        conversation: str = "",
-    ) -> Match:
-        return await self._dialogue.match(
-            tokens, request, skip_blocks, hop_bytes_per_s, explain, conversation
-        )
+    @staticmethod
+    def stream_of(steps: Callable[..., Stream[Any]]) -> Callable[..., AsyncGenerator[Any, None]]:
+        @wraps(steps)
+        def call(self: AsyncClient, *args: Any, **named: Any) -> AsyncGenerator[Any, None]:
+            return self._driver.each(steps(self, *args, **named))
 
-    async def score(self, prompts: Sequence[Tokens]) -> list[Score]:
-        return await self._dialogue.score(prompts)
-
-    async def warm(self, tokens: Tokens, *, wait_s: float = 0.0) -> Warmed:
-        return await self._dialogue.warm(tokens, wait_s)
-
-    async def pin(self, tokens: Tokens, *, ttl_s: float = 3600.0, name: str = "") -> Pinned:
-        return await self._dialogue.pin(tokens, ttl_s, name)
-
-    async def unpin(self, pin: Pinned | str) -> bool:
-        return await self._dialogue.unpin(pin)
-
-    async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
-        return await self._dialogue.adopt(lease, blocks, group, epoch)
-
-    def fetch_runs(self, match: Match) -> AsyncGenerator[FetchedRun, None]:
-        return self._dialogue.fetch_runs(match)
-
-    async def fetch(self, match: Match, out: Bytes2D) -> Fetched:
-        """On cancellation, returns only when nothing writes to `out` any more."""
-        return await self._dialogue.fetch(match, out)
-
-    async def release(
-        self, match: Match, *, hop_bytes: float = 0.0, hop_s: float = 0.0, total_s: float = 0.0
-    ) -> None:
-        await self._dialogue.release(match, hop_bytes, hop_s, total_s)
-
-    async def put(
-        self,
-        tokens: Tokens,
-        blocks: Bytes2D | Fill,
-        *,
-        first: int = 0,
-        last: int | None = None,
-        durable: bool = False,
-    ) -> PutResult:
-        """`fill` is called in a thread."""
-        return await self._dialogue.put(tokens, blocks, first, last, durable)
-
-    async def share_pages(self, pages: SharedPages) -> PageShare | None:
-        return await self._paged.share(pages)
-
-    async def load_pages(self, match: Match, share: PageShare, pages: PageTable) -> LoadedPages:
-        """A cancelled load leaves its pages in doubt (`share.is_in_doubt`)."""
-        return await self._paged.load(match, share, pages)
-
-    def load_pages_by_part(
-        self, match: Match, share: PageShare, pages: PageTable, *, planes_per_part: int
-    ) -> AsyncGenerator[LoadedPart, None]:
-        return self._paged.parts(match, share, pages, planes_per_part)
-
-    async def save_pages(
-        self,
-        tokens: Tokens,
-        share: PageShare,
-        pages: PageTable,
-        *,
-        first: int = 0,
-        durable: bool = False,
-    ) -> PutResult:
-        return await self._paged.save(tokens, share, pages, first, durable)
-
-    async def unshare_pages(self, share: PageShare) -> bool:
-        return await self._paged.unshare(share)
-
-    async def observe(
-        self,
-        *,
-        num_requests: int = 1,
-        sum_n: float,
-        sum_nc: float,
-        seconds: float,
-        decode_tokens: int = 0,
-    ) -> None:
-        await self._dialogue.observe(num_requests, sum_n, sum_nc, decode_tokens, seconds)
-
-    async def hint(
-        self,
-        tokens: Tokens | None = None,
-        *,
-        conversation: str = "",
-        ended: Ended = "",
-        finish_reason: str = "",
-        return_s: float = 0.0,
-        keep: bool = True,
-        answer_tokens: int = 0,
-    ) -> None:
-        await self._dialogue.hint(
-            tokens, conversation, ended, finish_reason, return_s, keep, answer_tokens
-        )
-
-    async def ping(self) -> Ping | None:
-        return await self._dialogue.ping()
-
-    async def stats(self) -> dict[str, Any] | None:
-        return await self._dialogue.stats()
-
-    async def health(self) -> dict[str, Any] | None:
-        return await self._dialogue.health()
-
-    async def heartbeat(self) -> bool:
-        return await self._dialogue.heartbeat()
-
-    async def clear(self) -> int:
-        return await self._dialogue.clear()
-
-    async def close(self) -> None:
-        await self._connection.close()
+        return call
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -1,29 +1,31 @@
-"""What a client says to the daemon and does with the answers; sockets and waiting are a Port's.
+"""What a client asks about prompts and of the daemon, without I/O: each method is one operation.
 
-Written once, as coroutines: `blocking` runs them over a port that blocks, `aio` over one that
-awaits. The promises are kept here:
+Written once; `Client` and `AsyncClient` inherit all of it (see `steps`). The promises kept here:
 
-- every call has one deadline, and ends by it (a put may have a copy to end first: `storing`);
-- a daemon that is absent, dies, answers garbage or refuses is a miss: no exception leaves `match`,
-  `score`, `warm`, `pin`, `fetch`, `put`, `release`, `observe` (a caller's own mistake, such as a
-  wrong shape, raises);
+- every call has one deadline, and ends by it (a put may have a copy to end first: `put`);
+- a daemon that is absent, dies, answers garbage or refuses is a miss, and `last_error` says why:
+  no exception leaves a call, but for a caller's own mistake, such as a wrong shape;
 - after a failure the circuit breaker answers for the daemon, so a dead one costs one timeout and
-  not one per request;
-- leases and tickets go only to the session that got them: another daemon's lease of the same
-  number must never be fetched.
+  not one per request.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
-from hicache.client.put import Fill, PutCall, Source
+from hicache.client.put import Fill, PutCall, Source, check_blocks
+from hicache.client.replies import (
+    read_match,
+    read_pinned,
+    read_plain_match,
+    read_reply,
+    read_runs,
+    read_scores,
+    read_warmed,
+)
 from hicache.client.results import (
     Bytes2D,
     Decision,
@@ -35,65 +37,97 @@ from hicache.client.results import (
     PutResult,
     Score,
     Warmed,
-    read_count,
-    read_match,
-    read_ping,
-    read_pinned,
-    read_plain_match,
-    read_runs,
-    read_scores,
-    read_unpinned,
-    read_warmed,
 )
-from hicache.client.session import TROUBLE, Body, Connection
-from hicache.client.transport import Reply
+from hicache.client.session import Connection
+from hicache.client.steps import Give, ReplyMap, Steps, Stream, operation, stream
 from hicache.protocol.keys import TOKEN_BYTES, Tokens, encode_tokens
-from hicache.protocol.messages import WireError
 from hicache.protocol.operations import (
     MAX_DEADLINE_S,
     MAX_SCORED_PROMPTS,
     MAX_SCORED_TOKENS,
+    ClearReply,
+    ClearRequest,
+    FetchRequest,
+    HealthRequest,
+    HeartbeatRequest,
+    HintRequest,
     MatchRequest,
+    ObserveRequest,
+    Operation,
+    PingReply,
+    PingRequest,
+    PinRequest,
+    ReleaseRequest,
+    Reply,
+    Request,
+    ScoreRequest,
+    StatsRequest,
+    UnpinReply,
+    UnpinRequest,
+    WarmRequest,
+    operation_of,
 )
-from hicache.tiers.arena import Arena
 
 T = TypeVar("T")
+Q = TypeVar("Q", bound=Request)
+R = TypeVar("R", bound=Reply)
 Ended = Literal["", "turn", "tool_call", "conversation"]
 """What has ended with an answer: a turn that waits for a person, a turn that waits for a tool, or
 the whole conversation."""
 
 
-def waiting(wait_s: float) -> Mapping[str, Any]:
-    """The fields of a `warm` that is answered after so long at the latest: the daemon answers 5 %
-    and a tick before the deadline that it is told."""
-    if not wait_s > 0:
-        return {"wait": False}
-    return {"wait": True, "deadline_s": min(MAX_DEADLINE_S, (wait_s + 0.1) / 0.95)}
+def told_deadline_s(wait_s: float) -> float:
+    """The deadline of a `warm` that is to be answered within `wait_s`: the daemon answers 5 % and
+    one tick before the deadline that it is given."""
+    return min(MAX_DEADLINE_S, (wait_s + 0.1) / 0.95)
 
 
-class Dialogue:
-    """One client's conversation with one daemon about one namespace."""
+class Calls:
+    """Base of the classes that declare operations."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._storing = PutCall(connection)
+    _connection: Connection
 
-    @cached_property
-    def _namespace(self) -> bytes:
-        return self._connection.spec.digest()
+    def _ask(
+        self, request: Request, read: Callable[[ReplyMap], T], timeout_s: float = 0.0
+    ) -> Steps[T | None]:
+        """What `read` makes of the reply; None after any trouble. `timeout_s` defaults to that of
+        an ordinary call."""
+        connection = self._connection
+        attempt = connection.attempt(timeout_s or connection.timeouts.call_s)
+        with attempt:
+            attempt.admit()
+            if operation_of(request).needs_session:
+                _, reply = yield from connection.ask(request, attempt.deadline_s)
+            else:
+                reply, _ = yield from connection.exchange(request, attempt.deadline_s)
+            return read(reply)
+        return None
 
-    async def match(
+
+class PromptCalls(Calls):
+    """Operations about one prompt, or several."""
+
+    @operation
+    def match(
         self,
         tokens: Tokens,
-        request: str,
-        skip_blocks: int,
-        hop_bytes_per_s: float,
-        explain: bool,
-        conversation: str,
-    ) -> Match:
-        packed = encode_tokens(tokens)
-        started_s = time.monotonic()
-        asks = MatchRequest(
+        *,
+        request: str = "",
+        skip_blocks: int = 0,
+        hop_bytes_per_s: float = 0.0,
+        explain: bool = False,
+        conversation: str = "",
+    ) -> Steps[Match]:
+        """What the cache has of this prompt, and how much of it to reload.
+
+        `request`: the same id and prompt again get the same lease. `skip_blocks` blocks at the
+        front are held by the inference engine itself. `hop_bytes_per_s`: the speed of its own copy
+        from the fetched bytes to where it needs them, 0 if that costs nothing or is not known.
+        `explain`: have the daemon word the decision's `sentence`. `conversation`: its name, so that
+        a `hint` needs no tokens.
+        """
+        connection, packed = self._connection, encode_tokens(tokens)
+        wanted = MatchRequest(
             tokens=packed,
             request=request,
             skip_blocks=skip_blocks,
@@ -101,301 +135,363 @@ class Dialogue:
             explain=bool(explain),
             conversation=conversation,
         )
-        try:
-            self._connection.begin(started_s)
-            deadline_s = started_s + self._connection.timeouts.call_s
-            greeting = self._connection.greeting or await self._connection.greeted(deadline_s)
+        attempt = connection.attempt(connection.timeouts.call_s)
+        with attempt:
+            attempt.admit()
+            greeting = connection.greeting or (yield from connection.greeted(attempt.deadline_s))
             if len(packed) > greeting.max_prompt_tokens * TOKEN_BYTES:
                 whole = greeting.max_prompt_tokens // greeting.block_tokens * greeting.block_tokens
-                asks.tokens = packed[: whole * TOKEN_BYTES]
-            asked, match = self._connection.ask_at_once(
-                "match", asks, deadline_s, greeting, read_plain_match
+                wanted.tokens = packed[: whole * TOKEN_BYTES]
+            greeting, reply = yield from connection.ask(
+                wanted, attempt.deadline_s, read_plain_match
             )
-            if match is None:
-                greeting, reply, _ = await self._connection.ask("match", asks, deadline_s, asked)
-                match = read_match(reply)
+            match = reply if isinstance(reply, Match) else read_match(reply)
             match.session = greeting.session
-        except TROUBLE as trouble:
-            return Match.miss(self._connection.failed(trouble, started_s))
-        self._connection.succeeded()
-        return match
+            return match
+        return Match.miss(connection.last_error)
 
-    async def score(self, prompts: Sequence[Tokens]) -> list[Score]:
-        """Asked without a session: who only asks this takes none."""
+    @operation
+    def score(self, prompts: Sequence[Tokens]) -> Steps[list[Score]]:
+        """What a match of each of these would find now, for choosing where a request goes: nothing
+        is leased, and nothing changes. Opens no session.
+
+        Any number of prompts; over 128 of them, or 2,097,152 tokens, take several requests within
+        the one `timeout_s`. Of a longer prompt the first 2,097,152 tokens count. Prompts without an
+        answer in time are not `is_answered`."""
         packed = [encode_tokens(tokens)[: MAX_SCORED_TOKENS * TOKEN_BYTES] for tokens in prompts]
         if not packed:
             return []
-        started_s = time.monotonic()
+        connection = self._connection
         scores: list[Score] = []
-        try:
-            self._connection.begin(started_s)
-            deadline_s = started_s + self._connection.timeouts.call_s
-            for some in _portions(packed):
-                lengths = [len(tokens) // TOKEN_BYTES for tokens in some]
-                body = {
-                    "namespace": self._namespace,
-                    "tokens": b"".join(some),
-                    "lengths": encode_tokens(lengths),
-                }
-                reply, _ = await self._connection.exchange("score", body, deadline_s, None)
-                scores += read_scores(reply, len(some))
-        except TROUBLE as trouble:
-            self._connection.failed(trouble, started_s)
-        else:
-            self._connection.succeeded()
+        attempt = connection.attempt(connection.timeouts.call_s)
+        with attempt:
+            attempt.admit()
+            for portion in _portions(packed):
+                wanted = ScoreRequest(
+                    namespace=self._namespace,
+                    tokens=b"".join(portion),
+                    lengths=encode_tokens([len(tokens) // TOKEN_BYTES for tokens in portion]),
+                )
+                reply, _ = yield from connection.exchange(wanted, attempt.deadline_s)
+                scores += read_scores(reply, len(portion))
         return scores + [Score(is_answered=False)] * (len(packed) - len(scores))
 
-    async def warm(self, tokens: Tokens, wait_s: float) -> Warmed:
-        """Asked without a session, like `score`."""
-        body = {"namespace": self._namespace, "tokens": encode_tokens(tokens), **waiting(wait_s)}
-        patience_s = max(0.0, wait_s) + self._connection.timeouts.call_s
-        return await self._ask("warm", body, patience_s, read_warmed) or Warmed(is_answered=False)
+    @operation
+    def warm(self, tokens: Tokens, *, wait_s: float = 0.0) -> Steps[Warmed]:
+        """Have what is held of this prompt copied to where clients read, because a request for it
+        is expected: after all other work, and only into free room. Opens no session.
 
-    async def pin(self, tokens: Tokens, ttl_s: float, name: str) -> Pinned:
-        body = {
-            "namespace": self._namespace,
-            "tokens": encode_tokens(tokens),
-            "ttl_s": float(ttl_s),
-            "name": name,
-        }
-        patience_s = self._connection.timeouts.call_s
-        return await self._ask("pin", body, patience_s, read_pinned) or Pinned()
-
-    async def unpin(self, pin: Pinned | str) -> bool:
-        body = {"pin": pin.pin if isinstance(pin, Pinned) else pin}
-        patience_s = self._connection.timeouts.call_s
-        return bool(await self._ask("unpin", body, patience_s, read_unpinned))
-
-    async def _ask(
-        self, op: str, body: Body, patience_s: float, read: Callable[[Reply], T]
-    ) -> T | None:
-        """Without a session; None where no daemon answers as it should."""
-        started_s = time.monotonic()
-        try:
-            self._connection.begin(started_s)
-            deadline_s = started_s + patience_s
-            reply, _ = await self._connection.exchange(op, body, deadline_s, None)
-            answer = read(reply)
-        except TROUBLE as trouble:
-            self._connection.failed(trouble, started_s)
-            return None
-        self._connection.succeeded()
-        return answer
-
-    async def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Match:
-        started_s = time.monotonic()
-        try:
-            self._connection.begin(started_s)
-            deadline_s = started_s + self._connection.timeouts.call_s
-            greeting = await self._connection.greeted(deadline_s)
-        except TROUBLE as trouble:
-            return Match.miss(self._connection.failed(trouble, started_s))
-        self._connection.succeeded()
-        if greeting.epoch != epoch or greeting.group != group:
-            return Match.miss("the lease is of another group, or of another run of the daemon")
-        return Match(
-            lease, blocks, (), Decision("reload", blocks, "adopted"), session=greeting.session
+        Returns as soon as it is planned, or, with `wait_s`, when no more will come or that time has
+        passed. The copying ends after the daemon's `limits.lease_ttl` at the latest; what has come
+        by then stays as any other block does."""
+        wanted = WarmRequest(
+            namespace=self._namespace, tokens=encode_tokens(tokens), wait=wait_s > 0
         )
+        if wanted.wait:
+            wanted.deadline_s = told_deadline_s(wait_s)
+        timeout_s = max(0.0, wait_s) + self._connection.timeouts.call_s
+        warmed = yield from self._ask(wanted, read_warmed, timeout_s)
+        return warmed or Warmed(is_answered=False)
 
-    async def fetch_runs(self, match: Match) -> AsyncGenerator[FetchedRun, None]:
-        """Ends early on any trouble: what did not come is a miss."""
-        started_s = time.monotonic()
-        deadline_s = started_s + self._connection.timeouts.fetch_s
-        try:
-            self._connection.begin(started_s)
-            greeting = self._connection.session_of(match)
-            if greeting is None:
-                return
-            arenas: Mapping[str, Arena] = self._connection.arenas
-            request_id = await self._connection.send(
-                "fetch", {"lease": match.lease}, deadline_s, greeting
-            )
-            try:
-                is_last = False
-                while not is_last:
-                    reply, parts = await self._connection.answer(request_id, deadline_s, greeting)
-                    for run in read_runs(reply, parts, arenas, greeting.block_bytes):
-                        yield run
-                    is_last = not reply.get("more")
-            finally:
-                self._connection.mailbox.done(request_id)
-        except TROUBLE as trouble:
-            self._connection.failed(trouble, started_s)
-        else:
-            self._connection.succeeded()
+    @operation
+    def pin(self, tokens: Tokens, *, ttl_s: float = 3600.0, name: str = "") -> Steps[Pinned]:
+        """Have what is held of this prompt kept for `ttl_s` (at most 30 days), or until `unpin`.
+        A pin does not end with this client, and ends with the daemon: where `ping().epoch` is
+        another than the pin's, pin again. All pins share `limits.max_pinned` of each tier. `name`
+        shows in `stats`. Opens no session."""
+        wanted = PinRequest(
+            namespace=self._namespace, tokens=encode_tokens(tokens), ttl_s=float(ttl_s), name=name
+        )
+        return (yield from self._ask(wanted, read_pinned)) or Pinned()
 
-    async def fetch(self, match: Match, out: Bytes2D) -> Fetched:
-        self._check_blocks(out, "out")
-        started_s = time.monotonic()
+    @operation
+    def unpin(self, pin: Pinned | str) -> Steps[bool]:
+        """Let a pin go, given as `pin` returned it, or by its `pin`. False where there was none."""
+        wanted = UnpinRequest(pin=pin.pin if isinstance(pin, Pinned) else pin)
+        return bool((yield from self._ask(wanted, _unpinned)))
+
+    @operation
+    def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Steps[Match]:
+        """A match that another session of the same group made: its lease can be fetched and
+        released here. `blocks` of it will be read; `group`, `epoch`: as its maker's greeting says.
+        A miss if this client is not of that group, or the daemon is another by now."""
+        connection = self._connection
+        attempt = connection.attempt(connection.timeouts.call_s)
+        with attempt:
+            attempt.admit()
+            greeting = yield from connection.greeted(attempt.deadline_s)
+            if greeting.epoch != epoch or greeting.group != group:
+                return Match.miss("the lease is of another group, or of another run of the daemon")
+            decision = Decision("reload", blocks, "adopted")
+            return Match(lease, blocks, (), decision, session=greeting.session)
+        return Match.miss(connection.last_error)
+
+    @stream
+    def fetch_runs(self, match: Match) -> Stream[FetchedRun]:
+        """The leased blocks as they become readable, in runs; ends early on any trouble.
+
+        Runs may come out of order. Other calls may be made in between.
+        """
+        return self._each_run(match, give)
+
+    @operation
+    def fetch(self, match: Match, out: Bytes2D) -> Steps[Fetched]:
+        """Copy the blocks worth reloading into `out`: uint8 [n, block_bytes], C-contiguous. A
+        cancelled fetch ends only when nothing writes to `out` any more."""
+        connection = self._connection
+        check_blocks(out, "out", connection.spec.block_bytes)
+        started_s = connection.clock()
         wanted = min(match.decision.reload_blocks, len(out))
         tier_of: list[str] = [""] * wanted
-        runs = self.fetch_runs(match)
-        try:
-            async for run in runs:
-                rows = out[run.first : min(run.first + run.num_blocks, wanted)]
-                if not len(rows):
-                    continue
-                is_valid = await self._connection.copy(partial(_copy_and_verify, run, rows))
-                if not is_valid:
-                    self._connection.last_error = "blocks were reused while they were copied"
-                span = slice(run.first, run.first + len(rows))
-                tier_of[span] = [run.tier if is_valid else ""] * len(rows)
-        finally:
-            await runs.aclose()
+
+        def copy(run: FetchedRun) -> Steps[None]:
+            rows = out[run.first : min(run.first + run.num_blocks, wanted)]
+            if not len(rows):
+                return
+            is_valid = yield from connection.copy(partial(_copy_and_verify, run, rows))
+            if not is_valid:
+                connection.last_error = "blocks were reused while they were copied"
+            span = slice(run.first, run.first + len(rows))
+            tier_of[span] = [run.tier if is_valid else ""] * len(rows)
+
+        yield from self._each_run(match, copy)
         blocks = tier_of.index("") if "" in tier_of else wanted
         by_tier = dict(Counter(tier_of[:blocks]))
-        return Fetched(blocks, time.monotonic() - started_s, by_tier)
+        return Fetched(blocks, connection.clock() - started_s, by_tier)
 
-    async def release(self, match: Match, hop_bytes: float, hop_s: float, total_s: float) -> None:
-        """Sent, not waited for, like `observe`."""
-        started_s = time.monotonic()
-        body = {
-            "lease": match.lease,
-            "hop_bytes": float(hop_bytes),
-            "hop_s": float(hop_s),
-            "total_s": float(total_s),
-        }
-        try:
-            self._connection.begin(started_s)
-            greeting = self._connection.session_of(match)
-            if greeting is not None:
-                deadline_s = started_s + self._connection.timeouts.call_s
-                await self._connection.post("release", body, deadline_s, greeting)
-        except TROUBLE as trouble:
-            self._connection.failed(trouble, started_s)
+    @operation
+    def release(
+        self, match: Match, *, hop_bytes: float = 0.0, hop_s: float = 0.0, total_s: float = 0.0
+    ) -> Steps[None]:
+        """Give the lease back and report what the hit cost: bytes and seconds of the inference
+        engine's own last copy, and seconds from match to usable KV (0: not measured). Sent without
+        waiting."""
+        connection = self._connection
+        attempt = connection.attempt(connection.timeouts.call_s, is_answered=False)
+        with attempt:
+            attempt.admit()
+            if connection.session_of(match) is not None:
+                released = ReleaseRequest(
+                    lease=match.lease,
+                    hop_bytes=float(hop_bytes),
+                    hop_s=float(hop_s),
+                    total_s=float(total_s),
+                )
+                yield from connection.post(released, attempt.deadline_s, match.session)
 
-    async def put(
+    @operation
+    def put(
         self,
         tokens: Tokens,
         blocks: Bytes2D | Fill,
-        first: int,
-        last: int | None,
-        durable: bool,
-    ) -> PutResult:
-        packed = encode_tokens(tokens)
-        whole = len(packed) // (TOKEN_BYTES * self._connection.spec.block_tokens)
+        *,
+        first: int = 0,
+        last: int | None = None,
+        durable: bool = False,
+    ) -> Steps[PutResult]:
+        """Store blocks `first … last-1` of this prompt (`last` defaults to all whole blocks).
+
+        `blocks`: uint8 [last - first, block_bytes], C-contiguous; or `fill(index, view)`, called
+        only for blocks the cache lacks, which writes block `index` of the prompt into `view` (for
+        an AsyncClient in a thread). What `fill` raises comes out of here, and nothing of that
+        ticket is stored.
+        """
+        spec, packed = self._connection.spec, encode_tokens(tokens)
+        whole = len(packed) // (TOKEN_BYTES * spec.block_tokens)
         last = whole if last is None else last
         if not 0 <= first <= last <= whole:
             raise ValueError(f"blocks {first} … {last} of a prompt of {whole} whole blocks")
-        source = Source(blocks, first, self._connection.spec.block_bytes)
+        source = Source(blocks, first, spec.block_bytes)
         if not callable(blocks):
-            self._check_blocks(blocks, "blocks")
+            check_blocks(blocks, "blocks", spec.block_bytes)
             if len(blocks) != last - first:
                 raise ValueError(f"{len(blocks)} blocks given for {first} … {last}")
-        return await self._storing.put(packed, first, last, source, durable)
+        return (yield from PutCall(self._connection).put(packed, first, last, source, durable))
 
-    async def observe(
-        self, num_requests: int, sum_n: float, sum_nc: float, decode_tokens: int, seconds: float
-    ) -> None:
-        """Sent, not waited for: it stands between an inference engine and its next step."""
-        started_s = time.monotonic()
-        body = {
-            "num_requests": num_requests,
-            "sum_n": float(sum_n),
-            "sum_nc": float(sum_nc),
-            "decode_tokens": decode_tokens,
-            "seconds": float(seconds),
-        }
-        try:
-            self._connection.begin(started_s)
-            deadline_s = started_s + self._connection.timeouts.call_s
-            await self._connection.post(
-                "observe", body, deadline_s, await self._connection.greeted(deadline_s)
-            )
-        except TROUBLE as trouble:
-            self._connection.failed(trouble, started_s)
-
-    async def hint(
+    @operation
+    def hint(
         self,
-        tokens: Tokens | None,
-        conversation: str,
-        ended: Ended,
-        finish_reason: str,
-        return_s: float,
-        keep: bool,
-        answer_tokens: int,
-    ) -> None:
-        """Sent, not waited for, like `observe`."""
-        started_s = time.monotonic()
-        body: dict[str, Any] = {"tokens": b"" if tokens is None else encode_tokens(tokens)}
-        if conversation:
-            body["conversation"] = conversation
-        if ended:
-            body["ended"] = ended
-        if finish_reason:
-            body["finish_reason"] = finish_reason
-        if return_s:
-            body["return_s"] = float(return_s)
-        if not keep:
-            body["keep"] = False
-        if answer_tokens:
-            body["answer_tokens"] = int(answer_tokens)
-        try:
-            self._connection.begin(started_s)
-            deadline_s = started_s + self._connection.timeouts.call_s
-            greeting = await self._connection.greeted(deadline_s)
-            body["tokens"] = body["tokens"][: greeting.max_prompt_tokens * TOKEN_BYTES]
-            await self._connection.post("hint", body, deadline_s, greeting)
-        except TROUBLE as trouble:
-            self._connection.failed(trouble, started_s)
+        tokens: Tokens | None = None,
+        *,
+        conversation: str = "",
+        ended: Ended = "",
+        finish_reason: str = "",
+        return_s: float = 0.0,
+        keep: bool = True,
+        answer_tokens: int = 0,
+    ) -> Steps[None]:
+        """Say what is known about when, and whether, this prompt will go on. Advice only: a wrong
+        hint costs hits, never correctness. Sent without waiting.
 
-    async def ping(self) -> Ping | None:
-        started_s = time.monotonic()
-        reply = await self._connection.ask_plain("ping")
+        Without `tokens` it is about the newest prompt that was matched under this `conversation`.
+        `ended`: this answer ended a turn, a turn that waits for a tool call, or the whole
+        conversation. `finish_reason`: why the answer ended, in the inference engine's own word.
+        `return_s`: the next turn is expected in that many seconds. `keep=False`: what was stored of
+        it, and was not matched since, need not be kept. `answer_tokens`: the length of the answer.
+        """
+        hint = HintRequest(
+            tokens=b"" if tokens is None else encode_tokens(tokens),
+            conversation=conversation,
+            ended=ended,
+            finish_reason=finish_reason,
+            return_s=float(return_s),
+            keep=bool(keep),
+            answer_tokens=int(answer_tokens),
+        )
+        connection = self._connection
+        attempt = connection.attempt(connection.timeouts.call_s, is_answered=False)
+        with attempt:
+            attempt.admit()
+            greeting = yield from connection.greeted(attempt.deadline_s)
+            hint.tokens = hint.tokens[: greeting.max_prompt_tokens * TOKEN_BYTES]
+            yield from connection.post(hint, attempt.deadline_s, greeting.session)
+
+    @cached_property
+    def _namespace(self) -> bytes:
+        return self._connection.spec.digest()
+
+    def _each_run(
+        self, match: Match, use: Callable[[FetchedRun], Generator[Any, Any, None]]
+    ) -> Generator[Any, Any, None]:
+        """Ends early on any trouble: what did not come is a miss."""
+        connection = self._connection
+        attempt = connection.attempt(connection.timeouts.fetch_s)
+        with attempt:
+            attempt.admit()
+            greeting = connection.session_of(match)
+            if greeting is None:
+                return
+            arenas = connection.arenas
+            wanted = FetchRequest(lease=match.lease)
+            inbox = yield from connection.open(wanted, attempt.deadline_s, greeting.session)
+            try:
+                is_last = False
+                while not is_last:
+                    reply, parts = yield from connection.next_reply(inbox, attempt.deadline_s)
+                    for run in read_runs(reply, parts, arenas, greeting.block_bytes):
+                        yield from use(run)
+                    is_last = not reply.get("more")
+            finally:
+                connection.close_inbox(inbox)
+
+
+class DaemonCalls(Calls):
+    """Operations about the daemon, the session and the namespace."""
+
+    @operation
+    def call(self, declared: Operation[Q, R], /, **fields: Any) -> Steps[R | None]:
+        """Any declared operation, by its request's fields: its reply, or None after any trouble.
+        A client's own operation needs no more than this call."""
+        request = declared.request(**fields)
+        return (yield from self._ask(request, partial(read_reply, kind=declared.reply)))
+
+    @operation
+    def observe(
+        self,
+        *,
+        num_requests: int = 1,
+        sum_n: float,
+        sum_nc: float,
+        seconds: float,
+        decode_tokens: int = 0,
+    ) -> Steps[None]:
+        """Report one prefill step: Σn new tokens and Σ(n·c + n²/2) over its requests, each on a
+        context of c tokens, took `seconds`. Sent without waiting: the inference engine's next step
+        comes after it."""
+        step = ObserveRequest(
+            num_requests=num_requests,
+            sum_n=float(sum_n),
+            sum_nc=float(sum_nc),
+            decode_tokens=decode_tokens,
+            seconds=float(seconds),
+        )
+        connection = self._connection
+        attempt = connection.attempt(connection.timeouts.call_s, is_answered=False)
+        with attempt:
+            attempt.admit()
+            greeting = yield from connection.greeted(attempt.deadline_s)
+            yield from connection.post(step, attempt.deadline_s, greeting.session)
+
+    @operation
+    def ping(self) -> Steps[Ping | None]:
+        """None if no daemon answers."""
+        connection = self._connection
+        started_s = connection.clock()
+        reply = yield from self._ask(PingRequest(), _ping)
         if reply is None:
             return None
-        try:
-            ping = read_ping(reply, time.monotonic() - started_s)
-        except WireError as trouble:
-            self._connection.failed(trouble, started_s)
-            return None
-        if self._connection.greeting is not None and self._connection.greeting.epoch != ping.epoch:
-            self._connection.lose(self._connection.greeting)
-        return ping
+        if connection.greeting is not None and connection.greeting.epoch != reply.epoch:
+            connection.lose(connection.greeting.session)
+        round_trip_s = connection.clock() - started_s
+        return Ping(
+            reply.epoch,
+            reply.version,
+            reply.pid,
+            reply.uptime_s,
+            reply.ready,
+            reply.tiers,
+            round_trip_s,
+        )
 
-    async def stats(self) -> dict[str, Any] | None:
-        return await self._connection.ask_plain("stats")
+    @operation
+    def stats(self) -> Steps[dict[str, Any] | None]:
+        """The daemon's counters (docs/protocol.md); None if none answers."""
+        return self._ask(StatsRequest(), _as_map)
 
-    async def health(self) -> dict[str, Any] | None:
-        return await self._connection.ask_plain("health")
+    @operation
+    def health(self) -> Steps[dict[str, Any] | None]:
+        """Which parts of the daemon work (docs/protocol.md); None if none answers."""
+        return self._ask(HealthRequest(), _as_map)
 
-    async def heartbeat(self) -> bool:
-        return await self._connection.ask_in_session("heartbeat") is not None
+    @operation
+    def heartbeat(self) -> Steps[bool]:
+        """A sign of life, needed only where the daemon cannot see this process and no other call is
+        made for longer than `greeting.heartbeat_s`."""
+        return (yield from self._ask(HeartbeatRequest(), _as_map)) is not None
 
-    async def clear(self) -> int:
-        reply = await self._connection.ask_in_session("clear")
-        try:
-            return 0 if reply is None else read_count(reply, "cleared")
-        except WireError as trouble:
-            self._connection.last_error = str(trouble)
-            return 0
+    @operation
+    def clear(self) -> Steps[int]:
+        """Forget this namespace's blocks that no lease or pin holds; how many."""
+        return (yield from self._ask(ClearRequest(), _cleared)) or 0
 
-    def _check_blocks(self, blocks: Bytes2D, name: str) -> None:
-        block_bytes = self._connection.spec.block_bytes
-        if (
-            not isinstance(blocks, np.ndarray)
-            or blocks.dtype != np.uint8
-            or blocks.ndim != 2
-            or blocks.shape[1] != block_bytes
-            or not blocks.flags.c_contiguous
-        ):
-            found = f"{getattr(blocks, 'dtype', type(blocks).__name__)}"
-            found += f" {getattr(blocks, 'shape', '')}"
-            raise ValueError(f"{name} must be C-contiguous uint8 [n, {block_bytes}], not {found}")
+    @operation
+    def close(self) -> Steps[None]:
+        """Say bye, give everything back. Leases of this session end."""
+        return self._connection.close()
+
+
+def give(item: T) -> Stream[T]:
+    yield Give(item)
+
+
+def _as_map(reply: ReplyMap) -> ReplyMap:
+    return reply
+
+
+def _ping(reply: ReplyMap) -> PingReply:
+    return read_reply(reply, PingReply)
+
+
+def _cleared(reply: ReplyMap) -> int:
+    return read_reply(reply, ClearReply).cleared
+
+
+def _unpinned(reply: ReplyMap) -> bool:
+    return read_reply(reply, UnpinReply).unpinned
 
 
 def _portions(prompts: Sequence[bytes]) -> Iterator[list[bytes]]:
     """As many at a time as one `score` takes, in order."""
-    some: list[bytes] = []
+    portion: list[bytes] = []
     room = MAX_SCORED_TOKENS * TOKEN_BYTES
     for tokens in prompts:
-        if some and (len(some) == MAX_SCORED_PROMPTS or len(tokens) > room):
-            yield some
-            some, room = [], MAX_SCORED_TOKENS * TOKEN_BYTES
-        some.append(tokens)
+        if portion and (len(portion) == MAX_SCORED_PROMPTS or len(tokens) > room):
+            yield portion
+            portion, room = [], MAX_SCORED_TOKENS * TOKEN_BYTES
+        portion.append(tokens)
         room -= len(tokens)
-    if some:
-        yield some
+    if portion:
+        yield portion
 
 
 def _copy_and_verify(run: FetchedRun, rows: Bytes2D) -> bool:

@@ -18,27 +18,35 @@ from __future__ import annotations
 
 import os
 import select
-import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
 
+from hicache.client.calls import Calls, give
 from hicache.client.put import PutCall
-from hicache.client.results import (
-    Greeting,
-    Match,
-    Placement,
-    PutResult,
-    read_count,
-    read_runs_named,
-    read_seconds,
-)
-from hicache.client.session import TROUBLE, Connection, DaemonError
-from hicache.client.transport import Part
+from hicache.client.replies import Placement, read_reply
+from hicache.client.results import Greeting, Match, PutResult
+from hicache.client.session import Connection
+from hicache.client.steps import Part, Steps, Stream, operation, stream
+from hicache.client.trouble import DaemonError
 from hicache.protocol.keys import TOKEN_BYTES, Tokens, encode_tokens
+from hicache.protocol.messages import WireError
+from hicache.protocol.operations import (
+    FetchReply,
+    FetchRequest,
+    LoadReply,
+    LoadRequest,
+    ReadyRun,
+    RegisterReply,
+    RegisterRequest,
+    SaveRequest,
+    UnregisterRequest,
+)
 
 PageTable = npt.NDArray[np.int32]
 """Page numbers, [blocks, pages per block]."""
@@ -137,202 +145,224 @@ class LoadedPages:
     is_at_rest: bool = True
 
 
-class Paged:
-    """The conversation about pages, over one client's connection."""
+class PageCalls(Calls):
+    """Operations about pages."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._storing = PutCall(connection)
-
-    async def share(self, pages: SharedPages) -> PageShare | None:
-        """None where it cannot be: the connection's `last_error` says why in one sentence."""
-        started_s = time.monotonic()
-        body = {
-            "bus_id": pages.bus_id,
-            "handles": b"".join(pages.handles),
-            "planes": pages.planes.astype("<u8").tobytes(),
-            "page_bytes": pages.page_bytes,
-            "pages_per_block": pages.pages_per_block,
-        }
-        try:
-            self._connection.begin(started_s)
-            deadline_s = started_s + self._connection.timeouts.fetch_s
-            greeting, reply, _ = await self._connection.ask("register", body, deadline_s)
-            number, pid = read_count(reply, "registration"), read_count(reply, "pid")
-        except TROUBLE as trouble:
-            self._connection.failed(trouble, started_s)
-            return None
-        self._connection.succeeded()
-        shape = len(pages.planes), pages.pages_per_block
-        share = PageShare(number, greeting.session, greeting.epoch, *shape, pid)
-        if not share.can_see_worker:
-            await self.unshare(share)
-            self._connection.last_error = (
-                "the GPU worker's process cannot be seen from here, so nobody could tell when its "
-                "copies have ended: copy through the arena"
+    @operation
+    def share_pages(self, pages: SharedPages) -> Steps[PageShare | None]:
+        """Let the daemon's GPU worker copy from and to the inference engine's own KV tensors. None
+        where that cannot be, and `last_error` says why in one sentence: then `fetch` and `put`, and
+        copy through the mapped arena."""
+        connection = self._connection
+        request = RegisterRequest(
+            bus_id=pages.bus_id,
+            handles=b"".join(pages.handles),
+            planes=pages.planes.astype("<u8").tobytes(),
+            page_bytes=pages.page_bytes,
+            pages_per_block=pages.pages_per_block,
+        )
+        attempt = connection.attempt(connection.timeouts.fetch_s)
+        with attempt:
+            attempt.admit()
+            greeting, reply_map = yield from connection.ask(request, attempt.deadline_s)
+            reply = read_reply(reply_map, RegisterReply)
+            share = PageShare(
+                reply.registration,
+                greeting.session,
+                greeting.epoch,
+                len(pages.planes),
+                pages.pages_per_block,
+                reply.pid,
             )
-            return None
-        return share
+            if share.can_see_worker:
+                return share
+            yield from self._unshare(share)
+            connection.last_error = (
+                "the GPU worker's process cannot be seen from here, so it would not be known when "
+                "its copies have ended: copy through the arena"
+            )
+        return None
 
-    async def load(self, match: Match, share: PageShare, pages: PageTable) -> LoadedPages:
-        """The blocks worth reloading into `pages`, as many as there are rows for."""
-        started_s = time.monotonic()
+    @operation
+    def load_pages(self, match: Match, share: PageShare, pages: PageTable) -> Steps[LoadedPages]:
+        """The blocks worth reloading into `pages`: int32 [blocks, pages per block]. Other pages of
+        the table hold nothing of value; not `is_at_rest`: they may not be used yet. A cancelled
+        load leaves its pages in doubt (`share.is_in_doubt`)."""
+        _check_pages(share, pages)
+        clock = self._connection.clock
+        started_s = clock()
         came: dict[int, int] = {}
-        async for part in self.parts(match, share, pages, 0):
+
+        def note(part: LoadedPart) -> Steps[None]:
             came[part.first] = part.blocks
-        seconds = time.monotonic() - started_s
-        return LoadedPages(reach(came, 0), seconds, is_at_rest=not share.is_in_doubt)
+            yield from ()
 
-    async def parts(
-        self, match: Match, share: PageShare, pages: PageTable, planes_per_part: int
-    ) -> AsyncGenerator[LoadedPart, None]:
-        """What has come, as it comes: after every `planes_per_part` planes (0: all at once), for
-        each run of blocks that becomes readable. Ends early on any trouble."""
-        self._check(share, pages)
-        started_s = time.monotonic()
-        deadline_s = started_s + self._connection.timeouts.fetch_s
-        wanted = min(match.decision.reload_blocks, len(pages))
-        try:
-            self._connection.begin(started_s)
-            greeting = self._connection.session_of(match)
-            if greeting is None or greeting.session != share.session or not wanted:
-                return
-            async with aclosing(self._readable(match, deadline_s, greeting)) as runs:
-                async for first, num in runs:
-                    rows = pages[first : min(first + num, wanted)]
-                    if not len(rows):
-                        continue
-                    body = {
-                        "registration": share.number,
-                        "lease": match.lease,
-                        "first": first,
-                        "pages": rows.astype("<i4").tobytes(),
-                        "planes_per_part": planes_per_part,
-                    }
-                    copied = self.copied("load", body, share, rows, deadline_s, greeting)
-                    async with aclosing(copied) as parts:
-                        async for blocks, planes, seconds in parts:
-                            yield LoadedPart(first, min(blocks, len(rows)), planes, seconds)
-        except TROUBLE as trouble:
-            self._connection.failed(trouble, started_s)
-        else:
-            self._connection.succeeded()
+        yield from self._each_part(match, share, pages, 0, note)
+        return LoadedPages(reach(came, 0), clock() - started_s, is_at_rest=not share.is_in_doubt)
 
-    async def save(
-        self, tokens: Tokens, share: PageShare, pages: PageTable, first: int, durable: bool
-    ) -> PutResult:
-        """Store blocks `first …` of this prompt, as many as `pages` has rows for."""
-        self._check(share, pages)
+    @stream
+    def load_pages_by_part(
+        self, match: Match, share: PageShare, pages: PageTable, *, planes_per_part: int
+    ) -> Stream[LoadedPart]:
+        """As `load_pages`; gives what has come after every `planes_per_part` planes (0: all at
+        once), so that attention of a layer may start while the next ones load. Planes are the
+        layers in order, or K and V of each. Ends early on any trouble."""
+        _check_pages(share, pages)
+        return self._each_part(match, share, pages, planes_per_part, give)
+
+    @operation
+    def save_pages(
+        self,
+        tokens: Tokens,
+        share: PageShare,
+        pages: PageTable,
+        *,
+        first: int = 0,
+        durable: bool = False,
+    ) -> Steps[PutResult]:
+        """Store blocks `first …` of this prompt from `pages`: int32 [blocks, pages per block]."""
+        _check_pages(share, pages)
         packed = encode_tokens(tokens)
         last = first + len(pages)
         whole = len(packed) // (TOKEN_BYTES * self._connection.spec.block_tokens)
         if not 0 <= first <= last <= whole:
             raise ValueError(f"blocks {first} … {last} of a prompt of {whole} whole blocks")
-        source = _PageSource(self, share, pages, first)
-        return await self._storing.put(packed, first, last, source, durable)
+        source = _PageSource(share, pages, first)
+        return (yield from PutCall(self._connection).put(packed, first, last, source, durable))
 
-    async def unshare(self, share: PageShare) -> bool:
-        """Whether nothing is on its way any more, and the worker has let go. False: ask again."""
-        started_s = time.monotonic()
-        deadline_s = started_s + self._connection.timeouts.fetch_s
-        try:
-            self._connection.begin(started_s)
-            greeting = await self._connection.greeted(deadline_s)
+    @operation
+    def unshare_pages(self, share: PageShare) -> Steps[bool]:
+        """Have the worker let go of the pages. True when nothing is on its way any more; False: ask
+        again."""
+        return self._unshare(share)
+
+    def _unshare(self, share: PageShare) -> Steps[bool]:
+        connection = self._connection
+        attempt = connection.attempt(connection.timeouts.fetch_s, is_answered=False)
+        with attempt:
+            attempt.admit()
+            greeting = yield from connection.greeted(attempt.deadline_s)
             if greeting.epoch == share.epoch:  # in another run the number may be another share's
-                body = {"registration": share.number}
-                await self._connection.ask("unregister", body, deadline_s)
+                request = UnregisterRequest(registration=share.number)
+                try:
+                    yield from connection.ask(request, attempt.deadline_s)
+                except DaemonError as error:
+                    if error.code == "unknown_registration":
+                        share.close()
+                    raise
                 share.close()
-        except DaemonError as error:
-            if error.code == "unknown_registration":
-                share.close()
-            self._connection.failed(error, started_s)
-        except TROUBLE as trouble:
-            self._connection.failed(trouble, started_s)
         return share.is_over
 
-    async def _readable(
-        self, match: Match, deadline_s: float, greeting: Greeting
-    ) -> AsyncGenerator[tuple[int, int], None]:
-        """Runs of the lease's blocks that the worker can read, as (first, blocks)."""
-        body = {"lease": match.lease, "pages": True}
-        request_id = await self._connection.send("fetch", body, deadline_s, greeting)
-        try:
-            is_last = False
-            while not is_last:
-                reply, _ = await self._connection.answer(request_id, deadline_s, greeting)
-                for first, num in _joined(read_runs_named(reply)):
-                    yield first, num
-                is_last = not reply.get("more")
-        finally:
-            self._connection.mailbox.done(request_id)
-
-    async def copied(
+    def _each_part(
         self,
-        op: str,
-        body: dict[str, object],
+        match: Match,
         share: PageShare,
-        written: PageTable,
-        deadline_s: float,
-        greeting: Greeting,
-    ) -> AsyncGenerator[tuple[int, int, float], None]:
-        """(blocks, planes, at the end the worker's seconds) after each part. What was sent and not
-        answered leaves pages in doubt, whatever ended the waiting."""
-        copy = object()
-        share._unanswered[copy] = written
-        request_id = await self._connection.send(op, body, deadline_s, greeting)
-        try:
-            is_last = False
-            while not is_last:
-                try:
-                    reply, _ = await self._connection.answer(request_id, deadline_s, greeting)
-                except DaemonError:  # an answer: whatever was on its way has ended
-                    del share._unanswered[copy]
-                    raise
-                is_last = not reply.get("more")
-                if is_last:
-                    del share._unanswered[copy]
-                blocks = read_count(reply, "blocks")
-                if is_last:
-                    yield blocks, share.num_planes, read_seconds(reply, "seconds")
-                else:
-                    yield blocks, read_count(reply, "planes"), 0.0
-        finally:
-            self._connection.mailbox.done(request_id)
+        pages: PageTable,
+        planes_per_part: int,
+        use: Callable[[LoadedPart], Generator[Any, Any, None]],
+    ) -> Generator[Any, Any, None]:
+        """For each run of blocks that becomes readable, the parts of its copy as they come."""
+        connection = self._connection
+        wanted = min(match.decision.reload_blocks, len(pages))
+        attempt = connection.attempt(connection.timeouts.fetch_s)
+        with attempt:
+            attempt.admit()
+            greeting = connection.session_of(match)
+            if greeting is None or greeting.session != share.session or not wanted:
+                return
+            fetch = FetchRequest(lease=match.lease, pages=True)
+            inbox = yield from connection.open(fetch, attempt.deadline_s, greeting.session)
+            try:
+                is_last = False
+                while not is_last:
+                    reply, _ = yield from connection.next_reply(inbox, attempt.deadline_s)
+                    for first, num in _joined(read_reply(reply, FetchReply).ready):
+                        rows = pages[first : min(first + num, wanted)]
+                        if len(rows):
+                            load = LoadRequest(
+                                registration=share.number,
+                                lease=match.lease,
+                                first=first,
+                                pages=rows.astype("<i4").tobytes(),
+                                planes_per_part=planes_per_part,
+                            )
+                            yield from _copy(connection, load, share, rows, attempt.deadline_s, use)
+                    is_last = not reply.get("more")
+            finally:
+                connection.close_inbox(inbox)
 
-    def _check(self, share: PageShare, pages: PageTable) -> None:
-        if pages.ndim != 2 or pages.shape[1] != share.pages_per_block or pages.dtype != np.int32:
-            raise ValueError(
-                f"pages must be int32 [blocks, {share.pages_per_block}], not {pages.dtype} "
-                f"{pages.shape}"
-            )
+
+def _copy(
+    connection: Connection,
+    request: LoadRequest | SaveRequest,
+    share: PageShare,
+    written: PageTable,
+    deadline_s: float,
+    use: Callable[[LoadedPart], Generator[Any, Any, None]],
+) -> Generator[Any, Any, None]:
+    """A copy of the worker, in parts. A request that was sent and not answered leaves the `written`
+    pages in doubt, whatever ended the waiting."""
+    copy = object()
+    share._unanswered[copy] = written
+    first = request.first if isinstance(request, LoadRequest) else 0
+    inbox = yield from connection.open(request, deadline_s, share.session)
+    try:
+        is_last = False
+        while not is_last:
+            try:
+                reply_map, _ = yield from connection.next_reply(inbox, deadline_s)
+            except DaemonError:  # an answer: whatever was on its way has ended
+                del share._unanswered[copy]
+                raise
+            is_last = not reply_map.get("more")
+            if is_last:
+                del share._unanswered[copy]
+            reply = read_reply(reply_map, LoadReply)
+            planes = share.num_planes if is_last else reply.planes
+            seconds = reply.seconds if is_last else 0.0
+            if planes is UNSET or seconds is UNSET:
+                raise WireError("malformed", "a part of a load without its planes or its seconds")
+            blocks = min(reply.blocks, len(written))
+            yield from use(LoadedPart(first, blocks, planes, seconds))
+    finally:
+        connection.close_inbox(inbox)
 
 
 class _PageSource:
     """The blocks of a put that the worker copies from pages, of blocks `first …` of the prompt."""
 
-    def __init__(self, paged: Paged, share: PageShare, pages: PageTable, first: int) -> None:
-        self._paged, self._share, self._pages, self._first = paged, share, pages, first
+    def __init__(self, share: PageShare, pages: PageTable, first: int) -> None:
+        self._share, self._pages, self._first = share, pages, first
 
-    async def hand_over(
+    def hand_over(
         self, connection: Connection, placement: Placement, greeting: Greeting, deadline_s: float
-    ) -> list[Part]:
-        """Raises TROUBLE; what is on its way then is the daemon's business: the ticket is aborted,
-        and its slots are nobody's before that has ended."""
+    ) -> Steps[list[Part]]:
+        """Raises TROUBLE. The daemon ends what is on its way then: the ticket is aborted, and its
+        slots are not given to another block before that has ended."""
         if greeting.session != self._share.session:
             raise DaemonError("unknown_registration", "the pages were shared in another session")
         rows = self._pages[placement.indices.astype(np.intp) - self._first]
-        body = {
-            "registration": self._share.number,
-            "ticket": placement.ticket,
-            "indices": placement.indices.tobytes(),
-            "pages": rows.astype("<i4").tobytes(),
-        }
+        request = SaveRequest(
+            registration=self._share.number,
+            ticket=placement.ticket,
+            indices=placement.indices.tobytes(),
+            pages=rows.astype("<i4").tobytes(),
+        )
         written = rows[:0]  # a save only reads
-        copied = self._paged.copied("save", body, self._share, written, deadline_s, greeting)
-        async with aclosing(copied) as parts:
-            async for _ in parts:
-                pass
+        yield from _copy(connection, request, self._share, written, deadline_s, _ignore)
         return []
+
+
+def _ignore(part: LoadedPart) -> Steps[None]:
+    yield from ()
+
+
+def _check_pages(share: PageShare, pages: PageTable) -> None:
+    if pages.ndim != 2 or pages.shape[1] != share.pages_per_block or pages.dtype != np.int32:
+        raise ValueError(
+            f"pages must be int32 [blocks, {share.pages_per_block}], not {pages.dtype} "
+            f"{pages.shape}"
+        )
 
 
 def reach(came: Mapping[int, int], blocks: int) -> int:
@@ -343,10 +373,10 @@ def reach(came: Mapping[int, int], blocks: int) -> int:
     return blocks
 
 
-def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours of different tiers are one load."""
+def _joined(runs: Sequence[ReadyRun]) -> list[tuple[int, int]]:
+    """As (first, blocks); neighbours of different tiers are one load."""
     joined: list[tuple[int, int]] = []
-    for first, num in sorted(runs):
+    for first, _, _, _, num in sorted(runs):
         if joined and sum(joined[-1]) == first:
             joined[-1] = joined[-1][0], joined[-1][1] + num
         else:

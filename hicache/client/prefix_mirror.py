@@ -20,19 +20,19 @@ Every wait is bounded, and no message raises anything. Not thread-safe.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import zmq
 
-from hicache.client.transport import Channel, DaemonAbsent, run_now
+from hicache.client.blocking import AdminLine
+from hicache.client.trouble import TROUBLE
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import tcp_address
 from hicache.protocol.keys import ROOT_KEY, TOKEN_BYTES, Tokens, block_key, encode_tokens
 from hicache.protocol.kv_events import HEADER_ONLY, ToldEvent, ToldPage, read_message, read_page
-from hicache.protocol.messages import WireError, pack
+from hicache.protocol.messages import WireError
 
 QUIET_S: Final = 2.0
 SOON_S: Final = 0.2
@@ -82,8 +82,7 @@ class HeldPrefixes:
         self._step = block_tokens * TOKEN_BYTES
         self._curve = curve
         self._request_s = request_s
-        self._channel = Channel(endpoint, curve=curve)
-        self._ids = itertools.count(1)
+        self._line = AdminLine(endpoint, curve)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._held: dict[bytes, int] = {}
@@ -126,7 +125,7 @@ class HeldPrefixes:
         return runs
 
     def close(self) -> None:
-        self._channel.close()
+        self._line.close()
         self._context.destroy(linger=0)
 
     def __enter__(self) -> HeldPrefixes:
@@ -197,23 +196,13 @@ class HeldPrefixes:
 
     def _ask(self, after: int) -> ToldPage | None:
         """A page; None, and noted, where there is none."""
-        now_s = time.monotonic()
-        body: dict[str, Any] = {"namespace": self._namespace, "after": after}
-        request_id = next(self._ids)
-        head = {"op": "events", "id": request_id, "deadline_s": self._request_s, "sent_s": now_s}
-        channel, give_up_s = self._channel, now_s + self._request_s
-        channel.mailbox.expect(request_id)
+        body = {"namespace": self._namespace, "after": after}
         try:
-            run_now(channel.send([pack({**head, **body})], give_up_s))
-            reply, _ = run_now(channel.receive(request_id, give_up_s))
-            if not reply["ok"]:
-                raise WireError(reply["error"], str(reply.get("message", "")))
+            reply = self._line.call("events", body, self._request_s)
             return read_page(reply, after if after < HEADER_ONLY else 0)
-        except (DaemonAbsent, WireError) as trouble:
+        except TROUBLE as trouble:
             self._fail(str(trouble), "absent")
             return None
-        finally:
-            channel.mailbox.done(request_id)
 
     def _fail(self, why: str, state: State) -> None:
         """Read everything anew, after a pause that grows."""

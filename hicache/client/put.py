@@ -12,28 +12,23 @@ A put ends by its deadline, but for the copy that is under way then, `TELL_S` to
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.client.results import (
-    Bytes2D,
-    Greeting,
-    Placement,
-    PutResult,
-    read_committed,
-    read_placement,
-)
-from hicache.client.session import BYE_S, TROUBLE, Connection
-from hicache.client.transport import Part
+from hicache.client.replies import Placement, read_placement, read_reply
+from hicache.client.results import Bytes2D, Greeting, PutResult
+from hicache.client.session import BYE_S, Connection
+from hicache.client.steps import Part, Pause, Steps
+from hicache.client.trouble import TROUBLE
 from hicache.protocol.keys import TOKEN_BYTES
 from hicache.protocol.messages import WireError
+from hicache.protocol.operations import AbortRequest, CommitReply, CommitRequest, PutRequest
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import slot_bytes_for
 
@@ -62,9 +57,9 @@ class PutTally:
 class Supply(Protocol):
     """Where a put's blocks come from."""
 
-    async def hand_over(
+    def hand_over(
         self, connection: Connection, placement: Placement, greeting: Greeting, deadline_s: float
-    ) -> list[Part]:
+    ) -> Steps[list[Part]]:
         """Write the blocks of a placement, or return them as parts of the commit; what others write
         is waited for until `deadline_s`. Raises TROUBLE, and what a caller's function raises."""
 
@@ -77,14 +72,14 @@ class Source:
         self._first = first
         self._block_bytes = block_bytes
 
-    async def hand_over(
+    def hand_over(
         self, connection: Connection, placement: Placement, greeting: Greeting, deadline_s: float
-    ) -> list[Part]:
+    ) -> Steps[list[Part]]:
         if greeting.transport == "arena":
             arena = connection.arenas[placement.tier]
-            await connection.copy(partial(self.copy_in, arena, placement))
+            yield from connection.copy(partial(self.copy_in, arena, placement))
             return []
-        return await connection.copy(partial(self.parts, placement))
+        return (yield from connection.copy(partial(self.parts, placement)))
 
     def copy_in(self, arena: Arena, placement: Placement) -> None:
         indices, slots = placement.indices, placement.slots
@@ -134,73 +129,60 @@ class PutCall:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def put(
+    def put(
         self, packed: bytes, first: int, last: int, source: Supply, durable: bool
-    ) -> PutResult:
+    ) -> Steps[PutResult]:
         """Never raises TROUBLE: what was not stored is `refused`."""
         tally = PutTally()
-        started_s = time.monotonic()
-        try:
-            self._connection.begin(started_s)
+        attempt = self._connection.attempt(self._connection.timeouts.put_s)
+        with attempt:
+            attempt.admit()
             if first < last:
-                await self._put_chunks(packed, first, last, source, durable, started_s, tally)
-        except TROUBLE as trouble:
-            self._connection.failed(trouble, started_s)
-        else:
-            self._connection.succeeded()
+                offer = Offer(packed, first, last, source, durable, attempt.deadline_s)
+                yield from self._put_chunks(offer, attempt.started_s, tally)
         # A block that was pushed out and stored again is one block.
         stored = min(tally.stored, last - first - tally.present - tally.busy)
         is_durable = durable and stored > 0 and tally.is_durable
         refused = last - first - stored - tally.present - tally.busy
         return PutResult(stored, tally.present, tally.busy, refused, is_durable)
 
-    async def _put_chunks(
-        self,
-        packed: bytes,
-        first: int,
-        last: int,
-        source: Supply,
-        durable: bool,
-        started_s: float,
-        tally: PutTally,
-    ) -> None:
-        timeouts = self._connection.timeouts
-        greeting = await self._connection.greeted(started_s + min(timeouts.call_s, timeouts.put_s))
-        last = min(last, greeting.max_prompt_tokens // greeting.block_tokens)
+    def _put_chunks(self, whole: Offer, started_s: float, tally: PutTally) -> Steps[None]:
+        connection = self._connection
+        timeouts = connection.timeouts
+        greeting = yield from connection.greeted(started_s + min(timeouts.call_s, timeouts.put_s))
+        last = min(whole.last, greeting.max_prompt_tokens // greeting.block_tokens)
         chunk_bytes = CHUNK_BYTES
         if greeting.transport == "frames":
             chunk_bytes = greeting.max_message_bytes - _FRAME_ROOM
         step = chunk_bytes // greeting.block_bytes
         if step < 1:
-            self._connection.last_error = "a block is larger than a message may be"
+            connection.last_error = "a block is larger than a message may be"
             return
-        deadline_s = started_s + timeouts.put_s
-        for start in range(first, last, step):
-            if start > first and time.monotonic() >= deadline_s:
-                self._connection.last_error = "the time for this put was over before all was copied"
+        for start in range(whole.first, last, step):
+            if start > whole.first and connection.clock() >= whole.deadline_s:
+                connection.last_error = "the time for this put was over before all was copied"
                 return
-            stop = min(start + step, last)
-            offer = Offer(packed, start, stop, source, durable, deadline_s)
-            if not await self._put_chunk(offer, tally):
+            chunk = replace(whole, first=start, last=min(start + step, last))
+            if not (yield from self._put_chunk(chunk, tally)):
                 return
 
-    async def _put_chunk(self, offer: Offer, tally: PutTally) -> bool:
+    def _put_chunk(self, offer: Offer, tally: PutTally) -> Steps[bool]:
         """Offer blocks until all are held, or no more room turns up. False: some were refused."""
         stored, before, present, busy = 0, tally.stored, tally.present, tally.busy
         pause_s, impatient_s, first_held, most_held = _PAUSE_S, 0.0, -1, 0
         while True:
-            greeting, placement = await self._place(offer)
+            greeting, placement = yield from self._place(offer)
             tally.present = present + max(0, placement.present - stored)
             tally.busy = busy + placement.busy
             if first_held < 0:
                 first_held = most_held = placement.present
             committed = 0
             if placement.ticket:
-                committed = await self._write(placement, offer, greeting, tally)
+                committed = yield from self._write(placement, offer, greeting, tally)
                 stored += committed
             held = placement.present + committed  # may fall again: we can push out our own
             tally.stored = before + max(held, most_held) - first_held
-            now_s = time.monotonic()
+            now_s = self._connection.clock()
             if not placement.refused or now_s >= offer.deadline_s:
                 return not placement.refused
             if held > most_held:
@@ -208,50 +190,62 @@ class PutCall:
             elif now_s >= impatient_s:
                 return False
             else:  # what we stored is on its way down and makes room
-                await self._connection.pause(pause_s)
+                yield Pause(pause_s)
                 pause_s *= 2
 
-    async def _place(self, offer: Offer) -> tuple[Greeting, Placement]:
-        token_bytes = TOKEN_BYTES * self._connection.spec.block_tokens
-        body = {
-            "tokens": offer.packed[: offer.last * token_bytes],
-            "first": offer.first,
-            "last": offer.last,
-        }
-        deadline_s = min(offer.deadline_s, time.monotonic() + self._connection.timeouts.call_s)
-        greeting, reply, _ = await self._connection.ask("put", body, deadline_s)
-        arenas = self._connection.arenas if greeting.transport == "arena" else None
+    def _place(self, offer: Offer) -> Steps[tuple[Greeting, Placement]]:
+        connection = self._connection
+        token_bytes = TOKEN_BYTES * connection.spec.block_tokens
+        request = PutRequest(
+            tokens=offer.packed[: offer.last * token_bytes], first=offer.first, last=offer.last
+        )
+        deadline_s = min(offer.deadline_s, connection.clock() + connection.timeouts.call_s)
+        greeting, reply = yield from connection.ask(request, deadline_s)
+        arenas = connection.arenas if greeting.transport == "arena" else None
         try:
             placement = read_placement(reply, offer.first, offer.last, arenas, greeting.block_bytes)
         except WireError:
-            await self._give_up_ticket(reply.get("ticket"), greeting)
+            yield from self._give_up_ticket(reply.get("ticket"), greeting)
             raise
         return greeting, placement
 
-    async def _write(
+    def _write(
         self, placement: Placement, offer: Offer, greeting: Greeting, tally: PutTally
-    ) -> int:
+    ) -> Steps[int]:
         """Write the blocks and commit them; the number that became visible."""
         connection, source = self._connection, offer.source
-        body = {
-            "ticket": placement.ticket,
-            "indices": placement.indices.tobytes(),
-            "durable": offer.durable,
-        }
-        async with AsyncExitStack() as undo:  # the caller's `fill` may raise, or it is cancelled
+        request = CommitRequest(
+            ticket=placement.ticket, indices=placement.indices.tobytes(), durable=offer.durable
+        )
+        try:
+            parts = yield from source.hand_over(connection, placement, greeting, offer.deadline_s)
+            deadline_s = offer.commit_by_s(connection.clock(), connection.timeouts.call_s)
+            reply, _ = yield from connection.exchange(request, deadline_s, greeting.session, parts)
+        except BaseException:  # the caller's `fill` may raise, or the call is cancelled
             # A commit that came too late was not carried out; of one that was, this says nothing.
-            undo.push_async_callback(self._give_up_ticket, placement.ticket, greeting)
-            parts = await source.hand_over(connection, placement, greeting, offer.deadline_s)
-            deadline_s = offer.commit_by_s(time.monotonic(), connection.timeouts.call_s)
-            reply, _ = await connection.exchange("commit", body, deadline_s, greeting, parts)
-            undo.pop_all()
-        committed, is_durable = read_committed(reply)
-        tally.stored += committed
-        tally.is_durable = tally.is_durable and is_durable
-        return committed
+            yield from self._give_up_ticket(placement.ticket, greeting)
+            raise
+        commit = read_reply(reply, CommitReply)
+        tally.stored += commit.committed
+        tally.is_durable = tally.is_durable and commit.durable
+        return commit.committed
 
-    async def _give_up_ticket(self, ticket: object, greeting: Greeting) -> None:
+    def _give_up_ticket(self, ticket: object, greeting: Greeting) -> Steps[None]:
         if type(ticket) is int and ticket > 0:
             with suppress(*TROUBLE):
-                deadline_s = time.monotonic() + BYE_S
-                await self._connection.post("abort", {"ticket": ticket}, deadline_s, greeting)
+                deadline_s = self._connection.clock() + BYE_S
+                request = AbortRequest(ticket=ticket)
+                yield from self._connection.post(request, deadline_s, greeting.session)
+
+
+def check_blocks(blocks: Bytes2D, name: str, block_bytes: int) -> None:
+    """Raises ValueError where these are not the blocks that a call takes."""
+    if (
+        not isinstance(blocks, np.ndarray)
+        or blocks.dtype != np.uint8
+        or blocks.ndim != 2
+        or blocks.shape[1] != block_bytes
+        or not blocks.flags.c_contiguous
+    ):
+        found = f"{getattr(blocks, 'dtype', type(blocks).__name__)} {getattr(blocks, 'shape', '')}"
+        raise ValueError(f"{name} must be C-contiguous uint8 [n, {block_bytes}], not {found}")

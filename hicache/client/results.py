@@ -1,29 +1,23 @@
-"""What the daemon's replies mean to a client: results as frozen structs, read strictly.
+"""What a client's calls return: results as frozen structs, and fetched blocks.
 
-`read_…` functions turn a reply's map into one of them and raise WireError('malformed') on
-anything that is not as docs/protocol.md says; the client treats that as a miss.
+`replies` makes them of the daemon's replies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from hicache.protocol.messages import SESSION_BYTES, WireError
-from hicache.protocol.operations import Count, DecisionName
+from hicache.protocol.operations import ArenaFile, Count, DecisionName
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import PAGE_BYTES, Ids, slot_bytes_for
 
 Bytes2D = npt.NDArray[np.uint8]
 """Blocks: uint8, shape [n, block_bytes], C-contiguous."""
-
-TRANSPORTS: Final = ("arena", "frames")
-_DECISIONS: Final = ("reload", "partial", "recompute")
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -178,15 +172,6 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaFile:
-    """A tier's slots as a file to map: `num_bytes` of data, not counting the file's header."""
-
-    tier: str
-    path: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Greeting:
     """What the daemon agreed to when the session was opened."""
 
@@ -203,19 +188,6 @@ class Greeting:
     max_message_bytes: int
     max_prompt_tokens: int
     group: bytes = field(default=b"", repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where the blocks of a put go: block `indices[i]` of the prompt into `slots[i]` of `tier`."""
-
-    ticket: int
-    tier: str
-    indices: npt.NDArray[np.uint32]
-    slots: Ids
-    present: int
-    busy: int
-    refused: int
 
 
 class FetchedRun:
@@ -293,310 +265,3 @@ class FramedRun(FetchedRun):
 
     def verify(self) -> bool:
         return True
-
-
-# --- replies, read strictly ---------------------------------------------------------------------
-
-
-def read_greeting(reply: Mapping[str, Any], block_tokens: int, block_bytes: int) -> Greeting:
-    greeting = Greeting(
-        session=_get(reply, "session", bytes),
-        epoch=_get(reply, "epoch", str),
-        version=_get(reply, "version", str),
-        pid=read_count(reply, "pid"),
-        block_tokens=read_count(reply, "block_tokens"),
-        block_bytes=read_count(reply, "block_bytes"),
-        transport=_get(reply, "transport", str),
-        arenas=tuple(_arena_file(entry) for entry in _get(reply, "arenas", list)),
-        lease_ttl_s=read_seconds(reply, "lease_ttl_s"),
-        heartbeat_s=read_seconds(reply, "heartbeat_s"),
-        max_message_bytes=read_count(reply, "max_message_bytes"),
-        max_prompt_tokens=read_count(reply, "max_prompt_tokens"),
-        group=_get(reply, "group", bytes),
-    )
-    if len(greeting.session) != SESSION_BYTES:
-        raise WireError("malformed", f"session: {len(greeting.session)} bytes, not {SESSION_BYTES}")
-    if greeting.transport not in TRANSPORTS:
-        raise WireError("malformed", f"transport: {greeting.transport[:40]!r} is not known")
-    if (greeting.block_tokens, greeting.block_bytes) != (block_tokens, block_bytes):
-        raise WireError("malformed", "the daemon took other block sizes than it was told")
-    return greeting
-
-
-_DECISION_FIELDS: Final = (
-    ("name", str),
-    ("reload_blocks", int),
-    ("reason", str),
-    ("reload_s", float),
-    ("prefill_s", float),
-    ("recompute_s", float),
-)
-_MATCH_FIELDS: Final = (("lease", int), ("hit_blocks", int), ("runs", list), ("decision", dict))
-
-
-class AnsweredMatch(Match, kw_only=True):
-    """A match straight from the bytes of its reply, which stands between an inference engine and
-    its first token."""
-
-    id: Count
-    ok: bool
-
-
-_plain_match: Final = msgspec.msgpack.Decoder(AnsweredMatch)
-
-
-def read_plain_match(data: bytes, request_id: int) -> Match | None:
-    """None where anything is not as usual: `read_match` says what, or takes it all the same."""
-    try:
-        match = _plain_match.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if match.id != request_id or not match.ok or match.decision.reload_blocks > match.hit_blocks:
-        return None
-    return match
-
-
-def read_match(reply: Mapping[str, Any]) -> Match:
-    lease, hit_blocks, runs, fields = _read(reply, _MATCH_FIELDS)
-    name, reload_blocks, reason, *seconds = _read(fields, _DECISION_FIELDS)
-    told = fields.get("sentence", "")
-    if type(told) is not str:
-        raise WireError("malformed", "sentence: must be a string")
-    decision = Decision(name, reload_blocks, reason, told, *seconds)
-    if decision.name not in _DECISIONS:
-        raise WireError("malformed", f"decision: {decision.name[:40]!r} is not known")
-    if decision.reload_blocks > hit_blocks:
-        raise WireError("malformed", "decision: more blocks to reload than are held")
-    return Match(lease, hit_blocks, _tier_runs(runs), decision)
-
-
-_SCORE_FIELDS: Final = (
-    ("hit_blocks", int),
-    ("runs", list),
-    ("reload_blocks", int),
-    ("reload_s", float),
-    ("prefill_s", float),
-    ("recompute_s", float),
-)
-
-
-def read_scores(reply: Mapping[str, Any], num_prompts: int) -> list[Score]:
-    """One for each prompt, in order."""
-    block_tokens = read_count(reply, "block_tokens")
-    is_measured = _get(reply, "measured", bool)
-    scores = _get(reply, "scores", list)
-    if len(scores) != num_prompts:
-        raise WireError("malformed", f"scores: {len(scores)} for {num_prompts} prompts")
-    read = []
-    for fields in scores:
-        if type(fields) is not dict:
-            raise WireError("malformed", "scores: each must be a map")
-        hit_blocks, runs, reload_blocks, *seconds = _read(fields, _SCORE_FIELDS)
-        if reload_blocks > hit_blocks:
-            raise WireError("malformed", "scores: more blocks to reload than are held")
-        reload_s, prefill_s, recompute_s = seconds
-        read.append(
-            Score(
-                hit_blocks,
-                hit_blocks * block_tokens,
-                _tier_runs(runs),
-                reload_blocks,
-                reload_s,
-                prefill_s,
-                recompute_s,
-                is_measured,
-            )
-        )
-    return read
-
-
-def _tier_runs(runs: list[Any]) -> tuple[tuple[str, int], ...]:
-    for run in runs:
-        if type(run) is not list or len(run) != 2 or (type(run[0]), type(run[1])) != (str, int):
-            raise WireError("malformed", "runs: each must be [tier, n]")
-    return tuple([(run[0], run[1]) for run in runs])
-
-
-def read_runs(
-    reply: Mapping[str, Any],
-    parts: Sequence[bytes | memoryview],
-    arenas: Mapping[str, Arena],
-    block_bytes: int,
-) -> list[FetchedRun]:
-    """The runs that a fetch's reply says are readable, with their bytes within reach."""
-    runs: list[FetchedRun] = []
-    taken = 0
-    for run in _get(reply, "ready", list):
-        if type(run) is not list or len(run) != 5:
-            raise WireError("malformed", "ready: a run is [first, tier, slots, gens, n]")
-        fields = dict(zip(("first", "tier", "slots", "gens", "n"), run, strict=True))
-        first, tier, num = (
-            read_count(fields, "first"),
-            _get(fields, "tier", str),
-            read_count(fields, "n"),
-        )
-        slots, generations = _slots(fields, "slots"), _numbers(fields, "gens")
-        if len(slots):
-            if not len(slots) == len(generations) == num:
-                raise WireError("malformed", "ready: slots, gens and n do not correspond")
-            arena = _arena_of(arenas, tier, slots, block_bytes)
-            runs.append(MappedRun(first, tier, arena, slots, generations, block_bytes))
-        else:
-            mine = parts[taken : taken + num]
-            if len(mine) != num or any(len(part) != block_bytes for part in mine):
-                raise WireError("malformed", "ready: a part is missing or is no whole block")
-            taken += num
-            runs.append(FramedRun(first, tier, mine))
-    return runs
-
-
-def read_warmed(reply: Mapping[str, Any]) -> Warmed:
-    """Raises WireError where the counts contradict each other."""
-    names = ("held_blocks", "warm_blocks", "refused_blocks")
-    held, warm, refused = (read_count(reply, name) for name in names)
-    if warm + refused > held:
-        raise WireError("malformed", "warm_blocks: more than are held")
-    return Warmed(held, warm, refused)
-
-
-def read_pinned(reply: Mapping[str, Any]) -> Pinned:
-    """Raises WireError where a pin keeps nothing, or there is none that keeps something."""
-    pinned = Pinned(_get(reply, "pin", str), read_count(reply, "blocks"), _get(reply, "epoch", str))
-    if bool(pinned.pin) != bool(pinned.blocks):
-        raise WireError("malformed", "pin: must have blocks, and nothing else may have any")
-    return pinned
-
-
-def read_unpinned(reply: Mapping[str, Any]) -> bool:
-    """Whether there was such a pin."""
-    unpinned: bool = _get(reply, "unpinned", bool)
-    return unpinned
-
-
-def read_runs_named(reply: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """The runs that a fetch's reply says are readable by the GPU worker, as (first, blocks)."""
-    runs = []
-    for run in _get(reply, "ready", list):
-        if type(run) is not list or len(run) != 5:
-            raise WireError("malformed", "ready: a run is [first, tier, slots, gens, n]")
-        runs.append((read_count({"first": run[0]}, "first"), read_count({"n": run[4]}, "n")))
-    return runs
-
-
-def read_placement(
-    reply: Mapping[str, Any],
-    first: int,
-    last: int,
-    arenas: Mapping[str, Arena] | None,
-    block_bytes: int,
-) -> Placement:
-    """`arenas` is None where blocks travel as frames. No index or slot out of bounds passes."""
-    placement = Placement(
-        ticket=read_count(reply, "ticket"),
-        tier=_get(reply, "tier", str),
-        indices=_numbers(reply, "indices"),
-        slots=_slots(reply, "slots"),
-        present=read_count(reply, "present"),
-        busy=read_count(reply, "busy"),
-        refused=read_count(reply, "refused"),
-    )
-    indices = placement.indices
-    if not placement.ticket or not len(indices):
-        return placement
-    if int(indices.min()) < first or int(indices.max()) >= last:
-        raise WireError("malformed", "indices: a block that was not offered")
-    if len(indices) > 1 and not bool((indices[1:] > indices[:-1]).all()):
-        raise WireError("malformed", "indices: must rise")
-    if arenas is not None:
-        if len(placement.slots) != len(indices):
-            raise WireError("malformed", "indices and slots do not correspond")
-        _arena_of(arenas, placement.tier, placement.slots, block_bytes)
-    return placement
-
-
-def read_ping(reply: Mapping[str, Any], round_trip_s: float) -> Ping:
-    tiers = _get(reply, "tiers", dict)
-    return Ping(
-        epoch=_get(reply, "epoch", str),
-        version=_get(reply, "version", str),
-        pid=read_count(reply, "pid"),
-        uptime_s=read_seconds(reply, "uptime_s"),
-        ready=_get(reply, "ready", bool),
-        tiers={name: _get(tiers, name, str) for name in tiers},
-        round_trip_s=round_trip_s,
-    )
-
-
-def read_committed(reply: Mapping[str, Any]) -> tuple[int, bool]:
-    """How many blocks became visible, and whether they are on disk."""
-    return read_count(reply, "committed"), _get(reply, "durable", bool)
-
-
-def _read(fields: Mapping[str, Any], table: Sequence[tuple[str, type]]) -> list[Any]:
-    """The fields of a table in order; on the way of every match, so one loop and no calls."""
-    values: list[Any] = []
-    for name, kind in table:
-        value = fields.get(name)
-        if type(value) is not kind:
-            value = read_seconds(fields, name) if kind is float else _get(fields, name, kind)
-        elif isinstance(value, int) and value < 0:
-            raise WireError("malformed", f"{name}: {value} in a reply")
-        values.append(value)
-    return values
-
-
-def _get(fields: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = fields.get(name)
-    if type(value) is not kind:
-        found = "missing" if value is None else type(value).__name__
-        raise WireError("malformed", f"{name}: {found} in a reply, where {kind.__name__} belongs")
-    return value
-
-
-def read_count(fields: Mapping[str, Any], name: str) -> int:
-    value: int = _get(fields, name, int)
-    if value < 0:
-        raise WireError("malformed", f"{name}: {value} in a reply")
-    return value
-
-
-def read_seconds(fields: Mapping[str, Any], name: str) -> float:
-    value = fields.get(name)
-    if type(value) is not float and type(value) is not int:
-        raise WireError("malformed", f"{name}: a reply needs a number here")
-    return float(value)
-
-
-def _numbers(fields: Mapping[str, Any], name: str) -> npt.NDArray[np.uint32]:
-    packed: bytes = _get(fields, name, bytes)
-    if len(packed) % 4:
-        raise WireError("malformed", f"{name}: length {len(packed)} is no multiple of 4")
-    return np.frombuffer(packed, dtype="<u4")
-
-
-def _slots(fields: Mapping[str, Any], name: str) -> Ids:
-    slots = _numbers(fields, name)
-    if len(slots) and int(slots.max()) >= 1 << 31:
-        raise WireError("malformed", f"{name}: a slot's number has 31 bits")
-    return slots.astype(np.int32)
-
-
-def _arena_file(entry: object) -> ArenaFile:
-    if type(entry) is not dict:
-        raise WireError("malformed", "arenas: each must be a map")
-    return ArenaFile(_get(entry, "tier", str), _get(entry, "path", str), read_count(entry, "bytes"))
-
-
-def _arena_of(
-    arenas: Mapping[str, Arena],
-    tier: str,
-    slots: Ids,
-    block_bytes: int,
-) -> Arena:
-    arena = arenas.get(tier)
-    if arena is None:
-        raise WireError("malformed", f"tier {tier[:40]!r} is not mapped here")
-    end = int(slots.max()) * PAGE_BYTES + slot_bytes_for(block_bytes)
-    if end > arena.data_bytes:
-        raise WireError("malformed", f"slots: beyond the end of tier {tier}")
-    return arena

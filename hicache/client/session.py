@@ -1,39 +1,44 @@
-"""One client's connection to one daemon, as a session about one namespace.
+"""One client's connection to one daemon, as a session about one namespace, without I/O.
 
-Requests and their replies, the session (opened when first needed, opened anew when the daemon does
-not know it any more), the arenas it maps, the circuit breaker in front. What is asked for is the
-business of `hicache.client.calls` and `hicache.client.put`; sockets and waiting are a Port's.
+The session (opened when first needed, opened anew when the daemon does not know it any more), the
+arenas that it maps, and the circuit breaker. Which calls there are is the business of the modules
+with the calls; a driver carries out the steps.
 
-    begin ──▶ ask ──▶ [hello, map arenas] ──▶ send ──▶ receive ──▶ reply
-      │ Held: the breaker is open                 DaemonAbsent, DaemonError, WireError: `failed`
+    attempt ──▶ ask ──▶ [hello, map arenas] ──▶ exchange ──▶ reply
+      │ the breaker is open: BreakerOpen       DaemonAbsent, DaemonError, WireError: a miss
+
+Leases and tickets are valid only in the session that got them: another daemon's lease of the same
+number must never be fetched.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 
-from hicache.client.results import Greeting, Match, read_greeting
-from hicache.client.transport import (
-    Breaker,
-    DaemonAbsent,
-    Held,
-    Lineage,
-    Mailbox,
-    Part,
-    Port,
-    Reply,
-)
+import msgspec
+
+from hicache.client.exchange import Exchange, Quick
+from hicache.client.replies import read_greeting
+from hicache.client.results import Greeting, Match
+from hicache.client.steps import HangUp, Inbox, MapArenas, Part, ReplyMap, Steps, Work
+from hicache.client.trouble import TROUBLE, Breaker, BreakerOpen, DaemonAbsent, DaemonError
 from hicache.protocol.endpoint import ipc_path
 from hicache.protocol.keys import NamespaceSpec
-from hicache.protocol.messages import PROTOCOL, WireError, pack
-from hicache.protocol.operations import MatchRequest
+from hicache.protocol.messages import PROTOCOL, pack
+from hicache.protocol.operations import (
+    MATCH,
+    PUT,
+    AbortRequest,
+    ByeRequest,
+    HelloRequest,
+    ReleaseRequest,
+    Request,
+)
 from hicache.tiers.arena import Arena, ArenaError
 
 log = logging.getLogger("hicache.client")
@@ -41,26 +46,7 @@ log = logging.getLogger("hicache.client")
 T = TypeVar("T")
 Transport = Literal["auto", "arena", "frames"]
 
-Body = Mapping[str, Any] | MatchRequest
-"""What a request asks for; who asks, until when and as which is filled in here."""
-Reader = Callable[[bytes, int], T | None]
-
-TOLD_SHARE: Final = 0.9
-"""The daemon is told a little less than the caller waits, so that its answer is in time."""
 BYE_S: Final = 0.2
-_WANTS_CLEANING: Final = {"match", "put"}
-
-
-class DaemonError(Exception):
-    """The daemon's answer to one request was an error: its code and its sentence."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"{message} ({code})")
-        self.code = code
-        self.message = message
-
-
-TROUBLE: Final = (DaemonAbsent, DaemonError, WireError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +58,31 @@ class Timeouts:
     put_s: float
 
 
-class Connection:
-    """Raises TROUBLE and nothing else, except where a method says so."""
+class Connection(Exchange):
+    """Its steps raise TROUBLE and nothing else, except where a method says so.
+
+    Of calls that run side by side the first one opens the session and the others wait for it."""
 
     def __init__(
         self,
         spec: NamespaceSpec,
         endpoint: str,
-        port: Port,
         timeouts: Timeouts,
-        transport: Transport,
-        name: str,
+        clock: Callable[[], float],
+        *,
+        transport: Transport = "auto",
+        name: str = "",
         group: bytes = b"",
     ) -> None:
         if transport not in ("auto", "arena", "frames"):
             raise ValueError(f"transport must be auto, arena or frames, not {transport!r}")
+        super().__init__(endpoint, clock)
         self.spec = spec
         self.timeouts = timeouts
         self.last_error = ""
         self.greeting: Greeting | None = None
         self.arenas: dict[str, Arena] = {}
-        self._spec_fields = spec.to_wire()
-        self._port = port
+        self._packed_spec = msgspec.Raw(pack(spec.to_wire()))
         # A path of another host may exist here too: over tcp, sharing memory must be asked for.
         # On ipc `auto` lets the daemon choose: it shares memory if it can see this process die.
         self._may_fall_back = transport == "auto"
@@ -104,55 +93,92 @@ class Connection:
         self._retired: list[Arena] = []
         self._num_copying = 0
         self._breaker = Breaker()
-        self._ids = itertools.count(1)
-        self._lineage = Lineage.generation
+        self._waiting_for_hello: list[Inbox] | None = None
 
-    @property
-    def connected(self) -> bool:
-        return self.greeting is not None and self._port.connected
-
-    @property
-    def mailbox(self) -> Mailbox:
-        return self._port.mailbox
-
-    def succeeded(self) -> None:
-        self._breaker.succeeded()
-
-    async def pause(self, seconds: float) -> None:
-        await self._port.pause(seconds)
-
-    async def close(self) -> None:
-        if (
-            self._lineage == Lineage.generation
-            and self.greeting is not None
-            and self._port.connected
-        ):
-            deadline_s = time.monotonic() + BYE_S
-            with suppress(*TROUBLE):
-                await self.exchange("bye", {}, deadline_s, self.greeting)
+    def forked(self) -> None:
+        super().forked()
+        self._breaker = Breaker()
+        self._waiting_for_hello = None
+        self._drop_arenas()
         self.greeting = None
-        self._port.close()
+
+    def close(self) -> Steps[None]:
+        """Say bye where a session is open; hang up. The leases of the session end."""
+        with suppress(*TROUBLE):
+            if self.greeting is not None:
+                deadline_s = self.clock() + BYE_S
+                yield from self.exchange(
+                    ByeRequest(), deadline_s, self.greeting.session, may_connect=False
+                )
+        self.greeting = None
+        yield HangUp("the client was closed", is_final=True)
         self._drop_arenas()
 
-    # --- one request ------------------------------------------------------------------------
+    # --- one call -----------------------------------------------------------------------------
 
-    def begin(self, now_s: float) -> None:
-        if self._lineage != Lineage.generation:
-            self._lineage = Lineage.generation
-            self._port.forked()
-            self._breaker = Breaker()
-            self._drop_arenas()
-            self.greeting = None
+    def attempt(self, timeout_s: float, *, is_answered: bool = True) -> Attempt:
+        """`is_answered`: the call ends well only where the daemon has answered."""
+        return Attempt(self, timeout_s, is_answered)
+
+    def admit(self, now_s: float) -> None:
+        """Raises BreakerOpen."""
         self._breaker.admit(now_s)
 
-    def failed(self, trouble: Exception, started_s: float) -> str:
+    def record_success(self) -> None:
+        self._breaker.record_success()
+
+    def record_failure(self, trouble: BaseException, started_s: float) -> None:
         self.last_error = str(trouble)
-        is_gone = isinstance(trouble, DaemonAbsent) and not isinstance(trouble, Held)
+        if isinstance(trouble, BreakerOpen):
+            return
+        is_gone = isinstance(trouble, DaemonAbsent)
         if is_gone or (isinstance(trouble, DaemonError) and trouble.code == "stopping"):
-            self._breaker.failed(time.monotonic(), started_s, self.last_error)
-        elif not isinstance(trouble, Held):
-            self.succeeded()  # something answers
-        return self.last_error
+            self._breaker.record_failure(self.clock(), started_s, self.last_error)
+        else:
+            self._breaker.record_success()  # something answers
+
+    def ask(
+        self, request: Request, deadline_s: float, quick: Quick | None = None
+    ) -> Steps[tuple[Greeting, Any]]:
+        """Within a session, which is returned with the reply's map (or what `quick` returns). A
+        session that the daemon does not know is opened anew, once."""
+        greeting = self.greeting or (yield from self.greeted(deadline_s))
+        try:
+            reply, _ = yield from self.exchange(request, deadline_s, greeting.session, quick=quick)
+            return greeting, reply
+        except DaemonError as error:
+            if error.code != "unknown_session":
+                raise
+        greeting = yield from self.greeted(deadline_s)
+        request.deadline_s = 0.0
+        reply, _ = yield from self.exchange(request, deadline_s, greeting.session)
+        return greeting, reply
+
+    def next_reply(self, inbox: Inbox, deadline_s: float) -> Steps[tuple[ReplyMap, list[Part]]]:
+        try:
+            return (yield from super().next_reply(inbox, deadline_s))
+        except DaemonError as error:
+            if error.code == "unknown_session":
+                self.lose(inbox.session)
+            raise
+
+    def clean_up(self) -> Steps[None]:
+        late = list(self.late)
+        self.late.clear()
+        for op, session, reply in late:
+            if self.greeting is None or self.greeting.session != session:
+                continue
+            if not reply["ok"]:
+                if reply["error"] == "unknown_session":
+                    self.lose(session)
+                continue
+            deadline_s = self.clock() + self.timeouts.call_s
+            if op == MATCH.name and _is_number(reply.get("lease")):
+                yield from self.post(ReleaseRequest(lease=reply["lease"]), deadline_s, session)
+            elif op == PUT.name and _is_number(reply.get("ticket")):
+                yield from self.post(AbortRequest(ticket=reply["ticket"]), deadline_s, session)
+
+    # --- the session --------------------------------------------------------------------------
 
     def session_of(self, match: Match) -> Greeting | None:
         """The session that holds this match's lease, if it is still ours and there is a lease."""
@@ -160,234 +186,77 @@ class Connection:
             return self.greeting
         return None
 
-    async def ask_plain(self, op: str) -> Reply | None:
-        started_s = time.monotonic()
-        try:
-            self.begin(started_s)
-            deadline_s = started_s + self.timeouts.call_s
-            reply: Reply = (await self.exchange(op, {}, deadline_s, None))[0]
-        except TROUBLE as trouble:
-            self.failed(trouble, started_s)
-            return None
-        self.succeeded()
-        return reply
+    def lose(self, session: bytes) -> None:
+        """The daemon does not know this session any more."""
+        if self.greeting is not None and self.greeting.session == session:
+            self.greeting = None
 
-    async def ask_in_session(self, op: str) -> Reply | None:
-        started_s = time.monotonic()
-        try:
-            self.begin(started_s)
-            reply: Reply = (await self.ask(op, {}, started_s + self.timeouts.call_s))[1]
-        except TROUBLE as trouble:
-            self.failed(trouble, started_s)
-            return None
-        self.succeeded()
-        return reply
-
-    async def ask(
-        self, op: str, body: Body, deadline_s: float, asked: int | None = None
-    ) -> tuple[Greeting, Reply, list[Part]]:
-        """Ask within a session; a session that the daemon does not know is opened anew, once.
-
-        `asked`: see `exchange`."""
-        greeting = self.greeting or await self.greeted(deadline_s)
-        try:
-            return greeting, *await self.exchange(op, body, deadline_s, greeting, (), asked)
-        except DaemonError as error:
-            if error.code != "unknown_session":
-                raise
-        greeting = await self.greeted(deadline_s)
-        return greeting, *await self.exchange(op, body, deadline_s, greeting)
-
-    def ask_at_once(
-        self,
-        op: str,
-        body: Body,
-        deadline_s: float,
-        greeting: Greeting | None,
-        read: Reader[T] | None = None,
-    ) -> tuple[int, T | None]:
-        """A request and its reply without one step too many, where the port has a way to do that
-        and nothing is out of the ordinary. Returns the request's id (0 if it was not sent) and what
-        `read(message, id)` made of the reply; if that is None, `exchange` has to go on with it."""
-        mailbox, at_once = self._port.mailbox, self._port.ask_at_once
-        if at_once is None or mailbox.late:
-            return 0, None
-        request_id = next(self._ids)
-        request = self._packed(op, request_id, body, deadline_s, greeting)
-        was_sent, message = at_once(request, deadline_s)
-        if message is not None and read is not None:
-            answer = read(message, request_id)
-            if answer is not None:
-                return request_id, answer
-        if not was_sent:
-            return 0, None
-        mailbox.expect(request_id)
-        if message is not None:
-            self._port.sort_in(message)
-        return request_id, None
-
-    async def exchange(
-        self,
-        op: str,
-        body: Body,
-        deadline_s: float,
-        greeting: Greeting | None,
-        parts: Sequence[Part] = (),
-        asked: int | None = None,
-    ) -> tuple[Reply, list[Part]]:
-        """One request and its one reply. `asked`: what `ask_at_once` said, if it was tried already.
-        Raises TROUBLE."""
-        if asked is None and not parts:
-            asked, _ = self.ask_at_once(op, body, deadline_s, greeting)
-        request_id = asked or await self.send(op, body, deadline_s, greeting, parts)
-        mailbox = self._port.mailbox
-        with contextlib.ExitStack() as undo:
-            undo.callback(mailbox.done, request_id)
-            if op in _WANTS_CLEANING and greeting is not None:
-                # Too late, or cancelled: what it will grant must be given back.
-                undo.callback(mailbox.give_up, request_id, op, greeting.session)
-            reply, parts = await self._port.receive(request_id, deadline_s)
-            undo.pop_all()
-        mailbox.done(request_id)
-        return self._accepted(reply, greeting), parts
-
-    async def send(
-        self,
-        op: str,
-        body: Body,
-        deadline_s: float,
-        greeting: Greeting | None,
-        parts: Sequence[Part] = (),
-        is_awaited: bool = True,
-    ) -> int:
-        mailbox = self._port.mailbox
-        if mailbox.late:
-            await self._clean_up()
-        request_id = next(self._ids)
-        head = self._packed(op, request_id, body, deadline_s, greeting)
-        await self._port.send([head, *parts], deadline_s)
-        if is_awaited:  # after sending, which may have closed a broken connection first
-            mailbox.expect(request_id)
-        return request_id
-
-    def _packed(
-        self,
-        op: str,
-        request_id: int,
-        body: Body,
-        deadline_s: float,
-        greeting: Greeting | None,
-    ) -> bytes:
-        """A request's map as bytes."""
-        now_s = time.monotonic()
-        left_s = min(3600.0, max(0.001, (deadline_s - now_s) * TOLD_SHARE))
-        session = greeting.session if greeting is not None else b""
-        if isinstance(body, MatchRequest):
-            body.id, body.sent_s, body.deadline_s, body.s = request_id, now_s, left_s, session
-            return pack(body)
-        head: dict[str, Any] = {
-            "op": op,
-            "id": request_id,
-            "sent_s": now_s,
-            "deadline_s": left_s,
-        }
-        if session:
-            head["s"] = session
-        head.update(body)
-        return pack(head)
-
-    async def post(
-        self, op: str, body: Mapping[str, Any], deadline_s: float, greeting: Greeting
-    ) -> None:
-        """Say something that nobody waits for; an error may come back, and is looked at later."""
-        told = {"quiet": True, **body}
-        request_id = await self.send(op, told, deadline_s, greeting, is_awaited=False)
-        self.mailbox.give_up(request_id, op, greeting.session)
-
-    async def answer(
-        self, request_id: int, deadline_s: float, greeting: Greeting | None
-    ) -> tuple[Reply, list[Part]]:
-        reply, parts = await self._port.receive(request_id, deadline_s)
-        return self._accepted(reply, greeting), parts
-
-    def _accepted(self, reply: Reply, greeting: Greeting | None) -> Reply:
-        """The reply, if it is no error. Raises DaemonError."""
-        if not reply["ok"]:
-            if reply["error"] == "unknown_session" and greeting is not None:
-                self.lose(greeting)
-            raise DaemonError(reply["error"], str(reply.get("message", ""))[:1000])
-        return reply
-
-    async def _clean_up(self) -> None:
-        """Give back what answers that came too late had promised."""
-        late = self.mailbox.late
-        while late:
-            op, session, reply = late.popleft()
-            greeting = self.greeting
-            if greeting is None or greeting.session != session:
+    def greeted(self, deadline_s: float) -> Steps[Greeting]:
+        """The open session; it is opened where there is none. Raises DaemonAbsent also where the
+        daemon refuses: to ask on gains nothing."""
+        while self.greeting is None:
+            if self._waiting_for_hello is not None:
+                inbox = Inbox()
+                self._waiting_for_hello.append(inbox)
+                yield from self.next_item(inbox, deadline_s)
                 continue
-            if not reply["ok"]:
-                if reply["error"] == "unknown_session":
-                    self.lose(greeting)
-                continue
-            name, undo = ("lease", "release") if op == "match" else ("ticket", "abort")
-            held = reply.get(name)
-            if type(held) is int and held > 0:
-                deadline_s = time.monotonic() + self.timeouts.call_s
-                await self.post(undo, {name: held}, deadline_s, greeting)
-
-    # --- the session ------------------------------------------------------------------------
-
-    async def greeted(self, deadline_s: float) -> Greeting:
-        if self.greeting is None:
-            async with self._port.lock:
-                if self.greeting is None:
-                    self.greeting = await self._hello(deadline_s)
+            waiting: list[Inbox] = []
+            self._waiting_for_hello = waiting
+            try:
+                self.greeting = yield from self._hello(deadline_s)
+            finally:
+                self._waiting_for_hello = None
+                for inbox in waiting:
+                    inbox.put("the session was opened, or could not be")
         return self.greeting
 
-    async def _hello(self, deadline_s: float) -> Greeting:
-        """Raises DaemonAbsent also when the daemon refuses: asking on gains nothing."""
-        greeting = await self._hello_by(self._wished, deadline_s)
+    def _hello(self, deadline_s: float) -> Steps[Greeting]:
+        greeting = yield from self._hello_by(self._wished, deadline_s)
         if greeting.transport == "frames":
             self._drop_arenas()
             return greeting
         try:
-            self._attach_arenas(greeting)
-            return greeting
+            arenas = yield MapArenas([file.path for file in greeting.arenas])
         except (ArenaError, OSError, ValueError) as error:
             if not self._may_fall_back:
                 raise DaemonAbsent(f"cannot map the daemon's arenas: {error}") from None
             log.warning("hicache: cannot map the daemon's arenas (%s); sending frames", error)
             self._wished = "frames"
-            await self.post("bye", {}, deadline_s, greeting)
-        return await self._hello_by("frames", deadline_s)
-
-    async def _hello_by(self, transport: str, deadline_s: float) -> Greeting:
-        body = {
-            "protocol": PROTOCOL,
-            "client": self._name,
-            "spec": self._spec_fields,
-            "transport": transport,
-            "group": self._group,
+            yield from self.post(ByeRequest(), deadline_s, greeting.session)
+            return (yield from self._hello_by("frames", deadline_s))
+        self._drop_arenas()
+        self.arenas = {
+            file.tier: arena for file, arena in zip(greeting.arenas, arenas, strict=True)
         }
+        return greeting
+
+    def _hello_by(self, transport: str, deadline_s: float) -> Steps[Greeting]:
+        request = HelloRequest(
+            protocol=PROTOCOL,
+            spec=self._packed_spec,
+            client=self._name,
+            transport=transport,
+            group=self._group,
+        )
         try:
-            reply, _ = await self.exchange("hello", body, deadline_s, None)
+            reply, _ = yield from self.exchange(request, deadline_s)
         except DaemonError as error:
             raise DaemonAbsent(f"the daemon refused: {error}") from None
         greeting = read_greeting(reply, self.spec.block_tokens, self.spec.block_bytes)
-        self._port.has_parts = greeting.transport == "frames"
+        self.has_parts = greeting.transport == "frames"
         return greeting
 
-    def _attach_arenas(self, greeting: Greeting) -> None:
-        """All of them, or (raising) the ones mapped before stay."""
-        arenas: dict[str, Arena] = {}
-        with contextlib.ExitStack() as undo:  # the second of two cannot be mapped, say
-            for file in greeting.arenas:
-                arenas[file.tier] = arena = Arena.attach(file.path)
-                undo.callback(arena.close)
-            undo.pop_all()
-        self._drop_arenas()
-        self.arenas = arenas
+    # --- arenas -------------------------------------------------------------------------------
+
+    def copy(self, task: Callable[[], T]) -> Steps[T]:
+        """Run a function that reads or writes the arenas."""
+        self._num_copying += 1
+        try:
+            result: T = yield Work(task)
+            return result
+        finally:
+            self._num_copying -= 1
+            self._close_retired()
 
     def _drop_arenas(self) -> None:
         self._retired += self.arenas.values()
@@ -395,20 +264,55 @@ class Connection:
         self._close_retired()
 
     def _close_retired(self) -> None:
-        """Another task's copy may be under way in an arena that was replaced meanwhile."""
+        """Another call's copy may be under way in an arena that was replaced meanwhile."""
         if not self._num_copying:
             for arena in self._retired:
                 arena.close()
             self._retired = []
 
-    async def copy(self, task: Callable[[], T]) -> T:
-        self._num_copying += 1
-        try:
-            return await self._port.work(task)
-        finally:
-            self._num_copying -= 1
-            self._close_retired()
 
-    def lose(self, greeting: Greeting) -> None:
-        if self.greeting is greeting:
-            self.greeting = None
+class Attempt:
+    """One call: TROUBLE within it ends the block, is recorded, and is not raised.
+
+    attempt = connection.attempt(timeout_s)
+    with attempt:
+        attempt.admit()
+        ...
+        return result
+    return miss
+    """
+
+    __slots__ = ("_connection", "_is_answered", "deadline_s", "started_s")
+
+    def __init__(self, connection: Connection, timeout_s: float, is_answered: bool) -> None:
+        self._connection = connection
+        self._is_answered = is_answered
+        self.started_s = connection.clock()
+        self.deadline_s = self.started_s + timeout_s
+
+    def admit(self) -> None:
+        """Raises BreakerOpen."""
+        self._connection.admit(self.started_s)
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is None:
+            if self._is_answered:
+                self._connection.record_success()
+            return False
+        if isinstance(error, TROUBLE):
+            self._connection.record_failure(error, self.started_s)
+            return True
+        return False
+
+
+def _is_number(value: object) -> bool:
+    """Whether a late reply names a lease or a ticket."""
+    return type(value) is int and value > 0

@@ -1,4 +1,10 @@
-"""The operations of protocol 1: each one's request, reply and traits, declared once.
+"""Every operation of protocol 1, declared once: request, reply, and how the daemon serves it.
+
+    MATCH = declare(Operation(MatchRequest, MatchReply, capability="match", deadline="match"))
+      ├─ decode_request    bytes → MatchRequest, every field checked     (the only decoder)
+      ├─ daemon/operations one handler, registered with `handles(MATCH)`
+      ├─ client            one method
+      └─ reference         its rows in the table of docs/protocol.md
 
 A request struct holds the fields that a client sends; `Request` holds those that every request has.
 A field without a default is required. What the fields mean is said in docs/protocol.md. Field names
@@ -7,20 +13,18 @@ and defaults are the wire format: a client of any version must go on working.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar, Union
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from hicache.protocol.registry import MAX_DEADLINE_S as MAX_DEADLINE_S
-from hicache.protocol.registry import OPERATIONS as OPERATIONS
-from hicache.protocol.registry import Int, Operation, Q, R, Token, U32s, declare
-from hicache.protocol.registry import Reply as Reply
-from hicache.protocol.registry import Request as Request
-from hicache.protocol.registry import decode_request as decode_request
-from hicache.protocol.registry import operation_of as operation_of
+from hicache.protocol.messages import MAX_HEAD_BYTES, SESSION_BYTES, WireError, pack, unpack
 
 NAMESPACE_BYTES: Final = 32
+MAX_DEADLINE_S: Final = 3600.0
 MAX_SCORED_PROMPTS: Final = 128
 MAX_SCORED_TOKENS: Final = 1 << 21
 """All prompts of one `score` together. It is answered in one step of the daemon's loop, so it may
@@ -29,16 +33,151 @@ MAX_PIN_S: Final = 30 * 86400.0
 MAX_TREE_NODES: Final = 512
 """Nodes of one page of `tree`: the daemon reads 512 in half a millisecond."""
 
+MULTIPLE: Final = "multiple"
+Int = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Float = Annotated[float, Meta(ge=0, le=2**63)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+U32s = Annotated[bytes, Meta(extra={MULTIPLE: 4})]
+"""Little-endian unsigned 32-bit integers."""
 Name = Annotated[str, Meta(max_length=200)]
 Digest = Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
+Token = Annotated[bytes, Meta(max_length=SESSION_BYTES)]
 Count = Annotated[int, Meta(ge=0)]
 DecisionName = Literal["reload", "partial", "recompute"]
 TierRun = tuple[str, Count]
 """(tier, number of blocks)."""
-ReadyRun = tuple[int, str, bytes, bytes, int]
+ReadyRun = tuple[Count, str, bytes, bytes, Count]
 """(first block, tier, slots, generations, number of blocks)."""
+
+
+class Request(
+    msgspec.Struct, tag_field="op", kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The fields of every request. `deadline_s` is how long the caller waits, counted from
+    `sent_s` on the host's CLOCK_MONOTONIC, or from arrival where that is 0."""
+
+    id: Int = 0
+    s: Token = b""
+    deadline_s: Annotated[float, Meta(ge=0, le=MAX_DEADLINE_S)] = 0.0
+    sent_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """The fields of every reply. The daemon fills in `id`."""
+
+    id: int = 0
+    ok: bool = True
+
+
+Q = TypeVar("Q", bound=Request)
+R = TypeVar("R", bound=Reply)
+Deadline = Literal["match", "fetch", "put", "default"]
+
+
+@dataclass(frozen=True)
+class Operation(Generic[Q, R]):
+    """`capability`: the name under which `hello` lists it, if any. `is_admin`: served while the
+    daemon stops, too, and not counted among the clients' requests. `runs_late`: served after its
+    deadline, too. `deadline`: the key of the configuration's `deadlines` that limits it."""
+
+    request: type[Q]
+    reply: type[R]
+    needs_session: bool = True
+    capability: str = ""
+    is_admin: bool = False
+    runs_late: bool = False
+    deadline: Deadline = "default"
+
+    @cached_property
+    def name(self) -> str:
+        """On the wire."""
+        return str(self.request.__struct_config__.tag)
+
+    @cached_property
+    def fields(self) -> tuple[str, ...]:
+        """The request's own fields."""
+        names = self.request.__struct_fields__
+        return tuple(name for name in names if name not in Request.__struct_fields__)
+
+    @cached_property
+    def u32s(self) -> tuple[str, ...]:
+        """The request's fields that hold u32s."""
+        return tuple(f.name for f in msgspec.structs.fields(self.request) if f.type == U32s)
+
+
+OPERATIONS: Final[dict[str, Operation[Any, Any]]] = {}
+_BY_REQUEST: Final[dict[type[Request], Operation[Any, Any]]] = {}
+
+
+def declare(operation: Operation[Q, R]) -> Operation[Q, R]:
+    """Make an operation known to `decode_request`. Its name must be new."""
+    assert operation.name not in OPERATIONS, operation.name
+    OPERATIONS[operation.name] = _BY_REQUEST[operation.request] = operation
+    _decoder.cache_clear()
+    return operation
+
+
+def operation_of(request: Request) -> Operation[Any, Any]:
+    """The operation that a decoded request asks for."""
+    return _BY_REQUEST[type(request)]
+
+
+@cache
+def _decoder() -> Callable[[bytes | memoryview], Request]:
+    requests: Any = Union[tuple(_BY_REQUEST)]  # noqa: UP007
+    decode: Callable[[bytes | memoryview], Request] = msgspec.msgpack.Decoder(requests).decode
+    return decode
+
+
+def decode_request(data: bytes | memoryview) -> Request:
+    """Raises WireError naming the field that is wrong; its `request_id` is set when known."""
+    if len(data) > MAX_HEAD_BYTES:
+        unpack(data)
+    try:
+        request = _decoder()(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        request = _without_nils(data)
+    operation = _BY_REQUEST[type(request)]
+    if len(request.s) != SESSION_BYTES:
+        _check_session(operation, request.s, request.id)
+    for name in operation.u32s:
+        if len(getattr(request, name)) & 3:
+            size = len(getattr(request, name))
+            raise WireError("malformed", f"{name}: length {size} is no multiple of 4", request.id)
+    return request
+
+
+def _without_nils(data: bytes | memoryview) -> Request:
+    """A request that the decoder refused, decoded again: a nil field counts as an absent one.
+    Otherwise it raises WireError for the first mistake, in this order: id, op, s, the fields."""
+    message = unpack(data)
+    request_id = message.get("id", 0)
+    if type(request_id) is not int or not 0 <= request_id < 2**63:
+        raise WireError("malformed", "id: must be an unsigned integer")
+    op = message.get("op")
+    if type(op) is not str:
+        raise WireError("malformed", "op: missing, or not a string", request_id)
+    operation = OPERATIONS.get(op)
+    if operation is None:
+        raise WireError("malformed", f"op: {op[:40]!r} is no operation of protocol 1", request_id)
+    _check_session(operation, message.get("s", b""), request_id)
+    present = {name: value for name, value in message.items() if value is not None}
+    try:
+        return _decoder()(pack(present))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # msgspec says: "Expected `int`, got `str` - at `$.lease`".
+        sentence, _, path = str(error).partition(" - at ")
+        where = f"{path.strip('`$.')}: " if path else ""
+        code = "too_large" if " of length <= " in sentence else "malformed"
+        raise WireError(code, f"{where}{sentence[:200]}", request_id) from None
+
+
+def _check_session(operation: Operation[Any, Any], session: object, request_id: int) -> None:
+    if type(session) is not bytes or len(session) not in (0, SESSION_BYTES):
+        raise WireError("malformed", "s: must be the 16 bytes that hello returned", request_id)
+    if not session and operation.needs_session:
+        op = operation.name
+        raise WireError("unknown_session", f"{op} needs a session: say hello first", request_id)
 
 
 # --- sessions -----------------------------------------------------------------------------------
@@ -66,7 +205,7 @@ class ArenaFile(msgspec.Struct):
 
     tier: str
     path: str
-    bytes: int
+    bytes: Count
 
 
 class HelloReply(Reply):
@@ -74,17 +213,17 @@ class HelloReply(Reply):
     group: bytes
     epoch: str
     version: str
-    pid: int
+    pid: Count
     namespace: bytes
-    block_tokens: int
-    block_bytes: int
-    slot_bytes: int
+    block_tokens: Count
+    block_bytes: Count
+    slot_bytes: Count
     transport: str
     arenas: list[ArenaFile]
     lease_ttl_s: float
     heartbeat_s: float
-    max_message_bytes: int
-    max_prompt_tokens: int
+    max_message_bytes: Count
+    max_prompt_tokens: Count
     capabilities: list[str]
 
 
@@ -141,8 +280,8 @@ class FetchReply(Reply):
 
     ready: list[ReadyRun]
     more: bool | UnsetType = UNSET
-    blocks: int | UnsetType = UNSET
-    waiting: int | UnsetType = UNSET
+    blocks: Count | UnsetType = UNSET
+    waiting: Count | UnsetType = UNSET
 
 
 class ReleaseRequest(Request, tag="release"):
@@ -173,7 +312,7 @@ class PromptScore(msgspec.Struct):
 
 
 class ScoreReply(Reply):
-    block_tokens: int
+    block_tokens: Count
     measured: bool
     scores: list[PromptScore]
 
@@ -185,9 +324,9 @@ class WarmRequest(Request, tag="warm"):
 
 
 class WarmReply(Reply):
-    held_blocks: int
-    warm_blocks: int
-    refused_blocks: int
+    held_blocks: Count
+    warm_blocks: Count
+    refused_blocks: Count
 
 
 class PinRequest(Request, tag="pin"):
@@ -199,7 +338,7 @@ class PinRequest(Request, tag="pin"):
 
 class PinReply(Reply):
     pin: str
-    blocks: int
+    blocks: Count
     epoch: str
 
 
@@ -211,7 +350,7 @@ class UnpinReply(Reply):
     unpinned: bool
 
 
-MATCH = declare(Operation(MatchRequest, MatchReply, capability="match"))
+MATCH = declare(Operation(MatchRequest, MatchReply, capability="match", deadline="match"))
 FETCH = declare(Operation(FetchRequest, FetchReply, capability="fetch", deadline="fetch"))
 RELEASE = declare(Operation(ReleaseRequest, ReleaseReply, runs_late=True))
 SCORE = declare(Operation(ScoreRequest, ScoreReply, needs_session=False, capability="score"))
@@ -229,13 +368,13 @@ class PutRequest(Request, tag="put"):
 
 
 class PutReply(Reply):
-    ticket: int
+    ticket: Count
     tier: str
     indices: U32s
     slots: U32s
-    present: int
-    busy: int
-    refused: int
+    present: Count
+    busy: Count
+    refused: Count
 
 
 class CommitRequest(Request, tag="commit"):
@@ -245,7 +384,7 @@ class CommitRequest(Request, tag="commit"):
 
 
 class CommitReply(Reply):
-    committed: int
+    committed: Count
     durable: bool
 
 
@@ -255,7 +394,7 @@ class AbortRequest(Request, tag="abort"):
 
 
 class AbortReply(Reply):
-    aborted: int
+    aborted: Count
 
 
 class ClearRequest(Request, tag="clear"):
@@ -263,7 +402,7 @@ class ClearRequest(Request, tag="clear"):
 
 
 class ClearReply(Reply):
-    cleared: int
+    cleared: Count
     complete: bool
 
 
@@ -314,8 +453,8 @@ class RegisterRequest(Request, tag="register"):
 
 
 class RegisterReply(Reply):
-    registration: int
-    pid: int
+    registration: Count
+    pid: Count
 
 
 class LoadRequest(Request, tag="load"):
@@ -329,10 +468,10 @@ class LoadRequest(Request, tag="load"):
 class LoadReply(Reply):
     """A progress answer has `more` and `planes`; the reply has `seconds`."""
 
-    blocks: int
+    blocks: Count
     seconds: float | UnsetType = UNSET
     more: bool | UnsetType = UNSET
-    planes: int | UnsetType = UNSET
+    planes: Count | UnsetType = UNSET
 
 
 class SaveRequest(Request, tag="save"):
@@ -343,7 +482,7 @@ class SaveRequest(Request, tag="save"):
 
 
 class SaveReply(Reply):
-    blocks: int
+    blocks: Count
     seconds: float
 
 
@@ -366,11 +505,11 @@ class PingRequest(Request, tag="ping"):
 class PingReply(Reply):
     epoch: str
     version: str
-    pid: int
+    pid: Count
     uptime_s: float
     ready: bool
     tiers: dict[str, str]
-    block_tokens: int
+    block_tokens: Count = 0
 
 
 class EventsRequest(Request, tag="events"):
@@ -382,7 +521,7 @@ class EventsReply(Reply):
     epoch: str
     endpoint: str | None
     topic: str
-    sequence: int
+    sequence: Count
     tier_names: list[str]
     keys: bytes
     tiers: bytes
@@ -414,15 +553,15 @@ class StatsReply(Reply):
 
     uptime_s: float
     epoch: str
-    pid: int
+    pid: Count
     version: str
     events: Row
-    sessions: int
-    leases: int
+    sessions: Count
+    leases: Count
     pins: list[Row]
-    pinned_blocks: int
-    tickets: int
-    waiting: int
+    pinned_blocks: Count
+    tickets: Count
+    waiting: Count
     namespaces: list[Row]
     index: Row
     tiers: list[Row]
@@ -433,7 +572,7 @@ class StatsReply(Reply):
     puts: dict[str, int]
     gate: Row
     history: Row
-    dropped_blocks: int
+    dropped_blocks: Count
     workers: dict[str, int]
     memory: Row
     pages: Row
@@ -455,7 +594,7 @@ class WhatIfRequest(Request, tag="what_if"):
 class WhatIfReply(Reply):
     tiers: list[Row]
     share: float
-    forgotten: int
+    forgotten: Count
     at_s: bytes
     tokens: bytes
     num_blocks: bytes
@@ -474,10 +613,10 @@ class TreeRequest(Request, tag="tree"):
 class TreeReply(Reply):
     epoch: str
     next: int | None
-    end: int
+    end: Count
     tiers: list[str]
     namespaces: list[Row]
-    nodes: list[Any]
+    nodes: list[list[Any]]
 
 
 class VerifyRequest(Request, tag="verify"):

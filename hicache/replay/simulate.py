@@ -210,8 +210,9 @@ class ReplayedEngine:
 
     def evictions(self) -> Counter[str]:
         """Copies given up so far, by tier."""
-        rows = self.engine.queries.tier_counters()
-        return Counter({tier: row["evictions"] for tier, row in rows.items()})
+        server = self.engine.residency
+        names = [tier.name for tier in server.tiers]
+        return Counter(dict(zip(names, server.evicted, strict=True)))
 
 
 def _bound(

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,9 +31,9 @@ from hicache.client import (
     PutResult,
     admin_call,
 )
+from hicache.client.exchange import TOLD_SHARE
 from hicache.client.put import TELL_S, Offer, Source
-from hicache.client.session import TOLD_SHARE
-from hicache.client.transport import Breaker, Held
+from hicache.client.trouble import Breaker, BreakerOpen
 from hicache.protocol.operations import MAX_SCORED_TOKENS, OPERATIONS
 from hicache.tiers.arena import Arena
 from tests.client.scripted_daemon import (
@@ -187,8 +186,8 @@ def test_a_daemon_that_dies_in_the_middle_of_a_fetch(connect: Any, daemon: Scrip
     copied = threading.Event()
     copy = client._connection.copy
 
-    async def copy_and_say(task: Any) -> Any:
-        done = await copy(task)
+    def copy_and_say(task: Any) -> Any:
+        done = yield from copy(task)
         copied.set()
         return done
 
@@ -232,23 +231,23 @@ def test_the_breaker_waits_twice_as_long_each_time() -> None:
     breaker.admit(0.0)
     now, waits = 0.0, []
     for _ in range(7):
-        breaker.failed(now, now, "gone")
-        with pytest.raises(Held, match="gone"):
+        breaker.record_failure(now, now, "gone")
+        with pytest.raises(BreakerOpen, match="gone"):
             breaker.admit(now)
         waits.append(round(breaker.retry_s - now, 3))
         now = breaker.retry_s
         breaker.admit(now)  # the probe
-        with pytest.raises(Held):
+        with pytest.raises(BreakerOpen):
             breaker.admit(now)  # and only one
     assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
-    breaker.succeeded()
+    breaker.record_success()
     breaker.admit(now)
 
 
 def test_calls_that_fail_together_count_once() -> None:
     breaker = Breaker()
     for _ in range(5):
-        breaker.failed(1.0, 0.5, "gone")
+        breaker.record_failure(1.0, 0.5, "gone")
     assert breaker.failures == 1
 
 
@@ -687,14 +686,10 @@ def test_a_commit_that_was_not_carried_out_is_given_up(
     assert daemon.wait_for("abort").body["ticket"] == 8
 
 
-def test_what_no_time_is_left_for_is_not_offered(
-    connect: Any, daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_time_is_left_for_is_not_offered(connect: Any, daemon: ScriptedDaemon) -> None:
     """It was, with a deadline in the past, and the daemon that could not answer by then was taken
     for one that hangs."""
     late_s = 0.0
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s)
-    monkeypatch.setattr("hicache.client.put.time", clock)
 
     def fill(index: int, view: np.ndarray[Any, Any]) -> None:
         nonlocal late_s
@@ -704,6 +699,7 @@ def test_what_no_time_is_left_for_is_not_offered(
     daemon.on("put", lambda seen: placed(*range(seen.body["first"], seen.body["last"])))
     daemon.on("commit", commit_all)
     client = connect(put_timeout_s=PLENTY_S)
+    client._connection.clock = lambda: time.monotonic() + late_s
     assert client.put(TOKENS, fill) == PutResult(stored=2, refused=2)
     assert daemon.ops() == ["hello", "put", "commit"]
     assert "time for this put" in client.last_error
@@ -999,7 +995,7 @@ def test_an_admin_call_to_nobody(endpoint: str) -> None:
 
 def test_both_clients_have_the_same_names() -> None:
     def names(kind: type) -> set[str]:
-        return {name for name in vars(kind) if not name.startswith("_")}
+        return {name for name in dir(kind) if not name.startswith("_")}
 
     assert names(Client) == names(AsyncClient)
     pages = {"register", "load", "save", "unregister"}

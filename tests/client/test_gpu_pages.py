@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -137,23 +136,25 @@ def test_a_share_whose_worker_has_ended_keeps_nothing_open(play: Callable[[Scene
     play(scene)
 
 
-def test_a_save_ends_with_its_put(
-    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_ends_with_its_put(play: Callable[[Scene], None]) -> None:
     """It had all of a put's time, of which asking for room had used some already."""
-    ago_s = 15.0
-    begun = SimpleNamespace(monotonic=lambda: time.monotonic() - ago_s)
-    monkeypatch.setattr("hicache.client.put.time", begun)
+    late_s = 0.0
     placed = {"ticket": 3, "tier": "dram", "indices": bytes(4), "slots": b""}
 
+    def placed_late(seen: Seen) -> dict[str, Any]:
+        nonlocal late_s
+        late_s = 15.0
+        return {**placed, "present": 0, "busy": 0, "refused": 0}
+
     async def scene(daemon: ScriptedDaemon, client: AsyncClient) -> None:
-        daemon.on("put", {**placed, "present": 0, "busy": 0, "refused": 0})
+        client._connection.clock = lambda: time.monotonic() + late_s
+        daemon.on("put", placed_late)
         daemon.on("save", {"blocks": 1, "seconds": 0.1})
         daemon.on("commit", {"committed": 1, "durable": False})
         share, _ = await shared(client)
         saved = await client.save_pages(list(range(4)), share, table(7))
         assert saved.stored == 1, client.last_error
-        assert daemon.wait_for("save").request.deadline_s <= 20.0 - ago_s
+        assert daemon.wait_for("save").request.deadline_s <= 20.0 - late_s
 
     play(scene)
 

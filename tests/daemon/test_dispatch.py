@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 
 from hicache.config import DeadlinesConfig, LimitsConfig
-from hicache.daemon.dispatch import Service
-from hicache.daemon.gate import Asked, Gate
+from hicache.daemon.dispatch import Asked, Service
+from hicache.daemon.fetch_replies import Part
 from hicache.daemon.operations.conversations import Conversations
-from hicache.daemon.operations.fetch import send_more
-from hicache.daemon.pending import Part, Peer
+from hicache.daemon.pending import Peer
 from hicache.daemon.sessions import MAX_REMEMBERED_MATCHES, Session, Sessions
 from hicache.engine import plan as p
 from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 from hicache.protocol.messages import WireError, decode_reply, pack
-from hicache.protocol.operations import Reply, decode_request
+from hicache.protocol.operations import MatchReply, decode_request
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import TierTraits
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, ONE_TIER, World
@@ -60,37 +59,36 @@ class Desk:
         self.world = World(tiers, settings)
         self.arena = Arena.create(folder / "arena", 8 * BLOCK_BYTES)
         self.sent: list[Sent] = []
-        self.gate = Gate(
+        self.service = Service(
             self.world.engine,
             Sessions(8, 30.0),
             {"dram": self.arena},
             "epoch",
+            1,
             DeadlinesConfig(),
             LimitsConfig(),
-            self,
+            self._send,
+            self._dispatch,
+            lambda spec: None,
         )
-        self.service = Service(self.gate)
         self._ids = itertools.count(1)
 
-    def send(
-        self, peer: Peer, message: Mapping[str, Any] | Reply, parts: Sequence[Part] = ()
+    def _send(
+        self, peer: Peer, message: Mapping[str, Any] | MatchReply, parts: Sequence[Part] = ()
     ) -> Sent:
         self.sent.append(Sent(decode_reply(pack(message)), [bytes(part) for part in parts]))
         return self.sent[-1]
 
-    def describe(self, spec: NamespaceSpec) -> None:
-        pass
-
-    def dispatch(self, plan: p.Plan[Any]) -> None:
+    def _dispatch(self, plan: p.Plan[Any]) -> None:
         self.world.engine.identify(plan.moves)
         self.world.in_flight.update({move.id: move for move in plan.moves})
 
     def ask(self, op: str, parts: Sequence[Part] = (), **fields: Any) -> dict[str, Any]:
         """The last reply to one request."""
-        self.request(op, parts, **fields)
+        self.send(op, parts, **fields)
         return self.sent[-1].message
 
-    def request(self, op: str, parts: Sequence[Part] = (), **fields: Any) -> None:
+    def send(self, op: str, parts: Sequence[Part] = (), **fields: Any) -> None:
         request = decode_request(pack({"op": op, "id": next(self._ids), **fields}))
         self.service.handle(Asked(Peer(b"peer", request.id), request, parts, 0, self.world.now_s))
         self.world.engine.catch_up()
@@ -98,7 +96,7 @@ class Desk:
     def hello(self, transport: str = "frames") -> Session:
         spec = SPEC.to_wire()
         reply = self.ask("hello", protocol=1, client="", spec=spec, transport=transport)
-        return self.gate.sessions.by_token[reply["session"]]
+        return self.service.sessions.by_token[reply["session"]]
 
 
 @pytest.fixture
@@ -137,8 +135,7 @@ def test_a_match_remembered_takes_little_room(desk: Desk) -> None:
 
 def fetching(desk: Desk, session: Session) -> tuple[int, list[Sent]]:
     """A fetch of six blocks by a session that may have four unread. Its lease, and what is sent."""
-    few = LimitsConfig().model_copy(update={"max_unread_bytes": 4 * BLOCK_BYTES})
-    desk.gate.configure(DeadlinesConfig(), few)
+    desk.service.delivery.max_unread_bytes = 4 * BLOCK_BYTES
     store(desk, session, PROMPT, 6)
     lease = desk.ask("match", s=session.token, tokens=PROMPT)["lease"]
     desk.sent.clear()
@@ -155,14 +152,14 @@ def test_a_fetch_goes_on_as_its_client_reads(desk: Desk) -> None:
     session = desk.hello()
     _, sent = fetching(desk, session)
     assert first_bytes(sent) == [0, 1, 2, 3]
-    send_more(desk.gate)
+    desk.service.send_more()
     assert len(sent) == 2
     sent[0].done = True
-    send_more(desk.gate)
+    desk.service.send_more()
     assert first_bytes(sent) == [0, 1, 2, 3, 4, 5]
     assert [item.message.get("more", False) for item in sent] == [True, True, False]
     assert sent[-1].message["blocks"] == 6
-    assert not desk.gate.waiting.fetches
+    assert not desk.service.waiting.fetches
 
 
 def test_a_client_that_never_reads_gets_no_more(desk: Desk) -> None:
@@ -171,11 +168,11 @@ def test_a_client_that_never_reads_gets_no_more(desk: Desk) -> None:
     lease, sent = fetching(desk, session)
     desk.service.tick(desk.world.now_s + 6)
     assert sent[-1].message["blocks"] == 4
-    assert desk.gate.errors["unread"] == 1
+    assert desk.service.errors["unread"] == 1
     desk.ask("release", s=session.token, lease=lease)
     lease = desk.ask("match", s=session.token, tokens=PROMPT)["lease"]
     sent.clear()
-    desk.request("fetch", s=session.token, lease=lease)
+    desk.send("fetch", s=session.token, lease=lease)
     assert sent == []
     assert desk.ask("release", s=session.token, lease=lease)["released"]
     assert sent[0].message["blocks"] == 0
@@ -187,7 +184,7 @@ def test_nothing_is_sent_of_a_lease_that_has_ended(desk: Desk) -> None:
     _, sent = fetching(desk, session)
     desk.world.do(p.WriterGone(session.group.number, desk.world.now_s))
     sent[0].done = sent[1].done = True
-    send_more(desk.gate)
+    desk.service.send_more()
     assert first_bytes(sent) == [0, 1, 2, 3]
     assert sent[-1].message["blocks"] == 4
 
@@ -202,15 +199,15 @@ def test_leases_may_not_hold_all_of_memory(desk: Desk) -> None:
     is refused, so that what is fetched finds room; prefixes that they share count once."""
     session = desk.hello()
     store(desk, session, PROMPT, 6)
-    desk.gate.configure(DeadlinesConfig(), LimitsConfig(max_leased=0.5))
+    desk.service.configure(DeadlinesConfig(), LimitsConfig(max_leased=0.5))
     held = [desk.ask("match", s=session.token, tokens=PROMPT) for _ in range(3)]
     assert all(reply["lease"] for reply in held)
     desk.service.tick(1.0)
-    share = desk.gate.leased_share
+    share = desk.service.leased_share
     assert share == 6 / 8
     with pytest.raises(WireError, match=r"leases hold 75% of memory \(limits.max_leased\)"):
         desk.ask("match", s=session.token, tokens=PROMPT)
-    assert desk.gate.turned_away["leased memory"] == 1
+    assert desk.service.turned_away["leased memory"] == 1
     for reply in held:
         desk.ask("release", s=session.token, lease=reply["lease"])
     desk.service.tick(2.0)
@@ -228,7 +225,7 @@ def test_a_hint_may_name_the_conversation_instead_of_its_prompt(desk: Desk) -> N
     assert held(desk, PROMPT) == 0
     over = desk.ask("hint", s=session.token, conversation="a", ended="conversation")
     assert over["known"] is True
-    assert len(desk.gate.state(Conversations)) == 0
+    assert len(desk.service.conversations) == 0
 
 
 def test_a_hint_that_is_none_of_the_documented_ones_is_refused(desk: Desk) -> None:
@@ -253,12 +250,12 @@ def test_a_quiet_request_is_answered_by_an_error_only(desk: Desk) -> None:
     store(desk, session, PROMPT, 6)
     lease = desk.ask("match", s=session.token, tokens=PROMPT)["lease"]
     sent = len(desk.sent)
-    desk.request("release", s=session.token, lease=lease, quiet=True)
-    desk.request("observe", s=session.token, sum_n=1, sum_nc=1, seconds=0.1, quiet=True)
+    desk.send("release", s=session.token, lease=lease, quiet=True)
+    desk.send("observe", s=session.token, sum_n=1, sum_nc=1, seconds=0.1, quiet=True)
     assert len(desk.sent) == sent
     assert not desk.world.engine.residency.leases.leases, "it was released all the same"
     with pytest.raises(WireError):
-        desk.request("abort", s=session.token, ticket=99, quiet=True)
+        desk.send("abort", s=session.token, ticket=99, quiet=True)
 
 
 def test_witnesses_are_told_in_order_and_once(desk: Desk) -> None:
@@ -273,13 +270,13 @@ def test_witnesses_are_told_in_order_and_once(desk: Desk) -> None:
         ) -> None:
             told.append(f"{stop} {answer_tokens}")
 
-    desk.gate.witnesses.present = [Witness()]
+    desk.service.witnesses.present = [Witness()]
     session = desk.hello()
-    desk.request("match", s=session.token, tokens=PROMPT, conversation="c")
-    desk.request(
+    desk.send("match", s=session.token, tokens=PROMPT, conversation="c")
+    desk.send(
         "hint", s=session.token, tokens=PROMPT, conversation="c", ended="turn", answer_tokens=7
     )
     assert not told, "nobody waits for a record"
-    desk.gate.witnesses.tell()
-    desk.gate.witnesses.tell()
+    desk.service.witnesses.tell()
+    desk.service.witnesses.tell()
     assert told == ["c", "turn 7"]

@@ -18,22 +18,23 @@ stand-in, is passed in.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator
 from contextlib import closing
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from hicache.client import Client, LoadedPages, LoadedPart, PageShare, SharedPages
 from hicache.client.gpu_pages import PageTable
 from hicache.client.results import Greeting, Match, PutResult
-from hicache.client.transport import run_now
 from hicache.connectors.common.page_load import PageLoad
 from hicache.connectors.common.page_sharing import PageSharing
 from hicache.connectors.common.staging import Staging
 from hicache.protocol.keys import Tokens
 from hicache.transfer.gpu_pages.cuda_ipc import NotShareable, share
 from hicache.transfer.gpu_pages.page_kernels import PageLayout, Runner
+
+T = TypeVar("T")
 
 STAGING_BYTES: Final = 64 << 20
 
@@ -158,3 +159,14 @@ class PagedCache:
             for run in runs:
                 part = rows[run.first : run.first + run.num_blocks]
                 yield from self._staging.load(run, part, planes_per_part)
+
+
+def run_now(steps: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends, because what it awaits is a blocking client's call."""
+    try:
+        steps.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    steps.close()
+    raise RuntimeError("a blocking client's call suspended")

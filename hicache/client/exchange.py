@@ -1,0 +1,191 @@
+"""Requests and their replies over one connection, without I/O.
+
+    exchange ──Send──▶ driver ──▶ daemon         a driver gives what it receives to `feed`,
+    reply ◀── inbox ◀── feed ◀── driver          and says by `lost` that a connection has ended
+
+Replies find their call by the request's id. A reply to a call that has ended is kept in `late`
+where it may have granted something, and is dropped otherwise. The clock is passed in.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from hicache.client.steps import HangUp, Inbox, Part, ReplyMap, Send, Steps, Wait
+from hicache.client.trouble import DaemonAbsent, DaemonError
+from hicache.protocol.messages import WireError, decode_reply, pack
+from hicache.protocol.operations import (
+    MAX_DEADLINE_S,
+    AbortRequest,
+    ByeRequest,
+    HintRequest,
+    ObserveRequest,
+    ReleaseRequest,
+    Request,
+    operation_of,
+)
+
+TOLD_SHARE: Final = 0.9
+"""The daemon is given less time than the caller waits, so that its reply is in time."""
+MAX_LATE: Final = 1024
+_MIN_DEADLINE_S: Final = 0.001
+
+Posted = AbortRequest | ByeRequest | HintRequest | ObserveRequest | ReleaseRequest
+"""A request that may be sent without waiting for its reply."""
+Quick = Callable[[bytes, int], Any]
+"""Reads a reply's bytes; None where it is not a plain reply to the request of that id."""
+
+
+class Exchange:
+    """`has_parts`: replies may have parts behind their map (the transport `frames`)."""
+
+    def __init__(self, endpoint: str, clock: Callable[[], float]) -> None:
+        self.endpoint = endpoint
+        self.clock = clock
+        self.has_parts = False
+        self.late: deque[tuple[str, bytes, ReplyMap]] = deque(maxlen=MAX_LATE)
+        self._ids = itertools.count(1)
+        self._inboxes: dict[int, Inbox] = {}
+        self._given_up: OrderedDict[int, tuple[str, bytes]] = OrderedDict()
+
+    # --- for the driver ---------------------------------------------------------------------------
+
+    def feed(self, frames: Sequence[Part]) -> str:
+        """Take one message. Returns why the connection must be closed, or an empty string."""
+        try:
+            reply = decode_reply(frames[0])
+        except WireError as error:
+            return f"the daemon answered garbage: {error}"
+        request_id: int = reply["id"]
+        inbox = self._inboxes.get(request_id)
+        if inbox is not None:
+            inbox.put((reply, list(frames[1:])))
+        elif request_id in self._given_up:
+            self.late.append((*self._given_up.pop(request_id), reply))
+        return ""
+
+    def lost(self, why: str) -> None:
+        """The connection has ended: no reply comes to the requests that were sent."""
+        for inbox in self._inboxes.values():
+            inbox.put(why)
+
+    def forked(self) -> None:
+        """This is a child process: the parent's connection and its requests are not ours."""
+        self._inboxes = {}
+        self._given_up.clear()
+        self.late.clear()
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        request: Request | dict[str, Any],
+        deadline_s: float,
+        session: bytes = b"",
+        parts: Sequence[Part] = (),
+        *,
+        quick: Quick | None = None,
+        may_connect: bool = True,
+    ) -> Steps[tuple[Any, list[Part]]]:
+        """One request and its one reply: the reply's map and parts, or what `quick` returns.
+        Raises DaemonAbsent, DaemonError."""
+        if self.late:
+            yield from self.clean_up()
+        request_id = next(self._ids)
+        head = self._packed(request, request_id, deadline_s, session)
+        try:
+            frames = yield Send((head, *parts), deadline_s, may_connect=may_connect)
+            if frames is not None and quick is not None:
+                answer = quick(frames[0], request_id)
+                if answer is not None:
+                    return answer, []
+            inbox = yield from self._inbox(request_id, session, frames)
+            return (yield from self.next_reply(inbox, deadline_s))
+        except BaseException as error:  # a reply that still comes is late, and may grant something
+            if session and not isinstance(error, DaemonError):
+                self._give_up(request_id, request, session)
+            raise
+        finally:
+            self._inboxes.pop(request_id, None)
+
+    def open(self, request: Request, deadline_s: float, session: bytes = b"") -> Steps[Inbox]:
+        """Send a request that has several replies: `next_reply` takes them, then `close_inbox`."""
+        if self.late:
+            yield from self.clean_up()
+        request_id = next(self._ids)
+        head = self._packed(request, request_id, deadline_s, session)
+        frames = yield Send((head,), deadline_s)
+        return (yield from self._inbox(request_id, session, frames))
+
+    def close_inbox(self, inbox: Inbox) -> None:
+        self._inboxes.pop(inbox.request_id, None)
+
+    def next_reply(self, inbox: Inbox, deadline_s: float) -> Steps[tuple[ReplyMap, list[Part]]]:
+        """Raises DaemonAbsent where none comes in time, DaemonError where it is an error."""
+        item = yield from self.next_item(inbox, deadline_s)
+        if isinstance(item, str):
+            raise DaemonAbsent(item)
+        reply = item[0]
+        if not reply["ok"]:
+            raise DaemonError(reply["error"], str(reply.get("message", ""))[:1000])
+        return item
+
+    def next_item(
+        self, inbox: Inbox, deadline_s: float
+    ) -> Steps[tuple[ReplyMap, list[Part]] | str]:
+        while not inbox.items:
+            yield Wait(inbox, deadline_s)
+            if not inbox.items and self.clock() >= deadline_s:
+                raise DaemonAbsent(f"the daemon at {self.endpoint} gave no answer in time")
+        return inbox.items.popleft()
+
+    def post(self, request: Posted, deadline_s: float, session: bytes) -> Steps[None]:
+        """Send a request whose reply is not waited for; an error may come back later."""
+        if self.late:
+            yield from self.clean_up()
+        request.quiet = True
+        request_id = next(self._ids)
+        head = self._packed(request, request_id, deadline_s, session)
+        yield Send((head,), deadline_s, is_awaited=False)
+        self._give_up(request_id, request, session)
+
+    def clean_up(self) -> Steps[None]:
+        """Undo what the replies in `late` have granted."""
+        self.late.clear()
+        yield from ()
+
+    def _inbox(
+        self, request_id: int, session: bytes, frames: Sequence[Part] | None
+    ) -> Steps[Inbox]:
+        """After sending, which may have closed a broken connection first."""
+        inbox = self._inboxes[request_id] = Inbox(request_id, session)
+        if frames is not None and (why := self.feed(frames)):
+            yield HangUp(why)
+        return inbox
+
+    def _give_up(self, request_id: int, request: Request | dict[str, Any], session: bytes) -> None:
+        """A reply that still comes to this request goes to `late`."""
+        if isinstance(request, Request):
+            self._given_up[request_id] = (operation_of(request).name, session)
+            if len(self._given_up) > MAX_LATE:
+                self._given_up.popitem(last=False)
+
+    def _packed(
+        self,
+        request: Request | dict[str, Any],
+        request_id: int,
+        deadline_s: float,
+        session: bytes,
+    ) -> bytes:
+        """A request as bytes, with its id, its session and its times. A deadline that a request has
+        already (`warm` waits on purpose) is kept."""
+        now_s = self.clock()
+        left_s = min(MAX_DEADLINE_S, max(_MIN_DEADLINE_S, (deadline_s - now_s) * TOLD_SHARE))
+        if isinstance(request, dict):
+            return pack({"id": request_id, "sent_s": now_s, "deadline_s": left_s, **request})
+        request.id, request.sent_s, request.s = request_id, now_s, session
+        request.deadline_s = request.deadline_s or left_s
+        return pack(request)
