@@ -62,10 +62,11 @@ class EvictionPolicy(ABC):
     def join(self, node: Node) -> None:
         """Put an entry for the node, as it is now, into a line."""
 
-    @abstractmethod
     def take(self, worth: float) -> Entry | None:
         """Take out the next entry; None when there is none that is worth less than `worth`. A
-        policy that lets in every block may ignore `worth`."""
+        policy that lets in every block may ignore `worth`; one with a `pop` of its own needs no
+        `take`."""
+        raise NotImplementedError
 
     def spares(self, entry: Entry) -> bool:
         """Whether the entry's node stays. If so, this has put a new entry for it into a line. By
@@ -115,5 +116,9 @@ class EvictionPolicy(ABC):
             line.extend(kept)
             if isinstance(line, list):
                 heapq.heapify(line)
-        self._num_entries = sum(map(len, self.lines))
-        self._sweep_at = max(MIN_SWEEP, 2 * self._num_entries)
+        self.swept(sum(map(len, self.lines)))
+
+    def swept(self, num_entries: int) -> None:
+        """A sweep has left this many entries."""
+        self._num_entries = num_entries
+        self._sweep_at = max(MIN_SWEEP, 2 * num_entries)

@@ -7,7 +7,6 @@ cache engine's own always means its own policy.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -56,9 +55,12 @@ def policy_named(name: str) -> type[EvictionPolicy]:
             f"eviction policy {name!r} of {_source(offers[0])} is no subclass of "
             f"{EvictionPolicy.__module__}.EvictionPolicy"
         )
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
-        raise PolicyError(f"eviction policy {name!r} of {_source(offers[0])} lacks {missing}")
+    missing = sorted(found.__abstractmethods__)
+    if found.take is EvictionPolicy.take and found.pop is EvictionPolicy.pop:
+        missing.append("take")
+    if missing:
+        lacks = ", ".join(missing)
+        raise PolicyError(f"eviction policy {name!r} of {_source(offers[0])} lacks {lacks}")
     return found
 
 

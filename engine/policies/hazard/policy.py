@@ -15,7 +15,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from hicache.engine.index.node import Node
-from hicache.engine.policies.base import ALWAYS, MIN_SWEEP, Entry, EvictionPolicy
+from hicache.engine.policies.base import ALWAYS, Entry, EvictionPolicy
 from hicache.engine.policies.hazard.history import History
 from hicache.engine.policies.hazard.model import Model
 
@@ -138,6 +138,5 @@ class Hazard(EvictionPolicy):
                 entry for entry in line if entry[2] in places and places[entry[2]][1] == entry[1]
             ]
             heapify(line)
-        self._num_entries = len(places)
-        self._sweep_at = max(MIN_SWEEP, 2 * len(places))
+        self.swept(len(places))
         self._ranked_at = (-1.0, None)  # the heads may be others now
