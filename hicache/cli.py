@@ -1,8 +1,8 @@
 """The command table of `hicache`.
 
-Owns which commands there are, and how a failure looks at the prompt. A command's module is
-imported only when it runs, so `hicache --help` stays quick and `hicache ping` needs no LMDB.
-Command lines are the only place that reads the environment (`os.environ`).
+Owns the list of commands, and how a failure is printed. A command's module is imported only when it
+runs, so `hicache --help` stays quick and `hicache ping` needs no LMDB. Only commands read the
+environment (`os.environ`).
 """
 
 import importlib
@@ -18,19 +18,23 @@ from hicache import __version__
 # name: (module, attribute, the line in `hicache --help`)
 COMMANDS = {
     "serve": ("hicache.commands.serve", "serve", "Run the daemon."),
-    "stats": ("hicache.commands.stats", "stats", "Show what a daemon holds, does and decides."),
+    "stats": ("hicache.commands.stats", "stats", "Show a daemon's tiers, traffic and decisions."),
     "tree": ("hicache.commands.tree", "tree", "Show which prefixes fill the tiers."),
     "explain": ("hicache.commands.explain", "explain", "Say why it was reloaded or recomputed."),
-    "ping": ("hicache.commands.ping", "ping", "Ask whether a daemon answers, and how fast."),
-    "health": ("hicache.commands.health", "health", "Ask whether all of a daemon is well."),
-    "doctor": ("hicache.commands.doctor", "doctor", "Say what hicache finds on this machine."),
+    "ping": ("hicache.commands.ping", "ping", "Check whether a daemon answers, and how fast."),
+    "health": (
+        "hicache.commands.health",
+        "health",
+        "Check whether a daemon is healthy.",
+    ),
+    "doctor": ("hicache.commands.doctor", "doctor", "Show what hicache finds on this machine."),
     "config": ("hicache.commands.config", "config", "Check, show and reload configurations."),
     "verify": ("hicache.commands.verify", "verify", "Check every block on disk."),
-    "disk": ("hicache.commands.disk", "disk", "Look after a disk tier's folder."),
-    "warm": ("hicache.commands.warm", "warm", "Have a prompt brought to memory beforehand."),
-    "pin": ("hicache.commands.warm", "pin", "Have a prompt kept, whatever comes."),
-    "unpin": ("hicache.commands.warm", "unpin", "Let a pin go."),
-    "pins": ("hicache.commands.warm", "pins", "List what is pinned."),
+    "disk": ("hicache.commands.disk", "disk", "Repair a disk tier's folder."),
+    "warm": ("hicache.commands.warm", "warm", "Copy a prompt to memory before it is requested."),
+    "pin": ("hicache.commands.warm", "pin", "Keep a prompt's blocks for a time."),
+    "unpin": ("hicache.commands.warm", "unpin", "Remove a pin."),
+    "pins": ("hicache.commands.warm", "pins", "List the pins."),
     "demo": ("hicache.commands.demo", "demo", "Serve a small LLM with and without hicache."),
     "replay": (
         "hicache.commands.replay",
@@ -41,12 +45,12 @@ COMMANDS = {
     "gpu-check": (
         "hicache.commands.gpu_check",
         "gpu_check",
-        "Check what needs a GPU, on one.",
+        "Check everything that needs a GPU, on one.",
     ),
 }
 
 
-# Errors whose text is already a sentence for people: (module, class) and the exit status.
+# Errors whose text is a sentence for the user: (module, class) and the exit status.
 PLAIN_ERRORS = {
     ("hicache.config", "ConfigError"): 2,
     ("hicache.config.eviction", "PolicyError"): 2,
@@ -57,7 +61,7 @@ PLAIN_ERRORS = {
 
 
 class LazyGroup(click.Group):
-    """A group that knows its commands' names and imports only the one that runs."""
+    """Lists the commands by name and imports only the one that runs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -89,11 +93,11 @@ def cli() -> None:
 
 
 class OutputLost(Exception):
-    """What a command prints can no longer be written."""
+    """The output of a command could not be written."""
 
 
 class _Output(io.FileIO):
-    """Standard output. A write that fails is told apart from every other OSError."""
+    """Standard output. A failed write raises OutputLost, unlike any other OSError."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -104,7 +108,7 @@ class _Output(io.FileIO):
 
 
 def main() -> None:
-    """Runs the command line; an error that is a sentence is printed as one, without traceback."""
+    """Runs the command line; a plain error is printed as a sentence, without traceback."""
     if (stdout := sys.__stdout__) is sys.stdout and stdout is not None:
         raw = _Output(stdout.fileno(), "wb", closefd=False)
         sys.stdout = io.TextIOWrapper(
@@ -133,9 +137,9 @@ def main() -> None:
 
 
 def plain_errors() -> dict[type[Exception], int]:
-    """The classes of plain errors with their exit status; a fault of ours keeps its traceback.
+    """The classes of plain errors with their exit status; other exceptions keep their traceback.
 
-    A module that was not imported cannot have raised, so nothing is imported to find out.
+    Only modules that are imported are looked at: another cannot have raised.
     """
     return {
         getattr(sys.modules[module], name): status

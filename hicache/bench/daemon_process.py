@@ -1,4 +1,4 @@
-"""A daemon to measure: the caller's, or one of our own in a temporary folder."""
+"""The daemon that is measured: a running one, or one started here in a temporary folder."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hicache.protocol.keys import NamespaceSpec
 START_S = 120.0
 STOP_S = 20.0
 PATIENCE_S: Final = 60.0
-"""Of the clients that measure: on a slow machine the figures are bad, but there are some."""
+"""Timeout of the measuring clients: long, so that a slow machine gives figures as well."""
 
 
 class Running(NamedTuple):
-    """A daemon that answers, and this client's keys for it."""
+    """A daemon that answers, and the keys to reach it."""
 
     endpoint: str
     curve: CurveKeys | None = None
@@ -44,7 +44,7 @@ class Running(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A daemon of our own that was started and may not answer yet."""
+    """A daemon that was started here and may not answer yet."""
 
     process: subprocess.Popen[bytes]
     running: Running
@@ -53,7 +53,7 @@ class Launched(NamedTuple):
 
 @contextmanager
 def launched(folder: Path, config: Mapping[str, Any]) -> Iterator[Launched]:
-    """A daemon of our own in this folder, stopped in order afterwards."""
+    """Starts a daemon in this folder, and stops it in order afterwards."""
     own = Running(f"ipc://{folder}/hicache.sock")
     file = folder / "bench.yaml"
     socket = {**config.get("socket", {}), "endpoint": own.endpoint}
@@ -69,9 +69,11 @@ def launched(folder: Path, config: Mapping[str, Any]) -> Iterator[Launched]:
 
 
 @contextmanager
-def lodging(running: Running | None, config: Mapping[str, Any]) -> Iterator[tuple[Running, Path]]:
-    """(the daemon, a folder for more sockets). A daemon of our own runs `config`, has no disk tier,
-    and is gone afterwards. Raises BenchError with its last words if it will not start.
+def measured_daemon(
+    running: Running | None, config: Mapping[str, Any]
+) -> Iterator[tuple[Running, Path]]:
+    """(the daemon, a folder for more sockets). Without `running`, a daemon is started with `config`
+    and stopped afterwards. Raises BenchError with the end of its log if it does not start.
     """
     with tempfile.TemporaryDirectory(prefix="hicache-bench-") as name:
         folder = Path(name)
@@ -85,7 +87,7 @@ def lodging(running: Running | None, config: Mapping[str, Any]) -> Iterator[tupl
 
 
 def tiers_of(running: Running) -> dict[str, str]:
-    """The state of each of its tiers; none while it does not answer."""
+    """The state of each of its tiers; empty while it does not answer."""
     try:
         states: dict[str, str] = _ping(running)["tiers"]
     except BenchError:
@@ -107,8 +109,8 @@ def _wait(daemon: Launched) -> None:
         if states and "starting" not in states.values():
             return
         time.sleep(0.05)
-    last_words = "\n".join(daemon.log.read_text(errors="replace").splitlines()[-12:])
-    raise BenchError(f"the daemon to be measured did not start; it said:\n{last_words}")
+    log_end = "\n".join(daemon.log.read_text(errors="replace").splitlines()[-12:])
+    raise BenchError(f"the daemon to be measured did not start; its log ends with:\n{log_end}")
 
 
 def _stop(daemon: subprocess.Popen[bytes]) -> None:

@@ -1,13 +1,13 @@
 """The disk tier by itself, beside raw `pread` and `pwrite` of the same sizes in the same run.
 
-    written   batches of 32 MiB into a full tier, its oldest given up ahead (only puts are timed);
-              the floor writes as much over an old file, one fdatasync a batch where the tier syncs
-    read      batches of 32 MiB in random order, by so many threads as the floor's
-    cold      closed, written out, dropped from the page cache, and less than 1 % of it resident
-    churn     five turnovers of a full map, victims of any age
+    written   batches of 32 MiB into a full tier, its oldest blocks deleted before (only puts are
+              timed); the floor overwrites an old file, one fdatasync per batch if the tier syncs
+    read      batches of 32 MiB in random order, with as many threads as the floor
+    cold      closed, written out, dropped from the page cache; less than 1 % is resident
+    churn     five turnovers of a full map, deleting blocks of any age
 
-Tier and floor take turns, the other one first every time; `ratio` is the median of what each pair
-of turns gave, so that a machine that others use, or a disk that slows down, counts for both.
+Tier and floor take turns, and the order changes every time. `ratio` is the median over the pairs of
+turns, so that other load, or a disk that slows down, affects both.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DiskBenchPlan:
 def run(
     folder: Path | None, plan: DiskBenchPlan, step: ProgressStep
 ) -> tuple[list[DiskRow], list[dict[str, float]]]:
-    """(rows, churn). Files are made in a folder of our own below `folder` and removed."""
+    """(rows, churn). Files are made in a temporary folder below `folder` and removed."""
     rows: list[DiskRow] = []
     with TemporaryDirectory(prefix="hicache-bench-", dir=folder) as name:
         for number, size in enumerate(plan.sizes):
@@ -199,7 +199,7 @@ def _churn(folder: Path, plan: DiskBenchPlan) -> list[dict[str, float]]:
     rng = np.random.default_rng(1)
     source = rng.integers(0, 256, (per_batch, size), np.uint8)
     held: list[int] = []
-    number, told = 0, []
+    number, churn = 0, []
     with DiskTier(folder, capacity, durability=plan.durability) as tier:
         for turnover in range(TURNOVERS + 1):
             seconds = 0.0
@@ -215,10 +215,10 @@ def _churn(folder: Path, plan: DiskBenchPlan) -> list[dict[str, float]]:
                 seconds += time.perf_counter() - start
                 held += names
                 number += per_batch
-            if turnover:  # the first time round fills the map
+            if turnover:  # the first round fills the map
                 gb_s = round(most * size / 1e9 / seconds, 3)
-                told.append({"turnover": turnover, "gb_s": gb_s})
-    return told
+                churn.append({"turnover": turnover, "gb_s": gb_s})
+    return churn
 
 
 def _name(generation: int, number: int) -> BlockIdentity:
@@ -234,7 +234,7 @@ def _warm(file: Path) -> None:
 
 
 def _cool(file: Path) -> None:
-    """Out of the page cache, and shown to be. BenchError where the kernel keeps it."""
+    """Drop the file from the page cache. Raises BenchError if the kernel keeps it."""
     fd = os.open(file, os.O_RDWR)
     try:
         os.fsync(fd)
@@ -254,5 +254,5 @@ def _resident_share(fd: int) -> float:
         address = mapped.ctypes.data
         del mapped  # or the mapping could not be closed
         if _libc.mincore(address, length, resident.ctypes.data):
-            raise BenchError("mincore does not tell what is resident")
+            raise BenchError("mincore does not report what is resident")
         return float((resident & 1).mean())

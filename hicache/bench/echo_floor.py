@@ -1,4 +1,4 @@
-"""The floor of a call: a ROUTER in a process of its own that sends every message back.
+"""The floor of a call: a ROUTER socket in its own process that sends every message back.
 
 `python -m hicache.bench.echo_floor ENDPOINT` is that process.
 """
@@ -13,7 +13,7 @@ import zmq
 
 
 def serve(endpoint: str) -> None:
-    """Echo for ever."""
+    """Echo every message. Never returns."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.bind(endpoint)

@@ -1,17 +1,15 @@
-"""The output of a benchmark: its rows as a table or as JSON, and its progress on stderr."""
+"""The output of a benchmark: its rows as a table or as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -25,33 +23,9 @@ class BenchError(click.ClickException):
 
 
 class ProgressStep(Protocol):
-    """Called as work goes on."""
+    """Called to report progress."""
 
     def __call__(self, what: str, done: int, total: int) -> None: ...
-
-
-class ProgressLine(AbstractContextManager["ProgressLine"]):
-    """One line on stderr that says what is measured now."""
-
-    def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._task = self._progress.add_task("starting", total=None)
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        self._progress.update(self._task, description=what, completed=done, total=total)
-
-    def __enter__(self) -> ProgressLine:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
 
 def show_rows(
@@ -71,7 +45,7 @@ def show_rows(
 
 
 def wide_console() -> Console:
-    """Stdout, never narrower than our tables when it is a pipe."""
+    """Stdout; if it is a pipe, at least as wide as our tables."""
     console = Console()
     return console if console.is_terminal else Console(width=max(MIN_WIDTH, console.width))
 

@@ -1,7 +1,7 @@
-"""Round trips: ping, and match of prompts that are wholly held or not at all.
+"""Round trips: ping, and match of prompts that are stored completely or not at all.
 
 Batches of calls through the client alternate with as many bare echoes of the same bytes, both over
-`ipc://`, each with its server in another process.
+`ipc://` to a server in another process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.daemon_process import Running, lodging
+from hicache.bench.daemon_process import Running, measured_daemon
 from hicache.bench.echo_floor import Echo
 from hicache.bench.report import BenchError, ProgressStep
 from hicache.client import Client, LayerGroup, Match, NamespaceSpec
@@ -54,7 +54,7 @@ def run(
 ) -> list[RpcRow]:
     """The rows, at least `num_calls` calls each. Raises BenchError."""
     config = {"block_tokens": block_tokens, "tiers": {"dram": {"size": "128MiB"}}}
-    with lodging(running, config) as (daemon, folder):
+    with measured_daemon(running, config) as (daemon, folder):
         floor = f"ipc://{folder}/floor.sock"
         with daemon.client(_spec(block_tokens), "bench rpc") as client, Echo(floor) as echo:
             return _Rpc(client, echo, block_tokens, num_calls, step).rows()
@@ -87,7 +87,7 @@ class _Rpc:
         rows = [self._measure("ping", 0, _payload("ping"), self._ping, _nothing)]
         for num_tokens in TOKENS:
             for op, prompt in (
-                ("match", self._held(num_tokens)),
+                ("match", self._stored(num_tokens)),
                 ("match_miss", self._random(num_tokens)),
             ):
                 wanted = num_tokens // self._block_tokens if op == "match" else 0
@@ -99,7 +99,7 @@ class _Rpc:
                     return match
 
                 payload = _payload("match", tokens=prompt.tobytes())
-                rows.append(self._measure(op, num_tokens, payload, call, self._give_back))
+                rows.append(self._measure(op, num_tokens, payload, call, self._release))
         return rows
 
     def _measure(
@@ -110,7 +110,7 @@ class _Rpc:
         call: Callable[[], Any],
         undo: Callable[[Any], object],
     ) -> RpcRow:
-        """What `undo` does (giving leases back) is not timed."""
+        """`undo` (which releases leases) is not timed."""
         for _ in range(WARM_UP):
             undo(call())
             self._echo.call(payload)
@@ -130,8 +130,8 @@ class _Rpc:
                 floor.append(clock() - start)
         return RpcRow.of(op, num_tokens, seconds, floor)
 
-    def _give_back(self, match: Match) -> None:
-        """Nobody waits for a release to be done, but the next match would."""
+    def _release(self, match: Match) -> None:
+        """A release has no reply; the ping waits until it is done, so the next match does not."""
         self._client.release(match)
         self._ping()
 
@@ -142,8 +142,8 @@ class _Rpc:
     def _random(self, num_tokens: int) -> Prompt:
         return self._rng.integers(0, 2**32, num_tokens, np.uint32)
 
-    def _held(self, num_tokens: int) -> Prompt:
-        """A prompt whose blocks are all stored, and nothing else."""
+    def _stored(self, num_tokens: int) -> Prompt:
+        """Store a prompt's blocks, as the only ones."""
         self._client.clear()
         prompt = self._random(num_tokens)
         blocks = np.ones((num_tokens // self._block_tokens, BLOCK_BYTES), np.uint8)

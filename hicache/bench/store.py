@@ -1,8 +1,8 @@
 """Blocks through the arena: put of new ones, fetch into the caller's buffer, beside a bare copy.
 
-A put is everything the client does for it: placing, writing, committing. A fetch is match, copy
-with its check, release. Both go round `ROUND` sets of slots, as the floor goes round as many
-buffers; blocks are cleared between rounds (not timed), so no put ever finds its blocks present.
+A put is all that the client does: place, write, commit. A fetch is match, checked copy, release.
+Both rotate over `ROUND` sets of slots, and the floor over as many buffers. Blocks are cleared
+between rounds (not timed), so no put finds its blocks present.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.daemon_process import Running, lodging
+from hicache.bench.daemon_process import Running, measured_daemon
 from hicache.bench.report import BenchError, ProgressStep
 from hicache.client import Client, LayerGroup, NamespaceSpec
 
@@ -60,7 +60,7 @@ def run(
         "planner": {"mode": "always_reload"},
     }
     rows: list[StoreRow] = []
-    with lodging(running, config) as (daemon, _):
+    with measured_daemon(running, config) as (daemon, _):
         for value_bytes in VALUE_BYTES:
             spec = _spec(block_tokens, value_bytes)
             with daemon.client(spec, "bench store", "arena") as client:
@@ -118,7 +118,7 @@ class _Store:
         ]
 
     def _prompt(self) -> Prompt:
-        """One token more than the blocks: something is always left to prefill."""
+        """One token more than the blocks, so that one is left to prefill."""
         return self._rng.integers(0, 2**32, BLOCKS * self._spec.block_tokens + 1, np.uint32)
 
     def _put(self, prompt: Prompt) -> float:

@@ -8,8 +8,9 @@ from hicache.bench import disk as disk_bench
 from hicache.bench import rpc as rpc_bench
 from hicache.bench import store as store_bench
 from hicache.bench.daemon_process import Running
-from hicache.bench.report import ProgressLine, show_rows
+from hicache.bench.report import show_rows
 from hicache.commands.curve_option import curve_option
+from hicache.commands.progress_line import ProgressLine
 from hicache.protocol.curve import CurveKeys
 from hicache.tiers.disk.disk_tier import Durability
 
@@ -26,7 +27,7 @@ _options = [
     click.option("--endpoint", help="A running daemon; by default one is started and stopped."),
     curve_option,
     click.option(
-        "--block-tokens", default=16, show_default=True, help="As the daemon's configuration says."
+        "--block-tokens", default=16, show_default=True, help="As in the daemon's configuration."
     ),
     _json_option,
 ]
@@ -102,14 +103,14 @@ def _daemon(endpoint: str | None, curve: CurveKeys | None) -> Running | None:
 
 
 def _moved(name: str) -> click.Command:
-    """A benchmark that a checkout has and an installation does not: it says so."""
+    """A benchmark for developers, which is not installed: the command says so."""
 
-    def say() -> None:
+    def refuse() -> None:
         raise click.ClickException(
             f"this benchmark is for hicache's developers: run `make bench-{name}` in a checkout"
         )
 
-    return click.Command(name, callback=say, hidden=True, add_help_option=False)
+    return click.Command(name, callback=refuse, hidden=True, add_help_option=False)
 
 
 for _name in ("engine", "index", "planner", "refit", "reload", "restart"):

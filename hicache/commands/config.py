@@ -1,4 +1,4 @@
-"""`hicache config`: check a file, show what it means here, and hand it to a running daemon."""
+"""`hicache config`: check a file, show its effective values, and reload a running daemon."""
 
 import json
 import os
@@ -151,7 +151,7 @@ def keys(folder: Path, name: str) -> None:
     for file in (folder / f"{name}.key", folder / f"{name}.key_secret"):
         if file.exists():
             raise click.ClickException(f"{file} is there already, and is left as it is")
-    before = os.umask(0o077)  # the secret is never readable by others, not for a moment
+    before = os.umask(0o077)  # the secret file must never be readable by others, not even briefly
     try:
         folder.mkdir(parents=True, exist_ok=True)
         public, secret = create_certificates(folder.absolute(), name)
@@ -177,7 +177,7 @@ _WHERE_KEYS_GO = """\
 def reload_daemon(
     endpoint: str, file: str | None, timeout_s: float, curve: CurveKeys | None = None
 ) -> dict[str, Any]:
-    """The daemon's answer: `{"live": [keys], "restart": [keys]}`. Raises where none answers."""
+    """The daemon's reply: `{"live": [keys], "restart": [keys]}`. Raises if none answers."""
     from hicache.client import admin_call
 
     reply: dict[str, Any] = admin_call(endpoint, "reload", {"file": file or ""}, timeout_s, curve)

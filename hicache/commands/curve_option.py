@@ -1,4 +1,4 @@
-"""The option `--curve` of the commands that ask a running daemon something."""
+"""The option `--curve` of the commands that call a running daemon."""
 
 from pathlib import Path
 

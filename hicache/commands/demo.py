@@ -12,7 +12,7 @@ import hicache
 
 
 def _example_config() -> Path:
-    """configs/laptop.yaml of the checkout this runs from, or of the folder one is in."""
+    """configs/laptop.yaml of the checkout this runs from, or of the current folder."""
     checkout = Path(hicache.__file__).resolve().parents[1]
     for top in (checkout, Path.cwd()):
         file = top / "configs" / "laptop.yaml"
@@ -20,7 +20,7 @@ def _example_config() -> Path:
             return file
     raise click.UsageError(
         "configs/laptop.yaml is part of the repository and not installed: run this in a checkout, "
-        "or say --config FILE (three tiers: hbm, dram, disk)"
+        "or give --config FILE (three tiers: hbm, dram, disk)"
     )
 
 

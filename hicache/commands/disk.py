@@ -1,12 +1,12 @@
-"""`hicache disk`: looking after a disk tier's folder."""
+"""`hicache disk`: maintenance of a disk tier's folder."""
 
 from pathlib import Path
 
 import click
 
-from hicache.bench.report import ProgressLine
-from hicache.commands import disk_tools as disk_care
-from hicache.commands.verify import tell
+from hicache.commands import disk_tools
+from hicache.commands.progress_line import ProgressLine
+from hicache.commands.verify import show_reports
 
 
 @click.group()
@@ -18,10 +18,11 @@ def disk() -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="As data, on stdout.")
 def repair(path: Path, as_json: bool) -> None:
-    """Remove bad records at PATH, and rebuild what cannot be read any more from the blocks that are
-    whole. A rebuilt environment's old file stays beside it as aside-…, until its room is needed."""
+    """Remove bad records at PATH, and rebuild an environment that cannot be read from its whole
+    blocks. The old file of a rebuilt environment stays beside it as aside-…, until its room is
+    needed."""
     with ProgressLine() as line:
-        reports = disk_care.repair(
+        reports = disk_tools.repair(
             path, lambda slot, done, all_: line(f"{slot:,}-byte slots", done, all_)
         )
-    tell(path, reports, as_json)
+    show_reports(path, reports, as_json)

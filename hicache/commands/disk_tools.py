@@ -1,8 +1,8 @@
-"""Looking after a disk tier's folder while no daemon has it open: verify and repair.
+"""Verify and repair of a disk tier's folder while no daemon has it open.
 
-Each class is scrubbed in a process of its own: LMDB on a damaged file can end whoever reads
-it. What repair cannot vouch for is set aside by the daemon at its next start, or kept beside what
-was rebuilt; nothing is deleted but records that fail their checksum.
+Each class is scrubbed in its own process: LMDB can end the process that reads a damaged file. Only
+records that fail their checksum are deleted. A damaged environment is kept: beside the rebuilt one,
+or set aside by the daemon at its next start.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from hicache.tiers.errors import TierUnavailable
 
 Progress = Callable[[int, int, int], None]
 """(slot bytes, blocks done, blocks in all)."""
-LOCK_WAIT_S = 3.0  # a worker whose daemon was killed is still leaving
+LOCK_WAIT_S = 3.0  # after a daemon was killed, its worker takes a moment to end
 _DIES_OF_DAMAGE = (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE)
-"""How LMDB ends a process that reads a damaged file. Another signal says nothing of the file."""
+"""Signals by which LMDB ends a process that reads a damaged file. Others have another cause."""
 _ROOT = Path(__file__).absolute().parents[2]
 
 
@@ -52,15 +52,15 @@ class ClassReport:
 def verify(path: Path, progress: Progress) -> list[ClassReport]:
     """Read every block of a folder that no daemon has open. Changes nothing.
 
-    Raises TierUnavailable when a class cannot be read; that is no statement about its blocks."""
+    Raises TierUnavailable when a class cannot be read; its blocks may be good or bad."""
     path = path.resolve()  # the readers run in another folder
     with _held(path):
         return [_verify(slot, folder, progress) for slot, folder in classes_at(path).items()]
 
 
 def repair(path: Path, progress: Progress) -> list[ClassReport]:
-    """Remove records that are not what they should be, and rebuild what cannot be read any more
-    from the blocks that are whole. `done` says in words what became of each class.
+    """Remove bad records, and rebuild environments that cannot be read from their whole blocks.
+    `done` says in words what was done with each class.
 
     Raises TierUnavailable when a class cannot be read, before anything of any class is changed."""
     path = path.resolve()
@@ -86,7 +86,7 @@ def repair(path: Path, progress: Progress) -> list[ClassReport]:
 def _held(path: Path) -> Iterator[None]:
     if not path.is_dir():
         raise TierUnavailable(f"{path} is not a folder")
-    read_state(path / "state.json")  # another format is not ours to judge
+    read_state(path / "state.json")  # refuses a folder in another format
     try:
         lock = lock_device(path, LOCK_WAIT_S)
     except OSError as error:
@@ -103,16 +103,16 @@ def _verify(slot_bytes: int, folder: Path, progress: Progress) -> ClassReport:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as child:
         assert child.stdout is not None
         for line in child.stdout:
-            said = json.loads(line)
-            if "damage" in said:
-                report.damage = said["damage"]
+            row = json.loads(line)
+            if "damage" in row:
+                report.damage = row["damage"]
                 continue
-            if "unread" in said:
-                unread = said["unread"]
+            if "unread" in row:
+                unread = row["unread"]
                 continue
-            report.blocks, report.bytes = said["num_blocks"], said["num_bytes"]
-            report.bad = [{"key": key, "problem": problem} for _, key, problem in said["bad"]]
-            progress(slot_bytes, report.blocks, said["total_blocks"])
+            report.blocks, report.bytes = row["num_blocks"], row["num_bytes"]
+            report.bad = [{"key": key, "problem": problem} for _, key, problem in row["bad"]]
+            progress(slot_bytes, report.blocks, row["total_blocks"])
     status = child.returncode
     if -status in _DIES_OF_DAMAGE:
         report.damage = f"reading it ended with {signal.Signals(-status).name}"
@@ -144,7 +144,7 @@ def _remove(folder: Path, slot_bytes: int, report: ClassReport) -> None:
 
 
 def _rebuild(path: Path, slot_bytes: int, folder: Path, report: ClassReport) -> None:
-    """Beside the old one, which stays as an environment that was set aside."""
+    """Rebuild beside the old environment, which stays as one that was set aside."""
     new = path / f"rebuilt-{slot_bytes}"
     size = (folder / "data.mdb").stat().st_size
     rebuilt = rebuild(folder, new, slot_bytes, 2 * size + (64 << 20))

@@ -1,4 +1,4 @@
-"""`hicache doctor`: what hicache finds on this machine, before anything is served or beside it."""
+"""`hicache doctor`: what hicache finds on this machine, with or without a running daemon."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SHARED_MEMORY = "/dev/shm"
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="As data.")
-@click.option("--no-measure", is_flag=True, help="Copy nothing to a GPU and back.")
+@click.option("--no-measure", is_flag=True, help="Do not measure copies to a GPU and back.")
 def doctor(as_json: bool, no_measure: bool) -> None:
-    """Say what hicache finds here: memory, limits, NUMA, driver, CuPy, GPUs, what CUDA itself takes
-    of them and the speed of their links; or why it sees no GPU, and what it does then. Of daemons
-    that serve, on which NUMA nodes their memory lies."""
+    """Show what hicache finds here: memory, limits, NUMA, driver, CuPy, GPUs, the memory that CUDA
+    itself takes and the speed of their links; or why it finds no GPU, and what it does then. For
+    running daemons, the NUMA nodes of their memory."""
     gpus = look(measure=not no_measure)
     host, arenas = _host(), _arenas(Path(_SHARED_MEMORY))
     if as_json:
@@ -42,7 +42,7 @@ def doctor(as_json: bool, no_measure: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ArenaHere:
-    """An arena in shared memory, and where the sampled part of it lies."""
+    """An arena in shared memory, and the NUMA nodes of a sample of its pages."""
 
     path: str
     num_bytes: int
@@ -50,12 +50,12 @@ class ArenaHere:
 
 
 def _arenas(folder: Path) -> list[ArenaHere]:
-    """Those that this user may read."""
+    """The arenas that this user may read."""
     found = []
     for path in sorted(folder.glob(f"{ARENA_PREFIX}dram-*")):
         try:
             found.append(ArenaHere(str(path), path.stat().st_size, numa.sampled_by_node(path)))
-        except (OSError, ValueError):  # another user's, or gone by now
+        except (OSError, ValueError):  # another user's, or removed meanwhile
             continue
     return found
 
@@ -114,28 +114,28 @@ def _gpu_rows(gpus: Gpus) -> Iterator[tuple[str, str]]:
 
 
 def _gpu_row(gpu: Gpu) -> str:
-    node = f"NUMA node {gpu.numa_node}" if gpu.numa_node >= 0 else "NUMA node not told"
-    said = f"{gpu.name}, {format_size(gpu.free_bytes)} of {format_size(gpu.total_bytes)} free, "
-    said += f"{gpu.bus_id}, {node}"
+    node = f"NUMA node {gpu.numa_node}" if gpu.numa_node >= 0 else "NUMA node unknown"
+    text = f"{gpu.name}, {format_size(gpu.free_bytes)} of {format_size(gpu.total_bytes)} free, "
+    text += f"{gpu.bus_id}, {node}"
     if gpu.context_bytes:
-        said += f"; CUDA itself takes {format_size(gpu.context_bytes >> 20 << 20)} for each process"
+        text += f"; CUDA itself takes {format_size(gpu.context_bytes >> 20 << 20)} for each process"
     if gpu.to_device_bytes_per_s:
         to, back = gpu.to_device_bytes_per_s / 1e9, gpu.from_device_bytes_per_s / 1e9
-        said += f"; pinned memory to it {to:.1f} GB/s, from it {back:.1f} GB/s"
-    return said
+        text += f"; pinned memory to it {to:.1f} GB/s, from it {back:.1f} GB/s"
+    return text
 
 
 def _arena_rows(arenas: Sequence[ArenaHere], gpus: Gpus) -> Iterator[tuple[str, str]]:
-    """For each GPU whose node is known how much of the arena lies there; else the nodes."""
+    """For each GPU with a known node, the share of the arena on it; otherwise the nodes."""
     nodes = sorted({gpu.numa_node for gpu in gpus.found if gpu.numa_node >= 0}) or [-1]
     for arena in arenas:
         where = [text for node in nodes if (text := numa.describe(arena.sampled_by_node, node))]
-        said = "; ".join(where) or "the kernel does not tell on which NUMA node"
+        said = "; ".join(where) or "the kernel does not report the NUMA node"
         yield "arena", f"{arena.path}, {format_size(arena.num_bytes)}: {said}"
     if not arenas:
         yield "arena", f"no daemon of yours holds one in {_SHARED_MEMORY} now"
 
 
 def _version(number: int) -> str:
-    """CUDA's 13020 is 13.2."""
+    """CUDA's number 13020 means 13.2."""
     return f"{number // 1000}.{number % 1000 // 10}"

@@ -21,7 +21,7 @@ from hicache.protocol.endpoint import default_endpoint
     type=click.IntRange(1, 256),
     default=10,
     show_default=True,
-    help="So many, the youngest last.",
+    help="How many, the youngest last.",
 )
 @timeout_option("5s")
 @click.option("--json", "as_json", is_flag=True, help="As data.")

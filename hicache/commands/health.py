@@ -1,4 +1,4 @@
-"""`hicache health`: does a daemon live, is it ready, is all of it well? For people and probes."""
+"""`hicache health`: is a daemon live, ready and healthy? For people and probes."""
 
 import json
 import os
@@ -26,10 +26,10 @@ PROBES = ("live", "ready", "healthy")
 def health(
     probe: str, endpoint: str | None, curve: CurveKeys | None, timeout_s: float, as_json: bool
 ) -> None:
-    """Exits 0 if the daemon is what PROBE asks for, 1 if not.
+    """Exits 0 if PROBE is true of the daemon, 1 if not.
 
-    live: it answers, so restarting it would gain nothing. ready: requests may come. healthy (asked
-    for if nothing is): every tier serves and takes blocks, and every part goes on.
+    live: it answers, so a restart would not help. ready: it accepts requests. healthy (the
+    default): every tier serves and takes blocks, and every part works.
     """
     endpoint = endpoint or default_endpoint(os.environ, os.getuid())
     try:

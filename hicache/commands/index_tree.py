@@ -1,9 +1,9 @@
-"""What a daemon's index holds, put together from the pages of `tree`: branches, with their sums.
+"""A daemon's index, assembled from the pages of `tree`: branches with their sums.
 
-A branch is a chain of nodes in which nothing forks. The index may have changed between two pages:
-a node whose parent is no more what it was hangs directly in its namespace (`TreeForest.num_loose`);
-what changed meanwhile may count twice or not at all. Nothing here recurses: a conversation that was
-stored turn by turn, with a second try at each, is as deep as it has turns.
+A branch is a chain of nodes without forks. The index may change between two pages: a node whose
+parent has changed is placed directly below its namespace (`TreeForest.num_loose`), and blocks that
+changed meanwhile may be counted twice or not at all. No function recurses: a conversation stored
+turn by turn, with a second try at each turn, is as deep as it has turns.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hicache.engine.index.snapshot import TreeRun
 Order = Literal["bytes", "recent", "branches"]
 
 
-class Space(msgspec.Struct, frozen=True):
-    """A namespace as `tree` names it. `slot_bytes`: what a block takes up."""
+class TreeNamespace(msgspec.Struct, frozen=True):
+    """A namespace in the reply of `tree`. `slot_bytes`: the room that a block takes."""
 
     digest: str
     name: str
@@ -35,20 +35,20 @@ class TreeAnswer(msgspec.Struct, frozen=True):
 
     epoch: str
     tiers: list[str]
-    namespaces: list[Space]
+    namespaces: list[TreeNamespace]
     nodes: list[TreeRun]
     next: int | None
     end: int
 
 
 class Unreadable(ValueError):
-    """What came is no page of `tree`, or none that goes on from the one before."""
+    """A reply is not a page of `tree`, or does not follow the one before."""
 
 
 @dataclass(slots=True)
 class Sum:
-    """Of blocks of one size: `blocks` that can be read somewhere, `per_tier` how many are in each
-    tier; a block in two tiers counts in both."""
+    """Counts of blocks of one size. `blocks`: readable in some tier. `per_tier`: in each tier; a
+    block in two tiers counts in both."""
 
     per_tier: list[int]
     blocks: int = 0
@@ -67,10 +67,10 @@ class Sum:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Branch:
-    """`number`: of its last node. `parent`: None right below the namespace. `depth`, `blocks`:
-    where it begins and how long it is, in blocks. `own`: of itself; `all`, `idle_s`, `is_leased`
-    and `ends`, the number of branches that nothing hangs below: with all that hangs below it.
-    `idle_s` is None where nobody is expected to ask for any of it again."""
+    """`number`: of its last node. `parent`: None directly below the namespace. `depth`, `blocks`:
+    its first block and its length, in blocks. `own`: sums of itself. `all`, `idle_s`, `is_leased`
+    and `ends` (the number of leaf branches) include all branches below it. `idle_s` is None if none
+    of it is expected to be requested again."""
 
     number: int
     parent: Branch | None
@@ -88,9 +88,9 @@ class Branch:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Trunk:
-    """A namespace with its branches: all of them, parents first, and those right below it."""
+    """A namespace. `branches`: all of them, parents first; `children`: those directly below it."""
 
-    space: Space
+    space: TreeNamespace
     all: Sum
     branches: list[Branch] = field(default_factory=list)
     children: list[Branch] = field(default_factory=list)
@@ -101,42 +101,42 @@ class Trunk:
 
 @dataclass(slots=True)
 class TreeForest:
-    """All that was read. `num_loose`: branches whose parent had changed meanwhile."""
+    """All namespaces. `num_loose`: branches whose parent had changed meanwhile."""
 
     tiers: list[str]
     trunks: list[Trunk]
     num_loose: int
 
 
-class Reading:
-    """Pages as they come; `forest` when the last one is there."""
+class TreeReader:
+    """Takes pages; after the last one, `forest` assembles them."""
 
     def __init__(self) -> None:
         self.after: int | None = 0
         self.end = 0
         self._epoch = ""
         self._tiers: list[str] = []
-        self._spaces: dict[str, Space] = {}
+        self._spaces: dict[str, TreeNamespace] = {}
         self._runs: dict[int, tuple[str, TreeRun]] = {}
 
     def take(self, reply: Mapping[str, Any]) -> None:
-        """The reply's fields; `after` says then where to go on. Raises Unreadable."""
+        """Take one reply; `after` is then the position of the next page. Raises Unreadable."""
         try:
             page = msgspec.convert(reply, TreeAnswer)
             found = [(page.namespaces[run.namespace].digest, run) for run in page.nodes]
         except (msgspec.ValidationError, IndexError) as error:
-            raise Unreadable(f"what the daemon answered is no page of its tree: {error}") from None
+            raise Unreadable(f"the daemon's reply is not a page of its tree: {error}") from None
         if self._epoch and page.epoch != self._epoch:
             raise Unreadable("the daemon was started again while its tree was read")
         if page.next is not None and page.next <= (self.after or 0):
-            raise Unreadable("the daemon's pages do not go on")
+            raise Unreadable("the daemon's pages do not follow each other")
         self._epoch, self._tiers = page.epoch, page.tiers
         self.after, self.end = page.next, page.end
         self._spaces.update((space.digest, space) for space in page.namespaces)
         self._runs.update((run.number, (digest, run)) for digest, run in found if run.blocks > 0)
 
-    def forest(self, wants: Callable[[Space], bool] = lambda space: True) -> TreeForest:
-        """The branches of the namespaces that are wanted, each with its sums."""
+    def forest(self, wants: Callable[[TreeNamespace], bool] = lambda space: True) -> TreeForest:
+        """The branches of the namespaces for which `wants` is true, with their sums."""
         chosen = (space for space in self._spaces.values() if wants(space))
         trunks = {space.digest: Trunk(space, self._sum()) for space in chosen}
         runs = [(digest, run) for digest, run in self._runs.values() if digest in trunks]
@@ -159,13 +159,13 @@ class Reading:
             _sum_up(trunk)
         return TreeForest(self._tiers, list(trunks.values()), num_loose)
 
-    def spaces(self) -> list[Space]:
-        """The namespaces that were met."""
+    def spaces(self) -> list[TreeNamespace]:
+        """The namespaces of all pages."""
         return list(self._spaces.values())
 
     def _parent_of(self, digest: str, run: TreeRun) -> int | None:
-        """The node above a run, if it still ends where the run begins. (Parents are thus less deep
-        than their children, and nothing goes round in circles.)"""
+        """The node above a run, if it still ends where the run begins. (So parents are less deep
+        than their children, and there are no cycles.)"""
         if run.parent is None:
             return None
         digest_above, above = self._runs.get(run.parent, ("", run))
@@ -193,7 +193,7 @@ def _lengthen(branch: Branch, run: TreeRun) -> None:
 
 
 def _sum_up(trunk: Trunk) -> None:
-    """Leaves first: branches were begun by depth."""
+    """Leaves first: `branches` is ordered by depth."""
     for branch in reversed(trunk.branches):
         branch.all.add(branch.own)
         branch.ends = branch.ends or 1
@@ -211,8 +211,8 @@ def _younger(one: float | None, other: float | None) -> float | None:
 
 
 def sort(forest: TreeForest, by: Order) -> None:
-    """Put trunks, and branches below each other, in order: those that hold most first, those that
-    were used last, or those that part most often. Equal ones as the daemon numbered them."""
+    """Sort namespaces, and the branches of each parent: most bytes, last used, or most branches
+    first. Equal ones are in the daemon's order."""
     key = _KEYS[by]
     forest.trunks.sort(key=key)
     for trunk in forest.trunks:

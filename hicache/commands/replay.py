@@ -1,4 +1,4 @@
-"""`hicache replay`: recorded requests through the product's own cache engine, to size tiers."""
+"""`hicache replay`: replay recorded requests through the product's own cache engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import click
 from rich.table import Table
 
-from hicache.bench.report import ProgressLine, wide_console
+from hicache.bench.report import wide_console
+from hicache.commands.progress_line import ProgressLine
 from hicache.config.eviction import policy_names
 from hicache.config.units import Share, UnitError, parse_size_or_share
 from hicache.replay.model_profiles import DEFAULT_MODEL, MODELS, ModelProfile
@@ -50,7 +51,7 @@ class TiersType(click.ParamType[dict[str, int | Share]]):
 
 @dataclass(frozen=True, slots=True)
 class ReplayRun:
-    """One trace, policy and choice of sizes, and what came of it."""
+    """One trace, policy and choice of sizes, with the result."""
 
     trace: Trace
     policy: str
@@ -122,7 +123,7 @@ class ReplayRun:
     default=0.0,
     help="Report only on the requests after this share.",
 )
-@click.option("--no-hints", is_flag=True, help="Ignore what the trace says in session and stop.")
+@click.option("--no-hints", is_flag=True, help="Ignore session and stop in the trace.")
 @click.option(
     "--min-return",
     "min_returns",
@@ -161,7 +162,7 @@ def replay(
 ) -> None:
     """Replay request traces (Mooncake JSONL, plain or gzip'd) through the cache engine.
 
-    The clock is the trace's; moves take no time: what is measured is what the policies keep.
+    The clock is the trace's and moves take no time: the result is which blocks policies keep.
     """
     profile = MODELS[model]
     is_gate_plotted = len(min_returns) > 1
@@ -208,7 +209,7 @@ def _tiers() -> list[str]:
 
 
 def _block_bytes(trace: Trace, model: ModelProfile) -> int:
-    """What a block holds: a recorded trace says it, for others it is the model's."""
+    """The size of a block: from a recorded trace, or else from the model."""
     return trace.block_bytes or model.kv_bytes_per_token * trace.block_tokens
 
 

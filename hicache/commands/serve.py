@@ -1,4 +1,4 @@
-"""`hicache serve`: run the daemon in the foreground until it is told to stop."""
+"""`hicache serve`: run the daemon in the foreground until a signal stops it."""
 
 import logging
 import os
@@ -41,14 +41,14 @@ def _as_bytes(_: click.Context, param: click.Parameter, value: str) -> int:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The YAML file; see `hicache config schema` and configs/.",
 )
-@click.option("--endpoint", help="Listen here instead of where the file says.")
+@click.option("--endpoint", help="Listen here instead of at the file's endpoint.")
 @click.option(
     "--record",
     "record",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write what is asked for, as hashes, to a trace for `hicache replay`. A FILE that is "
-    "full, or there at start, becomes FILE.1.",
+    help="Write the requests, as hashes, to a trace for `hicache replay`. A FILE that is full, or "
+    "exists at start, becomes FILE.1.",
 )
 @click.option(
     "--record-size",
@@ -56,20 +56,20 @@ def _as_bytes(_: click.Context, param: click.Parameter, value: str) -> int:
     show_default=True,
     callback=_as_bytes,
     metavar="SIZE",
-    help="When FILE is full.",
+    help="The size at which FILE is full.",
 )
 def serve(file: Path, endpoint: str | None, record: Path | None, record_size: int) -> None:
     """Run the daemon in the foreground.
 
-    SIGTERM and Ctrl-C stop it in order (what only memory holds is written to disk first), SIGHUP
-    reads the configuration again.
+    SIGTERM and Ctrl-C stop it in order (blocks that are only in memory are written to disk first),
+    SIGHUP reads the configuration again.
     """
     limit_heaps()
     fill_small_buffers()
     around = Surroundings.of(os.environ, os.getuid())
 
     def load(other: str) -> LoadedConfig:
-        if other and not os.path.isfile(other):  # a client names it: a pipe would stop the loop
+        if other and not os.path.isfile(other):  # reading a pipe would block the loop
             raise ConfigError(other, [Mistake((), "cannot be read: there is no such file")])
         return load_config(Path(other) if other else file, around)
 
@@ -122,7 +122,7 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
 
 
 def _listening_at(endpoint: str, socket: SocketConfig) -> SocketConfig:
-    """Checked like the file's own: beyond this machine it needs keys. Raises ConfigError."""
+    """Checked like the file's: other machines need keys to reach it. Raises ConfigError."""
     values = {**socket.model_dump(), "endpoint": endpoint}
     try:
         return SocketConfig.model_validate(values)
@@ -132,14 +132,14 @@ def _listening_at(endpoint: str, socket: SocketConfig) -> SocketConfig:
 
 
 class _Progress:
-    """Says now and then how far the memory is prepared."""
+    """Logs every two seconds how much of the memory was touched."""
 
     def __init__(self) -> None:
-        self._said_s = time.monotonic()
+        self._logged_s = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        if time.monotonic() - self._said_s > 2.0:
-            self._said_s = time.monotonic()
+        if time.monotonic() - self._logged_s > 2.0:
+            self._logged_s = time.monotonic()
             logging.getLogger("hicache").info(
                 "%s: %.0f of %.0f MiB touched", what, done / 2**20, total / 2**20
             )

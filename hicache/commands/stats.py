@@ -1,4 +1,4 @@
-"""`hicache stats`: what a daemon holds, does and decides, as tables or as data."""
+"""`hicache stats`: a daemon's tiers, traffic and decisions, as tables or as data."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hicache.bench.report import ProgressLine
 from hicache.client import DaemonAbsent, DaemonError, admin_call
 from hicache.commands.curve_option import curve_option
-from hicache.commands.text_format import told_bytes as _bytes
+from hicache.commands.progress_line import ProgressLine
+from hicache.commands.text_format import shown_bytes as _bytes
 from hicache.commands.time_options import timeout_option
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import default_endpoint
@@ -40,13 +40,13 @@ Stats = Mapping[str, Any]
     type=click.FloatRange(min=0.05),
     default=None,
     metavar="[SECONDS]",
-    help="Again every so often, 2 seconds if not said.",
+    help="Repeat at this interval; 2 seconds by default.",
 )
 @click.option(
     "--what-if",
     "is_what_if",
     is_flag=True,
-    help="What each tier would hit at 0.5, 2 and 4 times its size.",
+    help="Estimate each tier's hits at 0.5, 2 and 4 times its size.",
 )
 @click.option(
     "--warm",
@@ -81,13 +81,13 @@ def stats(
 
 
 def _show_what_if(reply: Stats, warm: float, as_json: bool) -> None:
-    """The daemon's sample, replayed here: its loop is not held up by it."""
+    """Replays the daemon's sample in this process, so that its loop is not blocked."""
     from hicache.replay.whatif import SCALES, Sampled, what_if
 
     sampled = Sampled.of(reply)
     num_requests = len(sampled.trace.requests)
     if not num_requests:
-        click.echo("nothing has been asked for yet", err=True)
+        click.echo("there were no requests yet", err=True)
         sys.exit(1)
     with ProgressLine() as progress:
         found = what_if(sampled, warm, lambda what, done: progress(what, done, num_requests))
@@ -125,7 +125,7 @@ def _show_once(reply: Stats, as_json: bool) -> None:
 
 
 def _watch(ask: Callable[[], Stats], as_json: bool, watch_s: float) -> None:
-    """The first answer must come; later a daemon may be away for a while."""
+    """The first call must succeed; later the daemon may be absent for a while."""
     reply = ask()
     if as_json:
         while True:
@@ -143,7 +143,7 @@ def _watch(ask: Callable[[], Stats], as_json: bool, watch_s: float) -> None:
 
 
 def _console() -> Console:
-    """A pipe has no width of its own: tables must not be cut there."""
+    """A pipe has no width of its own, and tables must not be cut in it."""
     console = Console()
     return console if console.is_terminal else Console(width=max(MIN_WIDTH, console.width))
 
@@ -156,7 +156,7 @@ def _as_text(value: object) -> str:
 
 
 def render(stats: Stats) -> RenderableType:
-    """All of it, in 100 columns. A key that an older daemon lacks shows as a dash."""
+    """All tables, in 100 columns. A key that an older daemon lacks is shown as a dash."""
     parts: list[RenderableType] = [_headline(stats), _tiers(stats), _traffic(stats)]
     parts += _notes(stats)
     if stats.get("links"):
@@ -340,7 +340,7 @@ def _gate(gate: Stats) -> Text:
 
 
 def _memory(stats: Stats) -> Text:
-    """Where the daemon's memory is, and what met a limit so far."""
+    """The daemon's memory, and how many requests were refused at a limit."""
     memory = stats["memory"]
     arenas, buffers = (sum((memory.get(k) or {}).values()) for k in ("arena_bytes", "buffer_bytes"))
     given = sum(tier.get("given_back_bytes") or 0 for tier in stats.get("tiers") or ())

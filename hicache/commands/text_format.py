@@ -1,10 +1,10 @@
-"""Figures as commands tell them to people."""
+"""The format of figures in the output of commands."""
 
 from typing import Any
 
 
-def told_bytes(value: Any) -> str:
-    """A number of bytes in three digits or so, "–" where it is not known."""
+def shown_bytes(value: Any) -> str:
+    """A number of bytes in about three digits, "–" if unknown."""
     if value is None:
         return "–"
     size, unit = float(value), "B"

@@ -14,7 +14,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def seconds_option(
     flag: str, name: str, default: str, low_s: float, high_s: float, text: str
 ) -> Callable[[Command], Command]:
-    """Anything else is a usage error, before a daemon is asked."""
+    """A value out of bounds is a usage error, before a daemon is called."""
 
     def read(_: click.Context, parameter: click.Parameter, value: str) -> float:
         try:

@@ -11,19 +11,19 @@ from typing import Any, cast
 import click
 from rich.console import Console
 
-from hicache.bench.report import ProgressLine
 from hicache.client import AdminLine, DaemonAbsent, DaemonError
 from hicache.commands.curve_option import curve_option
 from hicache.commands.index_tree import (
     Order,
-    Reading,
-    Space,
     Sum,
     TreeForest,
+    TreeNamespace,
+    TreeReader,
     Trunk,
     Unreadable,
     sort,
 )
+from hicache.commands.progress_line import ProgressLine
 from hicache.commands.time_options import timeout_option
 from hicache.commands.tree_drawing import draw, title_of
 from hicache.protocol.curve import CurveKeys
@@ -41,7 +41,7 @@ EXIT_UNKNOWN = 2
     "prefix",
     default="",
     metavar="PREFIX",
-    help="Only those whose digest (in hex) or name begins so.",
+    help="Only namespaces whose digest (in hex) or name begins with this.",
 )
 @click.option(
     "--depth",
@@ -55,7 +55,7 @@ EXIT_UNKNOWN = 2
     type=click.IntRange(min=1),
     default=8,
     show_default=True,
-    help="So many branches of each fork; the others as one line.",
+    help="Branches shown of each fork; the others are one line.",
 )
 @click.option(
     "--by",
@@ -63,7 +63,7 @@ EXIT_UNKNOWN = 2
     type=click.Choice(["bytes", "recent", "branches"]),
     default="bytes",
     show_default=True,
-    help="Which come first: those that hold most, were used last, or part most often.",
+    help="Order: most bytes, last used, or most branches first.",
 )
 @timeout_option("5s", "How long to wait for each answer.")
 @click.option("--json", "as_json", is_flag=True, help="All of it, as data: a flat list.")
@@ -77,17 +77,17 @@ def tree(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Show which prefixes fill the tiers: the branches of the index, those that hold most first.
+    """Show which prefixes fill the tiers: the branches of the index, the largest first.
 
-    A line is a run of tokens without forks. Its bytes are those of its blocks and of all that hangs
-    below it: once each, then by tier, where a block in two tiers counts in both. Behind them stand
-    the first token ids of the run.
+    A line is a run of tokens without forks. Its bytes are those of its blocks and of all branches
+    below it: each block once, then by tier, where a block in two tiers counts in both. The first
+    token ids of the run are at the end of the line.
 
     With --json: all `namespaces`, and all `branches` as a flat list, parents first, each with the
-    `number` of its `parent`; `own` is a branch without what hangs below it.
+    `number` of its `parent`; `own` is a branch without the branches below it.
 
-    The index is read page by page while the daemon serves; what changes meanwhile may count twice
-    or not at all. Exits 1 if no daemon answers, 2 if no namespace begins with PREFIX.
+    The index is read page by page while the daemon serves; blocks that change meanwhile may be
+    counted twice or not at all. Exits 1 if no daemon answers, 2 if no namespace begins with PREFIX.
     """
     endpoint = endpoint or default_endpoint(os.environ, os.getuid())
     try:
@@ -112,8 +112,8 @@ def tree(
 
 
 def _found(line: AdminLine, prefix: str, timeout_s: float) -> TreeForest:
-    """The namespaces that begin so. The daemon is asked by digest, in whole bytes; if it knows of
-    none, the prefix may still be a name's."""
+    """The namespaces with this prefix. The daemon selects by digest, in whole bytes; if it finds
+    none, the prefix may be that of a name, and all are read."""
     digest = _digest_of(prefix)
     reading = _read(line, digest, timeout_s)
     if digest and not any(_begins(space, prefix) for space in reading.spaces()):
@@ -126,18 +126,18 @@ def _found(line: AdminLine, prefix: str, timeout_s: float) -> TreeForest:
 
 
 def _digest_of(prefix: str) -> bytes:
-    """The whole bytes of a digest's beginning in hex; nothing where it is none."""
+    """The whole bytes of a hex prefix; empty if it is not hex."""
     whole = prefix[: len(prefix) // 2 * 2]
     is_hex = len(prefix) <= 2 * NAMESPACE_BYTES and set(prefix.lower()) <= set("0123456789abcdef")
     return bytes.fromhex(whole) if is_hex else b""
 
 
-def _begins(space: Space, prefix: str) -> bool:
+def _begins(space: TreeNamespace, prefix: str) -> bool:
     return space.digest.startswith(prefix.lower()) or space.name.startswith(prefix)
 
 
-def _unknown(prefix: str, spaces: list[Space]) -> str:
-    """Which there are; the most alike first."""
+def _unknown(prefix: str, spaces: list[TreeNamespace]) -> str:
+    """The error message, with the namespaces that exist, the most similar first."""
     if not spaces:
         return f"no namespace begins with {prefix!r}: the daemon knows none yet"
     titles = {title_of(space): (space.name or space.digest, space) for space in spaces}
@@ -153,9 +153,9 @@ def _unknown(prefix: str, spaces: list[Space]) -> str:
     return f"no namespace begins with {prefix!r}; there are {shown}{more}"
 
 
-def _read(line: AdminLine, digest: bytes, timeout_s: float) -> Reading:
-    """All pages. How far it is shows on a terminal, from the second page on."""
-    reading = Reading()
+def _read(line: AdminLine, digest: bytes, timeout_s: float) -> TreeReader:
+    """Read all pages. From the second on, a terminal shows the progress."""
+    reading = TreeReader()
     with ExitStack() as stack:
         progress: ProgressLine | None = None
         while (after := reading.after) is not None:
@@ -168,7 +168,7 @@ def _read(line: AdminLine, digest: bytes, timeout_s: float) -> Reading:
 
 
 def _json_of(forest: TreeForest) -> Iterator[str]:
-    """One branch a line, parents first: an index of any depth can be read back."""
+    """One branch per line, parents first, so that an index of any depth can be parsed."""
     tiers = forest.tiers
     head = {
         "tiers": tiers,

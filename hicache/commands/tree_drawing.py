@@ -6,7 +6,7 @@
     │  └─ … and 7 more branches, 461 MiB
     └─ 4,096 tokens  307 MiB  disk 307 MiB  used 2 days ago  [27, 5, …]
 
-Where a line has to fit in a width, it ends after the last part that fits, and an ellipsis.
+With a width, a line ends after the last part that fits, with an ellipsis.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from hicache.commands.index_tree import Branch, Space, Sum, TreeForest, Trunk
-from hicache.commands.text_format import told_bytes
+from hicache.commands.index_tree import Branch, Sum, TreeForest, TreeNamespace, Trunk
+from hicache.commands.text_format import shown_bytes
 
 Item = Branch | Trunk
 
 
 def draw(forest: TreeForest, depth: int, top: int, width: int | None) -> Iterator[str]:
-    """Lines for `depth` forks, `top` branches each, in the forest's order. `width`: in columns,
-    None for as long as they get."""
+    """Lines for `depth` forks, `top` branches each, in the forest's order. `width`: in columns;
+    None for no limit."""
     if not any(trunk.children for trunk in forest.trunks):
         known = len(forest.trunks)
         yield "Nothing is held" + (f" of {_count(known, 'namespace')}." if known else " yet.")
@@ -35,15 +35,15 @@ def draw(forest: TreeForest, depth: int, top: int, width: int | None) -> Iterato
     rest = forest.trunks[top:]
     if rest:
         size = sum(trunk.all.blocks * trunk.space.slot_bytes for trunk in rest)
-        yield f"… and {_count(len(rest), 'more namespace')}, {told_bytes(size)}"
+        yield f"… and {_count(len(rest), 'more namespace')}, {shown_bytes(size)}"
 
 
 def printable(name: str) -> str:
-    """A name that a client chose: what a terminal would obey in it is left out."""
+    """A name chosen by a client, without characters that control a terminal."""
     return "".join(c for c in name if c.isprintable())
 
 
-def title_of(space: Space) -> str:
+def title_of(space: TreeNamespace) -> str:
     """A namespace's name and the beginning of its digest."""
     name = printable(space.name)
     return f"{name} ({space.digest[:16]})" if name else space.digest[:16]
@@ -52,7 +52,7 @@ def title_of(space: Space) -> str:
 def _below(
     trunk: Trunk, tiers: Sequence[str], depth: int, top: int, width: int | None
 ) -> Iterator[str]:
-    """The branches of a namespace. `pending`: what comes next stands last."""
+    """The branches of a namespace. `pending` is a stack."""
     pending: list[tuple[str, str, Branch | str, int]] = []
 
     def fork(item: Item, indent: str, level: int) -> None:
@@ -60,7 +60,7 @@ def _below(
         rest = item.children[top:]
         if rest:
             ends, blocks = (sum(r.ends for r in rest), sum(r.all.blocks for r in rest))
-            size = told_bytes(blocks * trunk.space.slot_bytes)
+            size = shown_bytes(blocks * trunk.space.slot_bytes)
             shown.append(f"… and {_count(ends, 'more branch')}, {size}")
         marks = ["├─ "] * (len(shown) - 1) + ["└─ "]
         new = [(indent, mark, one, level) for mark, one in zip(marks, shown, strict=True)]
@@ -78,7 +78,7 @@ def _below(
 
 
 def _parts(item: Item, trunk: Trunk, tiers: Sequence[str]) -> list[str]:
-    """What is said of a branch or of a namespace, the most important first."""
+    """The parts of a line for a branch or a namespace, the most important first."""
     space = trunk.space
     if isinstance(item, Trunk):
         if not item.children:
@@ -91,14 +91,14 @@ def _parts(item: Item, trunk: Trunk, tiers: Sequence[str]) -> list[str]:
         if item.children:
             run += f", then {_count(item.ends, 'branch')}"
         parts = [run]
-    parts += [told_bytes(item.all.blocks * space.slot_bytes), _by_tier(item.all, space, tiers)]
+    parts += [shown_bytes(item.all.blocks * space.slot_bytes), _by_tier(item.all, space, tiers)]
     used = "not expected again" if item.idle_s is None else f"used {duration(item.idle_s)} ago"
     return [*parts, f"{used}, leased" if item.is_leased else used]
 
 
-def _by_tier(total: Sum, space: Space, tiers: Sequence[str]) -> str:
+def _by_tier(total: Sum, space: TreeNamespace, tiers: Sequence[str]) -> str:
     held = [
-        f"{name} {told_bytes(blocks * space.slot_bytes)}"
+        f"{name} {shown_bytes(blocks * space.slot_bytes)}"
         for name, blocks in zip(tiers, total.per_tier, strict=True)
         if blocks
     ]
@@ -114,8 +114,8 @@ def _tokens(branch: Branch, trunk: Trunk) -> list[str]:
 
 
 def _fitted(lead: str, parts: Sequence[str], tokens: Sequence[str], width: int | None) -> str:
-    """The lead and the first part, cropped if need be; then as many of the others as fit, with an
-    ellipsis for the rest, and the first of the ways to show tokens that does."""
+    """The lead and the first part, cropped to the width; then as many of the others as fit, with an
+    ellipsis for the rest; then the first of the ways to show tokens that fits."""
     line = lead + parts[0]
     if width is not None and cell_len(line) > width:
         return set_cell_size(line, max(1, width) - 1) + "…"
@@ -135,7 +135,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In whole units, the largest of which there are two at least."""
+    """In the largest unit of which there are at least two."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds // size:,.0f} {unit}"

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from hicache.bench.report import ProgressLine
 from hicache.client import DaemonAbsent, DaemonError, admin_call
-from hicache.commands import disk_tools as disk_care
+from hicache.commands import disk_tools
 from hicache.commands.curve_option import curve_option
+from hicache.commands.progress_line import ProgressLine
 from hicache.config.units import parse_size
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import default_endpoint
@@ -37,8 +37,8 @@ def verify(
     if path is None:
         return _online(endpoint or default_endpoint(os.environ, os.getuid()), curve, rate, as_json)
     with ProgressLine() as line:
-        reports = disk_care.verify(path, lambda slot, done, all_: line(_name(slot), done, all_))
-    tell(path, reports, as_json)
+        reports = disk_tools.verify(path, lambda slot, done, all_: line(_name(slot), done, all_))
+    show_reports(path, reports, as_json)
     return 0 if all(report.is_clean for report in reports) else EXIT_BAD
 
 
@@ -65,13 +65,13 @@ def _online(endpoint: str, curve: CurveKeys | None, rate: str, as_json: bool) ->
         is_clean = not any(disk["num_bad"] or disk["error"] for disk in disks)
         click.echo(json.dumps({"endpoint": endpoint, "ok": is_clean, "devices": disks}, indent=2))
     else:
-        _tell_online(disks)
+        _show_online(disks)
     if not disks or any(disk["error"] for disk in disks):
         return EXIT_NOT_LOOKED_AT
     return EXIT_BAD if any(disk["num_bad"] for disk in disks) else 0
 
 
-def _tell_online(disks: list[dict[str, Any]]) -> None:
+def _show_online(disks: list[dict[str, Any]]) -> None:
     for disk in disks:
         said = f"{disk['num_bad']} bad, removed" if disk["num_bad"] else "all well"
         size = f"{disk['bytes'] / 1e9:.2f} GB"
@@ -83,8 +83,8 @@ def _tell_online(disks: list[dict[str, Any]]) -> None:
         click.echo("the daemon has no disk tier")
 
 
-def tell(path: Path, reports: list[disk_care.ClassReport], as_json: bool) -> None:
-    """What was found, one line a class; every bad record in JSON."""
+def show_reports(path: Path, reports: list[disk_tools.ClassReport], as_json: bool) -> None:
+    """Print the findings, one line per class; in JSON every bad record."""
     if as_json:
         is_clean = all(report.is_clean for report in reports)
         rows = [asdict(report) for report in reports]

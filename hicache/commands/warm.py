@@ -1,4 +1,4 @@
-"""`hicache warm`, `pin`, `unpin` and `pins`: tell a daemon what is known of prompts to come."""
+"""`hicache warm`, `pin`, `unpin` and `pins`: prepare a daemon for prompts that will come."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TIMEOUT_S = 5.0
 
 
 def _text(_: click.Context, parameter: click.Parameter, value: str) -> str:
-    """Bytes of a command line that are no text cannot be sent."""
+    """Refuses arguments that are not text: they cannot be sent."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -32,7 +32,7 @@ def _text(_: click.Context, parameter: click.Parameter, value: str) -> str:
 
 
 def _of_a_daemon(command: Command) -> Command:
-    """The options of all of them."""
+    """The options that these commands share."""
     command = curve_option(command)
     return click.option("--endpoint", help="Where the daemon listens.")(command)
 
@@ -50,12 +50,12 @@ def _of_a_prompt(command: Command) -> Command:
 @click.command()
 @_of_a_prompt
 @_of_a_daemon
-@seconds_option("--wait", "wait_s", "0s", 0.0, MAX_DEADLINE_S - TIMEOUT_S, "Wait for it so long.")
+@seconds_option("--wait", "wait_s", "0s", 0.0, MAX_DEADLINE_S - TIMEOUT_S, "How long to wait.")
 def warm(
     tokens: IO[str], namespace: str, endpoint: str | None, curve: CurveKeys | None, wait_s: float
 ) -> None:
-    """Have a prompt that will be asked for copied to memory. TOKENS: a file with its token ids, a
-    JSON array; - for stdin."""
+    """Copy a prompt's blocks to memory before they are requested. TOKENS: a file with its token
+    ids, a JSON array; - for stdin."""
     endpoint = _endpoint(endpoint)
     prompt = _prompt(endpoint, curve, namespace, tokens)
     body = {**prompt, "wait": wait_s > 0}
@@ -74,7 +74,7 @@ def warm(
 @click.command()
 @_of_a_prompt
 @_of_a_daemon
-@seconds_option("--for", "ttl_s", "1h", 1.0, MAX_PIN_S, "So long.")
+@seconds_option("--for", "ttl_s", "1h", 1.0, MAX_PIN_S, "How long to keep it.")
 @click.option("--name", default="", callback=_text, help="Shown by `hicache pins`.")
 def pin(
     tokens: IO[str],
@@ -84,8 +84,8 @@ def pin(
     ttl_s: float,
     name: str,
 ) -> int:
-    """Have what is held of a prompt kept, and print the pin. TOKENS: a file with its token ids, a
-    JSON array; - for stdin. Pins end with the daemon. Exit status: 1 if nothing of it is held."""
+    """Keep the stored blocks of a prompt, and print the pin. TOKENS: a file with its token ids, a
+    JSON array; - for stdin. Pins end with the daemon. Exit status: 1 if no block is stored."""
     endpoint = _endpoint(endpoint)
     body = {**_prompt(endpoint, curve, namespace, tokens), "ttl_s": ttl_s, "name": name}
     reply = admin_call(endpoint, "pin", body, timeout_s=TIMEOUT_S, curve=curve)
@@ -101,7 +101,7 @@ def pin(
 @click.argument("pin", callback=_text)
 @_of_a_daemon
 def unpin(pin: str, endpoint: str | None, curve: CurveKeys | None) -> int:
-    """Let a pin go, by what `hicache pin` printed. Exit status: 1 if there is none."""
+    """Remove a pin, by the id that `hicache pin` printed. Exit status: 1 if there is none."""
     reply = admin_call(_endpoint(endpoint), "unpin", {"pin": pin}, timeout_s=TIMEOUT_S, curve=curve)
     if not reply["unpinned"]:
         click.echo("there is no such pin", err=True)
@@ -133,7 +133,7 @@ def _endpoint(endpoint: str | None) -> str:
 def _prompt(
     endpoint: str, curve: CurveKeys | None, namespace: str, tokens: IO[str]
 ) -> dict[str, Any]:
-    """The fields of the request that say which prompt."""
+    """The fields of a request that identify the prompt."""
     try:
         packed = encode_tokens(json.load(tokens))
     except (ValueError, TypeError, RecursionError) as error:

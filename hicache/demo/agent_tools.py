@@ -1,5 +1,5 @@
-"""The demo's system prompt: a coding agent's rules and tool definitions, as agents really send
-them with every request. Long on purpose (1,500 tokens and more): it is what two agents share."""
+"""The demo's system prompt: a coding agent's rules and tool definitions, as agents send them with
+every request. At least 1,500 tokens long: it is the prefix that the two agents share."""
 
 import json
 from typing import Any

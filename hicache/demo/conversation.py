@@ -1,10 +1,10 @@
-"""What the two agents of the demo say: scripted messages, the model's own replies in between.
+"""The prompts of the demo's two agents: scripted messages, with the model's replies in between.
 
     ada  |-- system prompt with tools --|-- task --|reply|-- tool result --|reply| …
     ben  |-------- the same ------------|-- task --|reply|-- tool result --|reply| …
 
-Every prompt begins with all that its agent has seen, so at most MAX_NEW_SHARE of it is new, except
-ada's first. Works on token ids and appends to them: nothing that was said is tokenised again.
+Every prompt begins with the agent's whole conversation, so at most MAX_NEW_SHARE of it is new,
+except in ada's first. Works on token ids and appends to them: no text is tokenised twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TURNS_BEFORE_RESTART = 5
 
 Encode = Callable[[str], list[int]]
 
-# One message a turn; the last is said after the daemon was restarted.
+# One message per turn; the last one is sent after the daemon was restarted.
 SCRIPTS = {
     "ada": (
         "tests/test_dates.py::test_leap_day fails since yesterday: parse('29 Feb 2024') raises "
@@ -51,7 +51,7 @@ SCRIPTS = {
 
 @dataclass(slots=True)
 class Prompt:
-    """One turn's prompt. `known`: tokens at its front that were sent or said before."""
+    """One turn's prompt. `known`: how many tokens at its front were sent or generated before."""
 
     agent: str
     turn: int
@@ -77,36 +77,36 @@ class Conversation:
         has_been_sent: bool,
     ) -> None:
         self.agent = agent
-        self._said = list(shared)
+        self._tokens = list(shared)
         self._known = len(shared) if has_been_sent else 0
         self._encode = encode
         self._stop = stop
         self._turn = 0
 
     def next_prompt(self) -> Prompt:
-        """The next scripted message, after everything so far. Raises ValueError if too much of it
-        is new, which would make the demo prove less than it says."""
+        """The conversation so far and the next scripted message. Raises ValueError if more than
+        MAX_NEW_SHARE of it is new, because then the demo would prove less than it claims."""
         message = SCRIPTS[self.agent][self._turn]
         self._turn += 1
         end = "<|im_end|>\n" if self._turn > 1 else ""  # of the reply before
-        self._said += self._encode(
+        self._tokens += self._encode(
             f"{end}<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n"
         )
-        prompt = Prompt(self.agent, self._turn, list(self._said), self._known)
+        prompt = Prompt(self.agent, self._turn, list(self._tokens), self._known)
         if self._known and prompt.new_share > MAX_NEW_SHARE:
             raise ValueError(
                 f"{self.agent}, turn {self._turn}: {prompt.new_share:.0%} of the prompt is new"
             )
-        self._known = len(self._said)
+        self._known = len(self._tokens)
         return prompt
 
-    def hear(self, reply: Sequence[int]) -> None:
+    def add_reply(self, reply: Sequence[int]) -> None:
         """The model's reply becomes part of the conversation."""
-        self._said += [token for token in reply if token not in self._stop]
+        self._tokens += [token for token in reply if token not in self._stop]
 
 
 def shared_tokens(encode: Encode) -> list[int]:
-    """The system prompt. Raises ValueError if this tokenizer makes too little of it."""
+    """The system prompt. Raises ValueError if this tokenizer makes too few tokens of it."""
     tokens = encode(f"<|im_start|>system\n{system_prompt()}<|im_end|>\n")
     if len(tokens) < MIN_SYSTEM_TOKENS:
         raise ValueError(f"the system prompt has {len(tokens)} tokens, not {MIN_SYSTEM_TOKENS}")

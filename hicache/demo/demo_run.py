@@ -1,10 +1,10 @@
-"""The demo's course: two agents, turn by turn, with hicache and without; squeezes; a restart.
+"""The course of the demo: two agents, turn by turn, with hicache and without; squeezes; a restart.
 
 turn 1, 2   hits in hbm          (ada's first turn is cold)
 squeeze hbm
 turn 3      hits in dram
 squeeze hbm and dram
-turn 4, 5   hits on disk, and what they brought up again
+turn 4, 5   hits on disk, and in the tiers they were promoted to
 squeeze hbm and dram, stop, start
 turn 6      hits on disk, after the restart
 """
@@ -36,7 +36,7 @@ NEW_TOKENS = 16
 FETCH_TIMEOUT_S = 30.0
 TIERS = ("hbm", "dram", "disk")
 SQUEEZES: dict[int, tuple[str, ...]] = {2: ("hbm",), 3: ("hbm", "dram"), 5: ("hbm", "dram")}
-"""After this turn, these tiers are filled with something else."""
+"""After this turn, these tiers are filled with other prompts."""
 WARM_SUFFIX = 64
 
 
@@ -67,10 +67,10 @@ class Turn:
 
 @dataclass(slots=True)
 class Result:
-    """The whole demo. `stats`: the daemon's counters before it was stopped, and at the end.
+    """The results of the demo. `stats`: the daemon's counters before its stop and at the end.
 
-    `held_tokens`: whole blocks of each agent's conversation when the daemon was stopped, added up;
-    `after_restart_hit_tokens`: what the next turn of each agent reloaded of them.
+    `held_tokens`: tokens in whole blocks of both conversations when the daemon was stopped;
+    `after_restart_hit_tokens`: how many of them the next turn of each agent reloaded.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -87,39 +87,41 @@ class Result:
         return sum(row["demotions"] for stats in self.stats for row in stats["tiers"])
 
     def unused_tiers(self) -> list[str]:
-        """Tiers that served nothing: the demo then shows less than it should."""
+        """Tiers without a hit: the demo then shows less than it should."""
         return [t for t in TIERS if not any(turn.hit_tokens[t] for turn in self.turns)]
 
 
-class Audience(Protocol):
-    """Who watches (report.py)."""
+class DemoObserver(Protocol):
+    """Receives the progress of the demo (`DemoReport`)."""
 
     def phase(self, what: str) -> None:
-        """Something that takes a while begins."""
+        """A step starts that takes some time."""
 
     def note(self, what: str) -> None: ...
     def turn(self, turn: Turn) -> None: ...
 
 
-def run_demo(load: Callable[[], DemoModel], config_file: Path, audience: Audience) -> Result:
+def run_demo(load: Callable[[], DemoModel], config_file: Path, observer: DemoObserver) -> Result:
     """Raises ModelMissing, DaemonFailed, ConfigError; leaves no process and no file behind."""
     with ExitStack() as stack:
         daemon = stack.enter_context(PrivateDaemon(config_file))
-        audience.phase("loading the model")
+        observer.phase("loading the model")
         demo_model = load()
-        audience.note(f"model: {demo_model.name}")
-        audience.phase("starting the daemon")
-        audience.note(f"daemon: ready after {daemon.start():.1f} s, from {config_file}")
-        demo = _Demo(demo_model, daemon, audience)
+        observer.note(f"model: {demo_model.name}")
+        observer.phase("starting the daemon")
+        observer.note(f"daemon: ready after {daemon.start():.1f} s, from {config_file}")
+        demo = _Demo(demo_model, daemon, observer)
         stack.callback(demo.close)
         return demo.play()
 
 
 class _Demo:
-    def __init__(self, demo_model: DemoModel, daemon: PrivateDaemon, audience: Audience) -> None:
+    def __init__(
+        self, demo_model: DemoModel, daemon: PrivateDaemon, observer: DemoObserver
+    ) -> None:
         self._daemon = daemon
-        self._audience = audience
-        self._words = demo_model
+        self._observer = observer
+        self._model = demo_model
         block_tokens = daemon.config.block_tokens
         connect = partial(_connect, daemon.endpoint)
         self._served = CachedModel(demo_model.model, connect, block_tokens=block_tokens)
@@ -129,14 +131,14 @@ class _Demo:
         self._held: dict[str, int] = {}
 
     def play(self) -> Result:
-        shared = shared_tokens(self._words.encode)
+        shared = shared_tokens(self._model.encode)
         self._warm_up(shared)
         agents = [
             Conversation(
                 agent,
                 shared,
-                self._words.encode,
-                self._words.stop,
+                self._model.encode,
+                self._model.stop,
                 has_been_sent=bool(number),
             )
             for number, agent in enumerate(SCRIPTS)
@@ -162,39 +164,39 @@ class _Demo:
 
     def _warm_up(self, shared: list[int]) -> None:
         """The first calls of a shape are slow: a whole prompt, a suffix and single tokens."""
-        self._audience.phase("warming the model up")
+        self._observer.phase("warming the model up")
         self._served.warm_up(shared, WARM_SUFFIX)
         self._bare.generate(shared, 2)
 
     def _take_turn(self, agent: Conversation) -> None:
         prompt = agent.next_prompt()
-        self._squeezer.settle()  # what the last turn stored may still be on its way down
-        self._audience.phase(f"{prompt.agent}, turn {prompt.turn}: with hicache")
-        served = self._served.generate(prompt.tokens, NEW_TOKENS, stop=self._words.stop)
-        self._audience.phase(f"{prompt.agent}, turn {prompt.turn}: the same without hicache")
-        bare = self._bare.generate(prompt.tokens, NEW_TOKENS, stop=self._words.stop)
-        agent.hear(bare.tokens)
-        # The last token came out, but its own KV was never computed.
+        self._squeezer.settle()  # blocks of the last turn may still be moving down
+        self._observer.phase(f"{prompt.agent}, turn {prompt.turn}: with hicache")
+        served = self._served.generate(prompt.tokens, NEW_TOKENS, stop=self._model.stop)
+        self._observer.phase(f"{prompt.agent}, turn {prompt.turn}: the same without hicache")
+        bare = self._bare.generate(prompt.tokens, NEW_TOKENS, stop=self._model.stop)
+        agent.add_reply(bare.tokens)
+        # The KV of the last generated token was not computed.
         blocks = (len(prompt.tokens) + len(served.tokens) - 1) // self._served.spec.block_tokens
         self._held[agent.agent] = blocks * self._served.spec.block_tokens
-        turn = _compared(prompt, served, bare, self._words.decode(bare.tokens))
+        turn = _compared(prompt, served, bare, self._model.decode(bare.tokens))
         self._result.turns.append(turn)
-        self._audience.turn(turn)
+        self._observer.turn(turn)
 
     def _squeeze(self, *tiers: str) -> None:
         names = " and ".join(tiers)
-        self._audience.phase(f"squeezing: filling {names} with other prompts")
+        self._observer.phase(f"squeezing: filling {names} with other prompts")
         stored = self._squeezer.squeeze(*tiers)
-        self._audience.note(f"squeeze: {stored / 2**20:,.0f} MiB of other prompts into {names}")
+        self._observer.note(f"squeeze: {stored / 2**20:,.0f} MiB of other prompts into {names}")
 
     def _restart(self) -> None:
         self._result.stats.append(self._daemon.stats())
         self._result.held_tokens = sum(self._held.values())
-        self._audience.phase("stopping the daemon")
+        self._observer.phase("stopping the daemon")
         stopped_s = self._daemon.stop()
-        self._audience.phase("starting it again")
+        self._observer.phase("starting it again")
         started_s = self._daemon.start()
-        self._audience.note(
+        self._observer.note(
             f"restart: stopped in {stopped_s:.1f} s, ready again after {started_s:.1f} s"
         )
 

@@ -1,4 +1,4 @@
-"""Crowding the tiers: other prompts, made up, push the conversation down to slower tiers.
+"""Fills the tiers with random prompts, which push the conversation down to slower tiers.
 
 at first             hbm [ conversation ]   dram [              ]   disk [              ]
 squeeze hbm          hbm [ filler       ]   dram [ conversation ]   disk [              ]
@@ -24,9 +24,9 @@ PATIENCE_S = 60.0
 
 
 class Squeezer:
-    """Fills tiers with blocks of the model's own size, of a namespace that nobody else uses.
+    """Fills tiers with blocks of the model's own size, in a namespace of its own.
 
-    `stats` asks the daemon for its counters.
+    `stats` returns the daemon's counters.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Squeezer:
         self._block = self._rng.integers(0, 256, spec.block_bytes, dtype=np.uint8)
 
     def squeeze(self, *tiers: str) -> int:
-        """Store as much as these tiers hold together, and wait until all is quiet again.
+        """Store more than these tiers can hold together, and wait until no moves are left.
 
-        Returns bytes stored; fewer than asked for if room ran out for a minute.
+        Returns the bytes stored; fewer than that if puts were refused for PATIENCE_S.
         """
         rows = {row["name"]: row["capacity_bytes"] for row in self._stats()["tiers"]}
         wanted = OVERFILL * sum(rows[tier] for tier in tiers)
@@ -58,7 +58,7 @@ class Squeezer:
         return stored
 
     def settle(self) -> None:
-        """Wait until no tier has moves to do, so that they disturb no measurement."""
+        """Wait until no tier has moves to do, which would disturb the measurement."""
         give_up_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < give_up_s:
             if not any(row["queue_depth"] for row in self._stats()["tiers"]):

@@ -1,11 +1,11 @@
 """The offline bound: MIN with bypass, prefix-closed.
 
 Belady's MIN (1966) keeps the blocks whose next use is nearest; with bypass a new block may be
-turned away at once. A block's ancestors are used whenever it is, so their next use is never later
-than its own: keeping the nearest keeps whole prefixes by itself, and nothing more has to be done
-for leaves to go first. (Of equal next uses the deepest goes.)
+rejected at once. A block's ancestors are used whenever it is, so their next use is never later than
+its own. Keeping the nearest therefore keeps whole prefixes and evicts leaves first. (Of equal next
+uses, the deepest block is evicted.)
 
-With several tiers, what k tiers together can hit is bounded by MIN at their summed size; a tier's
+With several tiers, the hits of k tiers together are bounded by MIN at their summed size; a tier's
 row is what it adds to those above it.
 """
 
@@ -25,7 +25,7 @@ NEVER = np.iinfo(np.int64).max
 def hit_blocks(
     trace: Trace, capacity_blocks: int, step: Callable[[int], None] | None = None
 ) -> list[int]:
-    """Per request, how many blocks of its prefix MIN holds when it arrives."""
+    """Per request, how many blocks of its prefix MIN has when it arrives."""
     hits = []
     kept: dict[int, int] = {}
     heap: list[tuple[int, int, int]] = []  # farthest next use first, then the deepest

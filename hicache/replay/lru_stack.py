@@ -1,12 +1,12 @@
 """LRU proper over several tiers: one list of blocks in the order of their last use, cut at the
 tiers' sizes.
 
-What lies among the first C blocks is what a single LRU cache of C blocks holds (Mattson, Gecsei,
-Slutz, Traiger: "Evaluation techniques for storage hierarchies", 1970), so the tiers of a stack hit
-what nested single caches do: a tier's row is what it adds to those above it. Whatever was used is
-in the fastest tier at once, each block lies in one tier, and whatever a tier pushes out is written
-to the next one. The product's `lru` differs: it promotes into free room only and may keep several
-copies, so it moves fewer bytes and hits more in the fastest tier.
+The first C blocks are those of a single LRU cache of C blocks (Mattson, Gecsei, Slutz, Traiger:
+"Evaluation techniques for storage hierarchies", 1970), so the tiers of a stack hit what nested
+single caches hit: a tier's row is what it adds to those above it. A used block moves to the fastest
+tier at once, each block is in one tier, and blocks pushed out of a tier are written to the next
+one. The product's `lru` differs: it promotes into free room only and may keep several copies, so it
+moves fewer bytes and hits more in the fastest tier.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hits_and_pushed(
     for number, request in enumerate(trace.requests):
         blocks = np.frombuffer(request.symbols, np.uint64).tolist()
         hits.append(next((n for n, block in enumerate(blocks) if block not in kept), len(blocks)))
-        for block in reversed(blocks):  # what stands in front is the younger: leaves go first
+        for block in reversed(blocks):  # the front becomes the youngest
             kept[block] = None
             kept.move_to_end(block)
         pushed.append(max(0, len(kept) - capacity_blocks))

@@ -1,4 +1,4 @@
-"""Model profiles for `hicache replay --model`: what a token's KV holds, and what a prefill costs.
+"""Model profiles for `hicache replay --model`: bytes of KV per token, seconds of a prefill.
 
 Seconds of a prefill of n new tokens on context c: (a·n + b·(n·c + n²/2)) / effective FLOP/s, with
 a = 2 · active parameters and b = 4 · layers · heads · head dimension, on one H100 or H200 at half
@@ -23,12 +23,12 @@ class ModelProfile:
     kv_bytes_per_token: int
 
     def prefill_s(self, new_tokens: float, context_tokens: float) -> float:
-        """Seconds to prefill so many tokens on so much context."""
+        """Seconds to prefill these tokens on this context."""
         pairs = new_tokens * context_tokens + new_tokens**2 / 2
         return (self.linear * new_tokens + self.quadratic * pairs) / EFFECTIVE_FLOPS
 
     def saved_s(self, input_tokens: int, hit_tokens: int) -> float:
-        """Seconds that a hit saves of a prompt's prefill: those of its first tokens."""
+        """Seconds of prefill that a hit saves: those of the prompt's first tokens."""
         return self.prefill_s(min(hit_tokens, input_tokens), 0)
 
 

@@ -1,7 +1,7 @@
 """Hit ratio against tier size, or against bytes written, a curve per policy: as an HTML page with
 inline SVG, or as PNG.
 
-The page needs nothing but a browser; PNG needs matplotlib, which hicache does not depend on.
+The page needs only a browser; PNG needs matplotlib, which is not a dependency of hicache.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Final
 import click
 
 Point = tuple[float, float]
-"""(what the axis says, hit ratio in percent)."""
+"""(value on the axis, hit ratio in percent)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What hit ratios are drawn against: in words, its unit, and whether equal factors are equally
-    far apart."""
+    """What hit ratios are drawn against. `words`: its title. `is_log`: logarithmic."""
 
     words: str
     unit: str
@@ -40,7 +39,7 @@ _WIDTH, _HEIGHT, _MARGIN = 640, 400, 50
 def write_plot(
     path: Path, title: str, curves: Mapping[str, Sequence[Point]], axis: Axis = SIZES
 ) -> None:
-    """Write the plot. Raises click.ClickException where it cannot be."""
+    """Write the plot. Raises click.ClickException if that fails."""
     if path.suffix == ".png":
         _write_png(path, title, curves, axis)
     elif path.suffix in (".html", ".htm"):

@@ -1,9 +1,9 @@
 """One replay: a trace's requests through the product's own CacheEngine, on the trace's clock.
 
-What an inference engine would do for each request is done at the moment of its arrival: match,
-fetch and release what is held, put and commit what is not. Moves complete at once, so what is
-measured is which blocks the policies keep, not how fast a link is. A block is one page large and
-its symbol is its hash id; bytes are scaled to the model at the end.
+Each request is served completely at its arrival: match, fetch and release the blocks that are
+there, put and commit the others. Moves complete at once, so the replay measures which blocks the
+policies keep, not how fast a link is. A block has the size of one page and its symbol is its hash
+id; bytes are scaled to the model at the end.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from hicache.tiers.pool import SlotPool
 A = TypeVar("A")
 
 MINIMUM: Final = "min"
-"""The policy that is no policy: the offline bound."""
+"""Not a policy: the offline bound."""
 LRU_STACK: Final = "lru-stack"
-"""Nor is this one: LRU proper over several tiers, to compare with."""
+"""Not a policy of the product: LRU proper over several tiers, for comparison."""
 
 _MAPPED: Final = TierTraits(mapped=True)
 _OWNER: Final = 1
 _TTL_S: Final = 1e9
 _TAIL: Final = b"\0\0\0\0"
-"""One more token after the last block: a prompt's last token is never loaded, always computed."""
+"""One more token after the last block: a prompt's last token is always computed."""
 
 Step = Callable[[int], None]
 
 
 @dataclass(slots=True)
 class ReplayTally:
-    """What the reported requests came to. Moves count blocks by "src-dst"; `evictions` counts
-    copies given up by tier."""
+    """Sums over the reported requests. Moves count blocks by "src-dst"; `evictions` counts evicted
+    copies by tier."""
 
     tokens: int = 0
     hit_tokens: Counter[str] = field(default_factory=Counter)
@@ -88,9 +88,9 @@ def replay(
     """Replay a trace with tiers of these sizes in blocks; a tier of size 0 is absent.
 
     `policy` is one for all tiers, or each tier's. Reports on the requests after the first `warm`
-    share. Without `hints` what the trace says in `session` and `stop` is left out; how long answers
-    were is told either way. `saved_s(tokens, hit tokens)` gives the seconds of prefill that a hit
-    saves; `step` is told the number of requests done."""
+    share. Without `hints` the trace's `session` and `stop` are ignored; answer lengths are used
+    either way. `saved_s(tokens, hit tokens)` gives the seconds of prefill that a hit saves; `step`
+    gets the number of requests done."""
     first = int(len(trace.requests) * warm)
     tiers = {row.name: blocks_of[row.name] for row in kinds() if blocks_of.get(row.name, 0) > 0}
     if not tiers:
@@ -116,7 +116,7 @@ def replay(
 
 
 class ReplayedEngine:
-    """A cache engine over empty tiers, whose moves are done as soon as they are asked for."""
+    """A cache engine over empty tiers, whose moves complete at once."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class ReplayedEngine:
         return [(run.tier, run.num_blocks) for run in matched.runs]
 
     def _put(self, tokens: bytes, held: int, num_blocks: int) -> None:
-        """Store what is not held, in several puts where it does not go into one tier."""
+        """Store the missing blocks, in several puts if they do not fit into one tier."""
         while held < num_blocks:
             put = p.Put(self.namespace, tokens, 0, num_blocks, _OWNER, self.now_s, _TTL_S)
             placed = self.do(put)
@@ -194,7 +194,7 @@ class ReplayedEngine:
             history.adopt(fit(history.snapshot()))
 
     def do(self, event: p.Event[A]) -> A:
-        """Handle an event and carry out, at once, all moves that follow from it."""
+        """Handle an event and complete all moves that follow from it."""
         plan = self.engine.handle(event)
         moves = plan.moves
         if (later := self.engine.catch_up()) is not None:
@@ -235,11 +235,11 @@ def _stack(
 ) -> ReplayTally:
     levels = [stack.hits_and_pushed(trace, size, step) for size in accumulate(tiers.values())]
     tally = _nested(trace, tiers, [hits for hits, _ in levels], first, saved_s)
-    asked = sum(request.num_blocks for request in trace.requests[first:])
+    requested = sum(request.num_blocks for request in trace.requests[first:])
     found = [sum(hits[first:]) for hits, _ in levels]
     pushed = [sum(pushed[first:]) for _, pushed in levels]
     fastest, *slower = tiers
-    tally.written_blocks[fastest] = asked - found[0]
+    tally.written_blocks[fastest] = requested - found[0]
     for number, (tier, above) in enumerate(zip(slower, tiers, strict=False)):
         tally.moved_blocks[f"{tier}-{fastest}"] += found[number + 1] - found[number]
         tally.moved_blocks[f"{above}-{tier}"] += pushed[number]

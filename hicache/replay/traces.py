@@ -1,16 +1,16 @@
-"""TraceRequest traces: Mooncake's JSONL, plain or gzip'd, and what `hicache serve --record` writes.
+"""Reads traces of requests: Mooncake's JSONL, plain or gzip'd, and `hicache serve --record`'s.
 
 One line is one request:
 
     {"timestamp": 1500, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 7, 8],
      "session": "a", "stop": "tool_use"}
 
-`timestamp` in milliseconds; every hash id names one block and commits to all before it (equal id =
-same block after the same prefix). `session` and `stop` are optional, an `output_length` of 0 is not
-known. A first line with `block_tokens` instead says how many tokens a block has, Mooncake's have
-512, and may say its `block_bytes`. A line with a `stop` and no `hash_ids` is about the request of
-its `session` before it, and may say its `output_length`. A last line that is not whole is left out:
-who wrote it has not finished, or was killed.
+`timestamp` in milliseconds; every hash id names one block and depends on all blocks before it
+(equal id = same block after the same prefix). `session` and `stop` are optional; an `output_length`
+of 0 is unknown. The first line may have `block_tokens` instead (512 in Mooncake's traces), with or
+without `block_bytes`. A line with `stop` and no `hash_ids` belongs to the request before it of the
+same `session`, and may have its `output_length`. An incomplete last line is ignored: its writer has
+not finished, or was killed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ GZIP_MAGIC: Final = b"\x1f\x8b"
 
 
 class TraceError(click.ClickException):
-    """The file is no trace; the message says which line and why."""
+    """The file is not a trace; the message names the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """`symbols`: the prompt's hash ids, SYMBOL_BYTES each; the last block may be partial.
 
-    `session` and `stop` are "" where the trace does not say."""
+    `session` and `stop` are "" where the trace has none."""
 
     time_s: float
     input_tokens: int
@@ -57,7 +57,7 @@ class TraceRequest:
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Requests in order of arrival. `footprint_blocks`: distinct blocks of the whole trace;
-    `block_bytes`: 0 where it does not say."""
+    `block_bytes`: 0 if unknown."""
 
     name: str
     block_tokens: int
@@ -110,7 +110,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def num_distinct(requests: Sequence[TraceRequest]) -> int:
-    """The distinct blocks of all these."""
+    """How many distinct blocks these requests have."""
     every = np.frombuffer(b"".join(request.symbols for request in requests), np.uint64)
     return len(np.unique(every))
 

@@ -1,11 +1,12 @@
-"""What each tier would have hit at other sizes: a daemon's sample of requests, replayed here.
+"""The hits of each tier at other sizes, estimated by a replay of a daemon's sample of requests.
 
-The sample (daemon/upkeep/request_sample.py) holds a share of the blocks of every request; tiers
-of the same share of their blocks hit what the whole ones would. Each size is one replay through the
-product's own cache engine, as in `hicache replay`: policies, demotion and promotion count too.
-Blocks that every request begins with are in the sample or not: where it has fewer of them than its
-share, they count as hits of the fastest tier all the same, where more, as none (SHARDS-adj, ibid.).
-What was held before the sample begins is not known: until it is full, it begins with the daemon.
+The sample (daemon/upkeep/request_sample.py) has a share of the blocks of every request. Tiers with
+the same share of their blocks have the hit rate of the whole ones. Each size is one replay through
+the product's own cache engine, as in `hicache replay`, with policies, demotion and promotion.
+Blocks with which every request begins are in the sample or not. If the sample has fewer blocks than
+its share, the missing ones count as hits of the fastest tier; if it has more, they are subtracted
+(SHARDS-adj). Blocks stored before the sample begins are not known; until it is full, the sample
+begins with the daemon.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ SCALES: Final = (0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """With `tier` at `scale` times its size: the share of all tokens that it hits, and that all
-    tiers hit together."""
+    """With `tier` at `scale` times its size: the share of all tokens that are hits in it, and in
+    all tiers together."""
 
     tier: str
     scale: float
@@ -37,14 +38,14 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A daemon's sample as a trace of its own. `tokens_told`: the share of all tokens that lie in
-    whole blocks; `expected`: blocks that should be in the sample, for one that is; `blocks_of`:
-    each tier's blocks in the sample, at its size of now."""
+    """A daemon's sample as a trace. `whole_share`: the share of all tokens that are in whole
+    blocks; `expected`: how many blocks the sample should have, per block that it has; `blocks_of`:
+    each tier's size now, in blocks of the sample."""
 
     trace: Trace
     share: float
     forgotten: int
-    tokens_told: float
+    whole_share: float
     expected: float
     blocks_of: dict[str, float]
     policies: dict[str, str]
@@ -92,7 +93,7 @@ def what_if(
     sampled: Sampled, warm: float = 0.0, step: Callable[[str, int], None] = lambda what, done: None
 ) -> list[Estimate]:
     """Each tier at each of SCALES, the others as they are. Reports on the requests after the first
-    `warm` share; `step` is told the number of requests done, of each replay."""
+    `warm` share; `step` gets the number of requests done, of each replay."""
     found: list[Estimate] = []
     names = [row.name for row in kinds() if row.name in sampled.blocks_of]
     as_it_is: dict[str, tuple[float, float]] = {}
@@ -119,7 +120,7 @@ def _hits(
     what: str,
     step: Callable[[str, int], None],
 ) -> dict[str, tuple[float, float]]:
-    """Per tier, the share of tokens that it hits, and that all do."""
+    """Per tier, the share of tokens that are hits in it, and in all tiers."""
     tally = replay(
         sampled.trace,
         sizes,
@@ -130,6 +131,6 @@ def _hits(
     expected = max(1.0, tally.tokens * sampled.expected)
     hits = {row.name: float(tally.hit_tokens[row.name]) for row in kinds() if row.name in sizes}
     hits[next(iter(hits))] += expected - tally.tokens
-    told = sampled.tokens_told / expected
-    together = sum(hits.values()) * told
-    return {name: (hits[name] * told, together) for name in hits}
+    per_hit = sampled.whole_share / expected
+    together = sum(hits.values()) * per_hit
+    return {name: (hits[name] * per_hit, together) for name in hits}

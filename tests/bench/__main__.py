@@ -11,7 +11,8 @@ from typing import Any
 import click
 from rich.table import Table
 
-from hicache.bench.report import ProgressLine, show_rows, wide_console
+from hicache.bench.report import show_rows, wide_console
+from hicache.commands.progress_line import ProgressLine
 from hicache.config.models import PlannerConfig
 from hicache.engine.planner.planner import PlannerSettings
 from tests.bench import engine as engine_bench

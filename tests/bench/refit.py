@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hicache.bench.daemon_process import Running, lodging
+from hicache.bench.daemon_process import Running, measured_daemon
 from hicache.bench.report import BenchError, ProgressStep
 from hicache.client import Client, LayerGroup, NamespaceSpec, admin_call
 from hicache.engine.policies.hazard.history import REFIT_REQUESTS
@@ -84,7 +84,7 @@ class RefitRow:
 def run(num_runs: int, num_fits: int, step: ProgressStep) -> RefitRow:
     """The row, of `num_fits` refits with about `num_runs` runs in the ghost index. Raises
     BenchError."""
-    with lodging(None, CONFIG) as (daemon, _), daemon.client(SPEC, "bench refit") as client:
+    with measured_daemon(None, CONFIG) as (daemon, _), daemon.client(SPEC, "bench refit") as client:
         return _Refit(daemon, client, step).row(num_runs, num_fits)
 
 

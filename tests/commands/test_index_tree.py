@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.commands.index_tree import Branch, Reading, Sum, TreeForest, Trunk, Unreadable, sort
+from hicache.commands.index_tree import Branch, Sum, TreeForest, TreeReader, Trunk, Unreadable, sort
 from hicache.commands.tree_drawing import draw
 from hicache.engine.index.snapshot import TreeRun, page
 from hicache.engine.residency.copies import Residency
@@ -55,7 +55,7 @@ def run(number: int, parent: int | None, depth: int, blocks: int, **changes: Any
 
 
 def read(*replies: dict[str, Any]) -> TreeForest:
-    reading = Reading()
+    reading = TreeReader()
     for reply in replies:
         reading.take(reply)
     assert reading.after is None
@@ -250,7 +250,7 @@ def test_what_is_no_page(reply: dict[str, Any]) -> None:
 
 
 def test_pages_that_do_not_go_on() -> None:
-    with pytest.raises(Unreadable, match="do not go on"):
+    with pytest.raises(Unreadable, match="do not follow"):
         read(answer([], next=5), answer([], next=5))
 
 
@@ -287,7 +287,7 @@ def test_orders() -> None:
 def test_a_hundred_thousand_nodes_each_below_the_other() -> None:
     """A conversation with a second try at every turn: no recursion, neither in putting it together
     nor in drawing it, nor in letting go of it."""
-    reading = Reading()
+    reading = TreeReader()
     num_turns = 50_000
     for first in range(0, num_turns, 250):
         turns = range(first, first + 250)

@@ -16,7 +16,7 @@ from msgspec import structs
 from rich.cells import cell_len
 
 from hicache.cli import cli
-from hicache.commands.index_tree import Reading
+from hicache.commands.index_tree import TreeReader
 from hicache.commands.tree import tree
 from hicache.commands.tree_drawing import draw
 from hicache.engine.index.snapshot import TreeRun
@@ -154,7 +154,7 @@ def test_other_orders(daemon: ScriptedDaemon) -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 10, 20, 40, 60, 80, 100, 130])
 def test_lines_fit_in_any_width(width: int) -> None:
-    reading = Reading()
+    reading = TreeReader()
     wide = [{**LLAMA, "name": "模型的名字" * 9}, TINY, EMPTY]
     reading.take(pages(spaces=wide, most=99)(_seen()))
     forest = reading.forest()
@@ -164,7 +164,7 @@ def test_lines_fit_in_any_width(width: int) -> None:
 
 
 def test_a_narrow_line_ends_behind_what_fits() -> None:
-    reading = Reading()
+    reading = TreeReader()
     reading.take(pages(most=99)(_seen()))
     lines = [list(draw(reading.forest(), 3, 8, width))[2] for width in (120, 70, 64, 40, 21, 12)]
     assert lines == [
@@ -309,8 +309,8 @@ def test_a_daemon_without_tokens(daemon: ScriptedDaemon) -> None:
         (refuse("unsupported"), "does not serve that operation"),
         (DIE, "no answer in time"),
         (b"garbage", "garbage"),
-        ({"nodes": 7}, "is no page of its tree"),
-        (pages(next=0), "do not go on"),
+        ({"nodes": 7}, "not a page of its tree"),
+        (pages(next=0), "do not follow"),
     ],
 )
 def test_troubles(daemon: ScriptedDaemon, script: Any, said: str) -> None:

@@ -27,7 +27,7 @@ def talk(agent: str, *, has_been_sent: bool, reply: list[int] = REPLY) -> list[P
     prompts = []
     for _ in SCRIPTS[agent]:
         prompts.append(conversation.next_prompt())
-        conversation.hear(reply)
+        conversation.add_reply(reply)
     return prompts
 
 

@@ -48,8 +48,8 @@ def test_the_private_daemon_changes_where_things_are_and_nothing_else(tmp_path: 
 
 
 @pytest.mark.thorough
-def test_a_daemon_that_does_not_start_shows_its_last_words(tmp_path: Path) -> None:
-    ends = r"Its log ends so:\n.*disk"
+def test_a_daemon_that_does_not_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    ends = r"Its log ends with:\n.*disk"
     config = small_config(tmp_path, disk="8TiB")
     with PrivateDaemon(config) as daemon, pytest.raises(DaemonFailed, match=ends):
         daemon.start()

@@ -16,7 +16,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from hicache.commands import disk_tools as disk_care
+from hicache.commands import disk_tools
 from hicache.tiers.block import slot_bytes_for
 from tests.e2e.daemon_process import ROOT, SPEC, DaemonProcess, prompt, read, wait_for
 from tests.e2e.storer import NUM_BLOCKS
@@ -51,7 +51,7 @@ class Storer:
 
 def check(server: DaemonProcess, acked: set[int], next_seed: int) -> None:
     """All that was promised is there, and nothing that is wrong."""
-    files = disk_care.verify(server.disk, lambda *_: None)
+    files = disk_tools.verify(server.disk, lambda *_: None)
     assert all(report.is_clean for report in files), files
     server.start()
     disk = server.tier("disk")

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from hicache.client import AdminLine
-from hicache.commands.index_tree import Reading
+from hicache.commands.index_tree import TreeReader
 from hicache.protocol.operations import MAX_TREE_NODES
 from tests.e2e.daemon_process import (
     ROOT,
@@ -160,7 +160,7 @@ def test_a_tree_that_grows_and_shrinks_while_it_is_read(server: DaemonProcess) -
     thread.start()
     try:
         for _ in range(5):
-            reading = Reading()
+            reading = TreeReader()
             with AdminLine(server.endpoint) as line:
                 while reading.after is not None:
                     reading.take(line.call("tree", {"after": reading.after, "most": 1}))

@@ -65,7 +65,7 @@ def daemon(check: Check, gpu: GpuUse | None = None, /, **mib: int) -> Iterator[P
         yield server
     finally:
         with (check.folder / f"{check.name}-daemon.log").open("a") as log:
-            log.write(server.said())
+            log.write(server.log_text())
         server.close()
 
 
@@ -88,7 +88,7 @@ def run(check: Check) -> None:
             with check.step("stopped by SIGTERM") as part:
                 traffic.client.close()
                 seconds = server.stop()
-                bad = [line for line in server.said().splitlines() if _is_bad(line)]
+                bad = [line for line in server.log_text().splitlines() if _is_bad(line)]
                 assert not bad, bad[0]
                 part.value = f"in {seconds:.1f} s, nothing bad in its log"
         step.value = "ran to its end"
