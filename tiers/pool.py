@@ -7,14 +7,14 @@ into free slabs again, so room moves between classes one slab at a time and neve
     pages   0              slab              2·slab             3·slab            4·slab
             | region: class 8 KiB | region: class 6 MiB, two slabs  |  free slab  | …
 
-A region that never empties by itself can be emptied for another class: `close` hands out nothing of
-it any more, and what becomes free there is kept for that class alone (`SlabClearing`).
+A region that does not empty by itself can be emptied for another class: after `close` none of its
+slots is allocated, and what becomes free there is kept for that class (`SlabClearing`).
 
-Free slabs can be withheld, when the machine wants their memory back: they are no room and not part
-of `capacity_bytes` until they are restored.
+Free slabs can be withheld when the machine needs their memory: they are not allocated and do not
+count in `capacity_bytes` until they are restored.
 
 Owned by the daemon's loop through the cache engine; one thread, no I/O. A failed call changes
-nothing. Of a class whose slots cannot fit (`can_hold`), `allocate` hands out none.
+nothing. `allocate` returns no slots of a class whose slots cannot fit (`can_hold`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MAX_WASTE = 1 / 16
 """A region may leave this share of its pages unused before more slabs are joined to it."""
 
 MAX_CLASSES = 127
-"""Slot sizes in use at a time; while there are so many, another one finds no room."""
+"""Most slot sizes in use at a time; a further one gets no slots."""
 FREE = 0  # in `_state`; a class marks its slots with two codes of its own, used and quarantined
 NO_SLOTS = np.empty(0, np.int32)
 
 
 class _Region:
-    """Adjacent slabs of one class. `free[head:]` are its free slots, ascending once sorted; those
-    of a closed region are not offered, nor counted by its class."""
+    """Adjacent slabs of one class. `free[head:]` are its free slots, ascending once sorted. Those
+    of a closed region are not allocated and not counted by its class."""
 
     __slots__ = (
         "cls",
@@ -232,7 +232,7 @@ class SlotPool:
         self._give_back(cls, slots)
 
     def quarantine(self, slot_bytes: int, slots: Ids) -> None:
-        """Take used slots out of use without offering them again."""
+        """Take used slots out of use: they are not allocated until the quarantine ends."""
         cls = self._class_in_use(slot_bytes)
         slots = self._checked(slots, cls.used, f"used slots of {slot_bytes} bytes")
         self._state[slots] = cls.quarantined
@@ -242,7 +242,7 @@ class SlotPool:
         self.quarantined_bytes += len(slots) * slot_bytes
 
     def end_quarantine(self, slot_bytes: int, slots: Ids) -> None:
-        """The writer is known to be gone: the slots are free."""
+        """No process writes these slots any more: they are free."""
         cls = self._class_in_use(slot_bytes)
         slots = self._checked(slots, cls.quarantined, f"quarantined slots of {slot_bytes} bytes")
         cls.num_quarantined -= len(slots)
@@ -271,8 +271,8 @@ class SlotPool:
         return list(dict.fromkeys(found))
 
     def close(self, clearing: SlabClearing) -> None:
-        """Hand out nothing of these slabs until they are empty, and then only to the class that
-        they are emptied for, which ends the pool's `clearing` by coming. So does `reopen`."""
+        """Allocate nothing of these slabs until they are empty, and then only to the class that
+        they are emptied for. Its first allocation there ends the clearing; so does `reopen`."""
         assert self.clearing is None, "two clearings at a time"
         self.clearing = clearing
         for slab in self._slabs_of(clearing):
@@ -287,7 +287,7 @@ class SlotPool:
                     region.cls.open.remove(region)
 
     def reopen(self) -> None:
-        """End the clearing, empty or not: whoever comes may have what is free there."""
+        """End the clearing, empty or not: every class may have what is free there."""
         assert self.clearing is not None
         for slab in self._slabs_of(self.clearing):
             region = self._region_of[slab]
@@ -440,7 +440,7 @@ class SlotPool:
         return cls
 
     def _free_code(self) -> int | None:
-        """A code for a new class, one that holds nothing making room where there are too many."""
+        """A code for a new class. Where there are too many, one that holds nothing is removed."""
         if len(self._classes) < MAX_CLASSES:
             return 1 + 2 * len(self._classes)
         idle = (size for size, cls in self._classes.items() if not cls.num_slabs)

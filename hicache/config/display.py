@@ -1,7 +1,7 @@
 """A configuration as people read it: values in an operator's units, and the table of all keys.
 
-Owns how a value is written back. `config show` and `docs/configuration.md` both come from here,
-so neither can name a key that does not exist.
+`config show` and the table in `docs/configuration.md` are both generated here, so neither can name
+a key that does not exist.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The kinds of values in a configuration: sizes, times, paths, each with its bounds and its words.
 
-Owns what `hicache.config.models` is made of. A kind says three things once: how it is read, what
-an editor may offer (JSON Schema), and the sentence for a mistake in it.
+`hicache.config.models` is made of these. A kind defines three things in one place: how a value is
+read, its JSON Schema (for editors), and the error text for a wrong value.
 """
 
 import os
@@ -42,7 +42,7 @@ PATH_FORM = "a path: absolute, ~/..., or relative to this file's folder"
 
 
 def wrong(sentence: str, allowed: str) -> PydanticCustomError:
-    """A mistake in our own words, with what would be right."""
+    """An error with this sentence, and what is allowed."""
     return PydanticCustomError("hicache", "{sentence}", {"sentence": sentence, "allowed": allowed})
 
 
@@ -119,8 +119,8 @@ PolicyName = Annotated[str, AfterValidator(_usable_policy), OneOf(policy_names)]
 
 @dataclass(frozen=True, slots=True)
 class InShort:
-    """Says of a section that one of these values may stand for it, and no keys. Who reads the
-    section spells it out; this is for editors and for the sentence of a mistake."""
+    """Marks a section that can be written as one of these values instead of its keys. Used in the
+    JSON Schema and in error texts; `loading` and the models replace the value by the keys."""
 
     values: tuple[str | bool, ...]
 
@@ -137,7 +137,7 @@ class InShort:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a configuration takes from its user's environment; read once, in the command line."""
+    """What a configuration uses of the user's environment; read once, by the command line."""
 
     home: str
     endpoint: str

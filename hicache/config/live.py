@@ -1,7 +1,7 @@
 """What of a changed configuration can be applied to a running daemon.
 
-Owns the one list of keys that are read anew at every use; every other key was used once, at
-start, to make something (an arena, a socket, an LMDB map) that lives as long as the daemon.
+The keys listed here are read again at every use. Every other key was used once, at start, to make
+something (an arena, a socket, an LMDB map) that lives as long as the daemon.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """The configuration against the machine it is to run on.
 
-Owns the look at memory, /dev/shm and the disk's volume (`probe_machine`, the only I/O here), the
-step from shares to bytes (`resolve_sizes`), and the sentences for what does not fit
-(`check_against_machine`). A tier that does not fit must be refused at start: later the same lack
-is a SIGBUS, an out-of-memory kill, or a full disk under somebody else's program.
+`probe_machine` looks at memory, /dev/shm and the disk's volume (the only I/O here), `resolve_sizes`
+turns shares into bytes, and `check_against_machine` returns a sentence for each thing that does not
+fit. A tier that does not fit is refused at start: later the same lack would be a SIGBUS, an
+out-of-memory kill, or a full disk for other programs.
 """
 
 import os

@@ -3,8 +3,8 @@
     configs/x.yaml:12: tiers.dram.hihg_watermark: unknown key; allowed: high_watermark, ...;
         did you mean high_watermark?
 
-Owns the sentence. Each names the file and line, the key path, what was found, what is allowed,
-and for an unknown key the nearest known one. All mistakes of a file travel in one ConfigError.
+A sentence names the file and line, the key path, what was found, what is allowed, and for an
+unknown key or word the nearest known one. One ConfigError carries all mistakes of a file.
 """
 
 import difflib
@@ -66,7 +66,7 @@ class ConfigError(Exception):
 def mistakes_of(
     model: type[BaseModel], values: Mapping[str, object], errors: Sequence[ErrorDetails]
 ) -> list[Mistake]:
-    """pydantic's findings in our words; `values` is what was written, before any reading of it."""
+    """pydantic's errors as sentences; `values` are the file's values before validation."""
     return [_mistake_of(model, values, error) for error in errors]
 
 

@@ -1,4 +1,4 @@
-"""The configuration as frozen values: what may be said, its defaults and its bounds.
+"""The configuration as frozen values: its keys, their defaults and bounds.
 
 An attribute carries its unit in its name (`lease_ttl_s`); the YAML key reads as an operator
 writes it (`lease_ttl: 30s`). Nothing here looks at the machine: a size may still be a share
@@ -62,8 +62,8 @@ class SocketConfig(Section):
         default=0.0003,
         validation_alias="busy_poll",
         le=0.1,
-        description="After a request, look for the next one so long before sleeping; 0 saves a "
-        "little processor time and costs each request of a row a wake-up.",
+        description="How long to poll without sleeping after a request. 0 saves some CPU time, "
+        "and adds a wake-up to each request of a burst. At most 0.1 s.",
     )
     curve_secret_key_file: FilePath | None = Field(
         default=None, description="The daemon's CURVE key pair, for tcp:// beyond this machine."
@@ -102,14 +102,15 @@ class SocketConfig(Section):
 class EventsConfig(Section):
     endpoint: str | None = Field(
         default=None,
-        description="Where KV events are published for routers; none: nowhere. On tcp:// with the "
-        "CURVE keys of the socket, if it has any.",
+        description="Where KV events are published for routers; none: they are not. On tcp:// "
+        "it uses the socket's CURVE keys, if there are any.",
     )
     hwm: int = Field(
         default=256,
         ge=1,
-        description="Messages of at most 64 KiB kept for each subscriber that does not read: "
-        "16 MiB for 256. It loses those beyond, and sees a gap.",
+        description="Messages kept for a subscriber that does not read, at most 64 KiB each "
+        "(256: 16 MiB). Further ones are dropped for it, and the gap shows in the "
+        "sequence numbers.",
     )
 
     @field_validator("endpoint")
@@ -137,15 +138,17 @@ class TierConfig(Section):
         default=0.95,
         gt=0,
         le=1,
-        description="Demotion starts when this share of the tier is used...",
+        description="Eviction to the next tier starts when this share of the tier is used.",
     )
     low_watermark: float = Field(
-        default=0.90, ge=0, lt=1, description="... and stops at this share."
+        default=0.90, ge=0, lt=1, description="Eviction to the next tier stops at this share."
     )
     eviction: PolicyName = Field(
         default="lru",
-        description="Which blocks go first: unused for longest (lru), used least (lfu), not used "
-        "again soon (s3fifo), cheap to recompute (gdsf), or least likely to return (hazard).",
+        description="Which blocks are evicted first: the longest unused (lru), the least used "
+        "(lfu), those not used again soon after they came (s3fifo), those cheap to "
+        "recompute (gdsf), or those least likely to be used again (hazard). An "
+        "installed package may offer more.",
     )
 
     @property
@@ -175,22 +178,25 @@ class HbmConfig(TierConfig):
     device: str = Field(
         default="auto",
         pattern=r"^(auto|host|cuda:\d+)$",
-        description="GPU that holds the blocks; host emulates one in memory; auto picks.",
+        description="GPU that holds the blocks; host: an emulation in host memory; auto: the "
+        "first GPU found, else host.",
         json_schema_extra={"allowed": DEVICE_FORM},
     )
     page_kernels: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Copy an inference engine's own pages by kernels where that is faster: only "
-        "under MPS (auto), never, or always, and then its kernels stand still meanwhile.",
+        description="Whether CUDA kernels copy an inference engine's own pages, where that is "
+        "faster: auto: only under MPS; always: also where the engine's kernels have "
+        "to pause meanwhile; never.",
     )
-    path: FilePath = Field(default="/dev/shm", description="Folder of the emulation's mapping.")
+    path: FilePath = Field(default="/dev/shm", description="Folder of the emulation's file.")
 
 
 class DramConfig(TierConfig):
     path: FilePath = Field(default="/dev/shm", description="Folder of the arena that clients map.")
     huge_pages: bool = Field(default=False, description="Ask the kernel for huge pages.")
     pretouch: bool = Field(
-        default=True, description="Touch every page at start, so no request waits."
+        default=True,
+        description="Touch every page at start, so that no request waits for the kernel to map it.",
     )
 
 
@@ -209,31 +215,39 @@ class DiskConfig(VolumeTierConfig):
     path: FilePath = Field(description="Folder of the blocks; one daemon at a time.")
     durability: Literal["fast", "batched", "sync"] = Field(
         default="batched",
-        description="When a block is safe from power loss: at the system's leisure (fast), once "
-        "its batch is on disk (batched), or once it is there itself (sync).",
+        description="When a block is safe from power loss: whenever the operating system writes "
+        "it (fast), once its batch is written (batched), or once it is written itself (sync).",
     )
     read_ahead: bool = Field(
-        default=True, description="Read ahead at a start, and of blocks below 32 KiB."
+        default=True,
+        description="Let the kernel read ahead at a start, and for blocks below 32 KiB.",
     )
     batch_bytes: Bytes = Field(
-        default=32 * MIB, validation_alias="batch", ge=MIB, description="Bytes per commit at most."
+        default=32 * MIB,
+        validation_alias="batch",
+        ge=MIB,
+        description="Largest number of bytes in one commit.",
     )
     min_free_bytes: Bytes = Field(
-        default=256 * MIB, validation_alias="min_free", ge=0, description="Left free on the volume."
+        default=256 * MIB,
+        validation_alias="min_free",
+        ge=0,
+        description="Bytes left free on the volume.",
     )
 
     write_budget_bytes_per_day: Rate | None = Field(
         default=None,
         validation_alias="write_budget",
         ge=1,
-        description="What the device may be worn by: of what memory gives up, no more than this is "
-        "written, the likeliest to return first.",
+        description="Most bytes written to the disk per day by eviction; the blocks most likely "
+        "to be used again are written first.",
     )
     min_return: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="What memory gives up is written only if it returns with this probability.",
+        description="A block evicted from memory is written to disk only if the probability "
+        "that it is used again is at least this.",
     )
 
     @property
@@ -274,55 +288,63 @@ class TiersConfig(Section):
 
 class PlannerConfig(Section):
     mode: Literal["measured", "always_reload", "always_recompute"] = Field(
-        default="measured", description="How reload or recompute is decided."
+        default="measured",
+        description="How to decide between reload and recompute: by measured times, or always "
+        "the same.",
     )
     prior_flop_rate: FlopRate | None = Field(
         default=None,
-        description="What each GPU computes in a prefill, say half of its data sheet: with the "
-        "model's shape, which its connector tells, a first guess of what a prefill takes.",
+        description="FLOP/s of each GPU in a prefill, about half of its data sheet. With the "
+        "model's shape, which the connector reports, it gives the first estimate of "
+        "a prefill.",
     )
     prior_fixed_s: Seconds | None = Field(
         default=None,
         validation_alias="prior_fixed",
-        description="First guess of a prefill's fixed time.",
+        description="First estimate of a prefill's fixed time.",
     )
     prior_per_token_s: Seconds | None = Field(
         default=None,
         validation_alias="prior_per_token",
-        description="First guess of its time per new token, of whatever model.",
+        description="First estimate of a prefill's time per new token, for every model.",
     )
     prior_per_token_squared_s: Seconds | None = Field(
         default=None,
         validation_alias="prior_per_token_squared",
-        description="First guess of its time per pair of tokens that attend.",
+        description="First estimate of a prefill's time per pair of tokens that attend to each "
+        "other.",
     )
     recompute_band: float = Field(
-        default=0.05, ge=0, le=1, description="Gains below this share count as a tie: recompute."
+        default=0.05,
+        ge=0,
+        le=1,
+        description="A reload that saves less than this share of the time is a tie: recompute.",
     )
     doubt_band: float = Field(
         default=0.10,
         ge=0,
         le=1,
-        description="Gains below this share must be larger than the estimates may be off.",
+        description="A reload that saves less than this share must save more than the "
+        "estimates' uncertainty.",
     )
     exploration: float = Field(
         default=0.01,
         ge=0,
         le=0.5,
-        description="Share of all time to first token that may be spent on trying the other way, "
-        "to keep learning.",
+        description="Largest share of all time to first token that is spent on trying the other "
+        "choice, to keep the measurements up to date.",
     )
     deadline_share: float = Field(
         default=1.0,
         ge=0,
         le=100,
-        description="A load may take so much longer than expected; what has not come by then is "
-        "recomputed. 1 is twice as long.",
+        description="A load may take at most (1 + this) times its estimate, or min_deadline where "
+        "that is longer; what has not arrived by then is recomputed (formula: docs/planner.md).",
     )
     min_deadline_s: Deadline = Field(
         default=0.1,
         validation_alias="min_deadline",
-        description="Time that every load has, however short it is expected to be.",
+        description="No load is given up earlier than this.",
     )
     probe_links: bool = Field(default=True, description="Measure each tier's speed at start.")
 
@@ -352,41 +374,48 @@ class LimitsConfig(Section):
         default=64 * MIB,
         validation_alias="max_message",
         ge=64 * 1024,
-        description="Largest message; a larger one closes its connection.",
+        description="Largest message; a connection that sends a larger one is closed.",
     )
     max_unread_bytes: Bytes = Field(
         default=64 * MIB,
         validation_alias="max_unread",
         ge=64 * 1024,
-        description="Frames on their way to a session; more follow as it reads.",
+        description="Bytes sent to a session that it has not read yet; more is sent as it reads.",
     )
-    max_prompt_tokens: int = Field(default=2_000_000, ge=1, description="Longest prompt.")
+    max_prompt_tokens: int = Field(
+        default=2_000_000, ge=1, description="Longest prompt, in tokens."
+    )
     max_sessions: int = Field(default=256, ge=1, description="Sessions at once.")
     min_available: TierSize | None = Field(
         default=Share(0.03),
-        description="Memory that stays available to everybody, of the host and of the control "
-        "groups hicache is in; below it, dram gives some of its own back. A share is of theirs.",
+        description="Memory that hicache leaves available, on the host and in each of its "
+        "control groups; a share is of the host's or the group's memory. Below it, "
+        "the dram tier gives memory back.",
     )
     max_leases: int = Field(default=65_536, ge=1, description="Leases at once.")
     max_leased: float = Field(
         default=0.9,
         gt=0,
         le=1,
-        description="Share of memory, of what pins leave of it, that leases may hold; above it, "
+        description="Largest share of the unpinned memory that leases may hold; above it, "
         "matches are refused.",
     )
     max_pinned: float = Field(
         default=0.25,
         ge=0,
         le=1,
-        description="Share of each tier that pins may hold; beyond it, they are refused.",
+        description="Largest share of each tier that pins may hold; further pins are refused.",
     )
     max_waiting: int = Field(
         default=4096,
         ge=1,
-        description="Puts waiting for room at once; more are refused.",
+        description="Puts that may wait for room at once; further ones are refused.",
     )
-    max_queued_moves: int = Field(default=16_384, ge=1, description="Moves waiting per link.")
+    max_queued_moves: int = Field(
+        default=16_384,
+        ge=1,
+        description="Block copies that may wait per link; further ones are refused.",
+    )
     max_queued_bytes: Bytes = Field(
         default=256 * MIB,
         ge=1,
@@ -396,15 +425,17 @@ class LimitsConfig(Section):
     lease_ttl_s: Deadline = Field(
         default=30.0,
         validation_alias="lease_ttl",
-        description="A lease nobody renews ends after this.",
+        description="A lease that is not renewed ends after this.",
     )
     session_ttl_s: Deadline = Field(
         default=30.0,
         validation_alias="session_ttl",
-        description="A silent session ends after this.",
+        description="A session without a request or heartbeat ends after this.",
     )
     max_namespaces: int = Field(
-        default=4096, ge=1, description="Namespaces (models) with clients or blocks at once."
+        default=4096,
+        ge=1,
+        description="Namespaces (models) that may have clients or blocks at once.",
     )
 
 
@@ -427,12 +458,13 @@ class LinkStalls(Section):
 
 
 class DebugConfig(Section):
-    check: bool = Field(default=False, description="Check every invariant when idle; slow.")
+    check: bool = Field(default=False, description="Check every invariant when idle (slow).")
     throttle_bytes_per_s: LinkSpeeds = Field(
-        default=LinkSpeeds(), description="Copy no faster than this, as a slower device would."
+        default=LinkSpeeds(),
+        description="Largest copying speed in bytes per second, to imitate a slower device.",
     )
     stall: LinkStalls = Field(
-        default=LinkStalls(), description="Links on which copies begin and never end."
+        default=LinkStalls(), description="Links on which copies start and never end."
     )
 
     def bytes_per_s(self, link: str) -> float:
@@ -445,9 +477,7 @@ class DebugConfig(Section):
 
 class Config(Section):
     socket: SocketConfig = Field(default=SocketConfig(), description="How clients connect.")
-    events: EventsConfig = Field(
-        default=EventsConfig(), description="What routers are told of blocks that come and go."
-    )
+    events: EventsConfig = Field(default=EventsConfig(), description="KV events, for routers.")
     block_tokens: int = Field(default=16, ge=1, le=4096, description="Tokens per block.")
     tiers: TiersConfig = Field(description="Where blocks live, fastest first.")
     write_policy: Literal["write_back", "write_through", "write_through_selective"] = Field(
@@ -458,17 +488,17 @@ class Config(Section):
     selective_hits: int = Field(
         default=2, ge=1, description="Hits before write_through_selective writes."
     )
-    planner: PlannerConfig = Field(default=PlannerConfig(), description="The decision.")
-    deadlines: DeadlinesConfig = Field(
-        default=DeadlinesConfig(), description="Longest time to a reply."
+    planner: PlannerConfig = Field(default=PlannerConfig(), description="Reload or recompute.")
+    deadlines: DeadlinesConfig = Field(default=DeadlinesConfig(), description="Longest waits.")
+    limits: LimitsConfig = Field(
+        default=LimitsConfig(), description="Limits; most refuse what is beyond them."
     )
-    limits: LimitsConfig = Field(default=LimitsConfig(), description="What is refused.")
     what_if: bool = Field(
         default=True,
-        description="Remember a sample of what is asked for, for `hicache stats --what-if`.",
+        description="Keep a sample of the requests for `hicache stats --what-if`.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least important message shown."
+        default="info", description="Least severe messages that are logged."
     )
     debug: Annotated[DebugConfig, InShort((True, False))] = Field(
         default=DebugConfig(), description="For tests and demonstrations; `true` checks invariants."
