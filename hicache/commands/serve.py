@@ -67,11 +67,15 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
     limit_heaps()
     fill_small_buffers()
     around = Surroundings.of(os.environ, os.getuid())
+    log = logging.getLogger("hicache")
 
     def load(other: str) -> LoadedConfig:
         if other and not os.path.isfile(other):  # reading a pipe would block the loop
             raise ConfigError(other, [Mistake((), "cannot be read: there is no such file")])
-        return load_config(Path(other) if other else file, around)
+        loaded = load_config(Path(other) if other else file, around)
+        for warning in loaded.warnings:
+            log.warning("%s", warning)
+        return loaded
 
     loaded = load("")
     probe = probe_machine(loaded.config)
@@ -81,9 +85,6 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
     if endpoint:
         config = config.model_copy(update={"socket": _listening_at(endpoint, config.socket)})
     _log_to_stderr(config.log_level)
-    log = logging.getLogger("hicache")
-    for warning in loaded.warnings:
-        log.warning("%s", warning)
     problems = check_against_machine(config, probe) + check_keys(config.socket)
     if problems:
         for problem in problems:

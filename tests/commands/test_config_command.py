@@ -46,6 +46,19 @@ def test_check_good_and_bad(tmp_path: Path) -> None:
     )
 
 
+def test_check_says_what_has_no_effect(tmp_path: Path) -> None:
+    """A file of an earlier version is good all the same."""
+    file = tmp_path / "c.yaml"
+    file.write_text(GOOD + "deadlines: {match: 50ms}\n")
+    result = CliRunner().invoke(cli, ["config", "check", str(file)])
+    assert result.exit_code == 0
+    warning, good = result.output.splitlines()
+    assert warning.startswith(f"{file}:2: deadlines.match has no effect: ")
+    assert good == f"{file}: good"
+    as_data = CliRunner().invoke(cli, ["config", "check", "--json", str(file)]).output
+    assert json.loads(as_data)["warnings"] == [warning]
+
+
 def test_check_compares_with_the_machine(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("tiers: {dram: {size: 7TiB}}\n")
