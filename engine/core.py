@@ -33,6 +33,7 @@ from hicache.engine.policies.base import EvictionPolicy
 from hicache.engine.policies.catalog import policies_of
 from hicache.engine.policies.hazard.history import History
 from hicache.engine.policies.lru import Lru
+from hicache.engine.queries import Queries
 from hicache.engine.requests.block_keys import Identities
 from hicache.engine.requests.clear import Clearing
 from hicache.engine.requests.fetch import Fetching, Positions
@@ -75,6 +76,7 @@ class CacheEngine:
         )
         if history is not None:
             history.num_held = self.residency.num_held
+        self.queries = Queries(self.residency)
         self.residency.leases.max_share = settings.max_pinned
         self.links = {link: LinkCost() for link in links}
         self.estimates = Estimates(self.links)

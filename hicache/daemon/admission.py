@@ -16,7 +16,7 @@ def check_spec(spec: NamespaceSpec, engine: CacheEngine) -> None:
         raise WireError("spec", "protocol 1 holds full attention, not a sliding window")
     if spec.tp_rank >= spec.tp_size or spec.pp_rank >= spec.pp_size:
         raise WireError("spec", "tp_rank and pp_rank count from 0 to below tp_size and pp_size")
-    mapped = [tier for tier in engine.residency.tiers if tier.mapped]
+    mapped = [tier for tier in engine.queries.tiers() if tier.mapped]
     too_small = engine.too_small_for(spec.block_bytes)
     if all(tier in too_small for tier in mapped):
         rooms = " and ".join(f"{t.name} ({format_size(t.capacity_bytes)})" for t in mapped)

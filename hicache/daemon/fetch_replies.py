@@ -11,47 +11,31 @@ deadline is a miss. Used from the daemon's loop only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from hicache.daemon.pending import Peer, WaitingFetch
-from hicache.daemon.sessions import Session, Tracker
+from hicache.daemon.gate import Gate
+from hicache.daemon.pending import Part, WaitingFetch
+from hicache.daemon.sessions import Session
 from hicache.engine import plan as p
-from hicache.engine.core import CacheEngine
-from hicache.protocol.operations import MatchReply
-from hicache.tiers.arena import Arena
-
-Part = bytes | memoryview
-Send = Callable[[Peer, Mapping[str, Any] | MatchReply, Sequence[Part]], Tracker | None]
-"""Sends one message. With parts it returns what tells when ZeroMQ has let go of them, or None if
-they could not be sent at all."""
+from hicache.protocol.operations import FetchReply, ReadyRun
 
 
-class Delivery:
-    """Sends what fetches wait for."""
+class FetchReplies:
+    """Sends the answers of fetches."""
 
-    def __init__(
-        self,
-        engine: CacheEngine,
-        arenas: Mapping[str, Arena],
-        send: Send,
-        max_unread_bytes: int,
-    ) -> None:
-        self.engine = engine
-        self.arenas = arenas
-        self.max_unread_bytes = max_unread_bytes
-        self._send = send
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
 
-    def tell(
+    def add(
         self, fetch: WaitingFetch, session: Session, runs: Sequence[p.ReadyRun], is_last: bool
     ) -> bool:
-        """More can be read; after the last, nothing more will come. Returns whether the fetch has
-        its final reply."""
+        """These runs can be read now; after the last no more will come. Returns whether the fetch
+        has its final reply."""
         fetch.unsent.extend(runs)
         fetch.is_complete |= is_last
-        return self.go_on(fetch, session)
+        return self.send(fetch, session)
 
-    def go_on(self, fetch: WaitingFetch, session: Session) -> bool:
+    def send(self, fetch: WaitingFetch, session: Session) -> bool:
         """Send what can be sent now. Returns whether the fetch has its final reply."""
         while True:
             parts: list[Part] = []
@@ -68,45 +52,47 @@ class Delivery:
             if is_last:
                 return True
 
-    def give_up(self, fetch: WaitingFetch, session: Session) -> None:
-        """The final reply, now: what has been sent is all there is."""
+    def end(self, fetch: WaitingFetch, session: Session) -> None:
+        """The final reply, now: what has been sent is all that the client gets."""
         fetch.unsent.clear()
         fetch.is_complete = True
-        self.go_on(fetch, session)
+        self.send(fetch, session)
 
-    def _counted(self, fetch: WaitingFetch) -> list[list[Any]]:
-        ready: list[list[Any]] = []
+    def _counted(self, fetch: WaitingFetch) -> list[ReadyRun]:
+        ready: list[ReadyRun] = []
         while fetch.unsent:
             run = fetch.unsent.popleft()
             fetch.mark(run)
-            ready.append([run.first, run.tier, b"", b"", len(run.slots)])
+            ready.append((run.first, run.tier, b"", b"", len(run.slots)))
         return ready
 
-    def _named(self, fetch: WaitingFetch) -> list[list[Any]]:
-        ready: list[list[Any]] = []
+    def _named(self, fetch: WaitingFetch) -> list[ReadyRun]:
+        ready: list[ReadyRun] = []
         while fetch.unsent:
             run = fetch.unsent.popleft()
             fetch.mark(run)
-            generations = self.arenas[run.tier].generations(run.slots)
+            generations = self._gate.arenas[run.tier].generations(run.slots)
             slots = run.slots.astype("<u4").tobytes()
             ready.append(
-                [run.first, run.tier, slots, generations.astype("<u4").tobytes(), len(run.slots)]
+                (run.first, run.tier, slots, generations.astype("<u4").tobytes(), len(run.slots))
             )
         return ready
 
-    def _copied(self, fetch: WaitingFetch, session: Session) -> tuple[list[list[Any]], list[Part]]:
+    def _copied(self, fetch: WaitingFetch, session: Session) -> tuple[list[ReadyRun], list[Part]]:
         """One message's blocks: half of what may be unread, since the newest is not counted."""
-        ready: list[list[Any]] = []
+        ready: list[ReadyRun] = []
         parts: list[Part] = []
         size = session.spec.block_bytes
         unread_bytes = session.unread.num_bytes()
-        room = (self.max_unread_bytes // 2 - unread_bytes) // size
+        room = (self._gate.limits.max_unread_bytes // 2 - unread_bytes) // size
         if not unread_bytes:
             room = max(room, 1)
         while fetch.unsent and room > 0:
             run = fetch.unsent.popleft()
             now = p.ReadyRun(run.first, run.tier, run.slots[:room])
-            if not self.engine.is_still_at(fetch.lease, now):  # the lease or the tier has gone
+            if not self._gate.engine.is_still_at(
+                fetch.lease, now
+            ):  # the lease or the tier has gone
                 fetch.unsent.clear()
                 break
             if room < len(run.slots):
@@ -114,9 +100,9 @@ class Delivery:
                 fetch.unsent.appendleft(rest)
             room -= len(now.slots)
             fetch.mark(now)
-            ready.append([now.first, now.tier, b"", b"", len(now.slots)])
-            arena = self.arenas[now.tier]
-            # A copy: the slot may be given to somebody else before ZeroMQ has sent it.
+            ready.append((now.first, now.tier, b"", b"", len(now.slots)))
+            arena = self._gate.arenas[now.tier]
+            # A copy: the slot may get another block before ZeroMQ has sent this one.
             parts.extend(arena.view(slot, size).tobytes() for slot in now.slots.tolist())
         return ready, parts
 
@@ -124,15 +110,15 @@ class Delivery:
         self,
         fetch: WaitingFetch,
         session: Session,
-        ready: list[list[Any]],
+        ready: list[ReadyRun],
         parts: list[Part],
         is_last: bool,
     ) -> None:
-        message: dict[str, Any] = {"id": fetch.peer.request_id, "ok": True, "ready": ready}
+        reply = FetchReply(ready=ready)
         if is_last:
-            message |= {"blocks": fetch.prefix_blocks(), "waiting": 0}
+            reply.blocks, reply.waiting = fetch.prefix_blocks(), 0
         else:
-            message["more"] = True
-        tracker = self._send(fetch.peer, message, parts)
+            reply.more = True
+        tracker = self._gate.reply(fetch.peer, reply, parts)
         if tracker is not None:
             session.unread.add(tracker, sum(len(part) for part in parts))

@@ -16,6 +16,9 @@ import msgspec
 
 from hicache.engine.plan import ReadyRun
 
+Part = bytes | memoryview
+"""Of a message, behind its map: one block's bytes."""
+
 
 class Peer(msgspec.Struct):
     """Where a reply goes, and for which request."""

@@ -210,9 +210,8 @@ class ReplayedEngine:
 
     def evictions(self) -> Counter[str]:
         """Copies given up so far, by tier."""
-        server = self.engine.residency
-        names = [tier.name for tier in server.tiers]
-        return Counter(dict(zip(names, server.evicted, strict=True)))
+        rows = self.engine.queries.tier_counters()
+        return Counter({tier: row["evictions"] for tier, row in rows.items()})
 
 
 def _bound(

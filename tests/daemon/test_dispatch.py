@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 
 from hicache.config import DeadlinesConfig, LimitsConfig
-from hicache.daemon.dispatch import Asked, Service
-from hicache.daemon.fetch_replies import Part
+from hicache.daemon.dispatch import Service
+from hicache.daemon.gate import Asked, Gate
 from hicache.daemon.operations.conversations import Conversations
-from hicache.daemon.pending import Peer
+from hicache.daemon.operations.fetch import send_more
+from hicache.daemon.pending import Part, Peer
 from hicache.daemon.sessions import MAX_REMEMBERED_MATCHES, Session, Sessions
 from hicache.engine import plan as p
 from hicache.engine.planner.planner import PlannerSettings
 from hicache.engine.settings import EngineSettings
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 from hicache.protocol.messages import WireError, decode_reply, pack
-from hicache.protocol.operations import MatchReply, decode_request
+from hicache.protocol.operations import Reply, decode_request
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import TierTraits
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS, ONE_TIER, World
@@ -59,36 +60,37 @@ class Desk:
         self.world = World(tiers, settings)
         self.arena = Arena.create(folder / "arena", 8 * BLOCK_BYTES)
         self.sent: list[Sent] = []
-        self.service = Service(
+        self.gate = Gate(
             self.world.engine,
             Sessions(8, 30.0),
             {"dram": self.arena},
             "epoch",
-            1,
             DeadlinesConfig(),
             LimitsConfig(),
-            self._send,
-            self._dispatch,
-            lambda spec: None,
+            self,
         )
+        self.service = Service(self.gate)
         self._ids = itertools.count(1)
 
-    def _send(
-        self, peer: Peer, message: Mapping[str, Any] | MatchReply, parts: Sequence[Part] = ()
+    def send(
+        self, peer: Peer, message: Mapping[str, Any] | Reply, parts: Sequence[Part] = ()
     ) -> Sent:
         self.sent.append(Sent(decode_reply(pack(message)), [bytes(part) for part in parts]))
         return self.sent[-1]
 
-    def _dispatch(self, plan: p.Plan[Any]) -> None:
+    def describe(self, spec: NamespaceSpec) -> None:
+        pass
+
+    def dispatch(self, plan: p.Plan[Any]) -> None:
         self.world.engine.identify(plan.moves)
         self.world.in_flight.update({move.id: move for move in plan.moves})
 
     def ask(self, op: str, parts: Sequence[Part] = (), **fields: Any) -> dict[str, Any]:
         """The last reply to one request."""
-        self.send(op, parts, **fields)
+        self.request(op, parts, **fields)
         return self.sent[-1].message
 
-    def send(self, op: str, parts: Sequence[Part] = (), **fields: Any) -> None:
+    def request(self, op: str, parts: Sequence[Part] = (), **fields: Any) -> None:
         request = decode_request(pack({"op": op, "id": next(self._ids), **fields}))
         self.service.handle(Asked(Peer(b"peer", request.id), request, parts, 0, self.world.now_s))
         self.world.engine.catch_up()
@@ -96,7 +98,7 @@ class Desk:
     def hello(self, transport: str = "frames") -> Session:
         spec = SPEC.to_wire()
         reply = self.ask("hello", protocol=1, client="", spec=spec, transport=transport)
-        return self.service.sessions.by_token[reply["session"]]
+        return self.gate.sessions.by_token[reply["session"]]
 
 
 @pytest.fixture
@@ -135,7 +137,8 @@ def test_a_match_remembered_takes_little_room(desk: Desk) -> None:
 
 def fetching(desk: Desk, session: Session) -> tuple[int, list[Sent]]:
     """A fetch of six blocks by a session that may have four unread. Its lease, and what is sent."""
-    desk.service.delivery.max_unread_bytes = 4 * BLOCK_BYTES
+    few = LimitsConfig().model_copy(update={"max_unread_bytes": 4 * BLOCK_BYTES})
+    desk.gate.configure(DeadlinesConfig(), few)
     store(desk, session, PROMPT, 6)
     lease = desk.ask("match", s=session.token, tokens=PROMPT)["lease"]
     desk.sent.clear()
@@ -152,14 +155,14 @@ def test_a_fetch_goes_on_as_its_client_reads(desk: Desk) -> None:
     session = desk.hello()
     _, sent = fetching(desk, session)
     assert first_bytes(sent) == [0, 1, 2, 3]
-    desk.service.send_more()
+    send_more(desk.gate)
     assert len(sent) == 2
     sent[0].done = True
-    desk.service.send_more()
+    send_more(desk.gate)
     assert first_bytes(sent) == [0, 1, 2, 3, 4, 5]
     assert [item.message.get("more", False) for item in sent] == [True, True, False]
     assert sent[-1].message["blocks"] == 6
-    assert not desk.service.waiting.fetches
+    assert not desk.gate.waiting.fetches
 
 
 def test_a_client_that_never_reads_gets_no_more(desk: Desk) -> None:
@@ -168,11 +171,11 @@ def test_a_client_that_never_reads_gets_no_more(desk: Desk) -> None:
     lease, sent = fetching(desk, session)
     desk.service.tick(desk.world.now_s + 6)
     assert sent[-1].message["blocks"] == 4
-    assert desk.service.errors["unread"] == 1
+    assert desk.gate.errors["unread"] == 1
     desk.ask("release", s=session.token, lease=lease)
     lease = desk.ask("match", s=session.token, tokens=PROMPT)["lease"]
     sent.clear()
-    desk.send("fetch", s=session.token, lease=lease)
+    desk.request("fetch", s=session.token, lease=lease)
     assert sent == []
     assert desk.ask("release", s=session.token, lease=lease)["released"]
     assert sent[0].message["blocks"] == 0
@@ -184,7 +187,7 @@ def test_nothing_is_sent_of_a_lease_that_has_ended(desk: Desk) -> None:
     _, sent = fetching(desk, session)
     desk.world.do(p.WriterGone(session.group.number, desk.world.now_s))
     sent[0].done = sent[1].done = True
-    desk.service.send_more()
+    send_more(desk.gate)
     assert first_bytes(sent) == [0, 1, 2, 3]
     assert sent[-1].message["blocks"] == 4
 
@@ -199,15 +202,15 @@ def test_leases_may_not_hold_all_of_memory(desk: Desk) -> None:
     is refused, so that what is fetched finds room; prefixes that they share count once."""
     session = desk.hello()
     store(desk, session, PROMPT, 6)
-    desk.service.configure(DeadlinesConfig(), LimitsConfig(max_leased=0.5))
+    desk.gate.configure(DeadlinesConfig(), LimitsConfig(max_leased=0.5))
     held = [desk.ask("match", s=session.token, tokens=PROMPT) for _ in range(3)]
     assert all(reply["lease"] for reply in held)
     desk.service.tick(1.0)
-    share = desk.service.leased_share
+    share = desk.gate.leased_share
     assert share == 6 / 8
     with pytest.raises(WireError, match=r"leases hold 75% of memory \(limits.max_leased\)"):
         desk.ask("match", s=session.token, tokens=PROMPT)
-    assert desk.service.turned_away["leased memory"] == 1
+    assert desk.gate.turned_away["leased memory"] == 1
     for reply in held:
         desk.ask("release", s=session.token, lease=reply["lease"])
     desk.service.tick(2.0)
@@ -225,7 +228,7 @@ def test_a_hint_may_name_the_conversation_instead_of_its_prompt(desk: Desk) -> N
     assert held(desk, PROMPT) == 0
     over = desk.ask("hint", s=session.token, conversation="a", ended="conversation")
     assert over["known"] is True
-    assert len(desk.service.conversations) == 0
+    assert len(desk.gate.state(Conversations)) == 0
 
 
 def test_a_hint_that_is_none_of_the_documented_ones_is_refused(desk: Desk) -> None:
@@ -250,12 +253,12 @@ def test_a_quiet_request_is_answered_by_an_error_only(desk: Desk) -> None:
     store(desk, session, PROMPT, 6)
     lease = desk.ask("match", s=session.token, tokens=PROMPT)["lease"]
     sent = len(desk.sent)
-    desk.send("release", s=session.token, lease=lease, quiet=True)
-    desk.send("observe", s=session.token, sum_n=1, sum_nc=1, seconds=0.1, quiet=True)
+    desk.request("release", s=session.token, lease=lease, quiet=True)
+    desk.request("observe", s=session.token, sum_n=1, sum_nc=1, seconds=0.1, quiet=True)
     assert len(desk.sent) == sent
     assert not desk.world.engine.residency.leases.leases, "it was released all the same"
     with pytest.raises(WireError):
-        desk.send("abort", s=session.token, ticket=99, quiet=True)
+        desk.request("abort", s=session.token, ticket=99, quiet=True)
 
 
 def test_witnesses_are_told_in_order_and_once(desk: Desk) -> None:
@@ -270,13 +273,13 @@ def test_witnesses_are_told_in_order_and_once(desk: Desk) -> None:
         ) -> None:
             told.append(f"{stop} {answer_tokens}")
 
-    desk.service.witnesses.present = [Witness()]
+    desk.gate.witnesses.present = [Witness()]
     session = desk.hello()
-    desk.send("match", s=session.token, tokens=PROMPT, conversation="c")
-    desk.send(
+    desk.request("match", s=session.token, tokens=PROMPT, conversation="c")
+    desk.request(
         "hint", s=session.token, tokens=PROMPT, conversation="c", ended="turn", answer_tokens=7
     )
     assert not told, "nobody waits for a record"
-    desk.service.witnesses.tell()
-    desk.service.witnesses.tell()
+    desk.gate.witnesses.tell()
+    desk.gate.witnesses.tell()
     assert told == ["c", "turn 7"]

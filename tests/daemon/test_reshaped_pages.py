@@ -58,7 +58,7 @@ def test_a_slot_of_another_size_comes_over_one_that_is_being_read(
     monkeypatch.setattr(Mover, "submit", watched)
     sizes = PAGE_BYTES, PAGE_BYTES, PAGE_BYTES
     move = p.Move(1, 0, "hbm", 0, "dram", 3, *sizes, p.Priority.DEMOTION)
-    daemon._dispatch(p.Plan(None, [move], [], [p.Reshaped("dram", 0, 8)]))
+    daemon.dispatch(p.Plan(None, [move], [], [p.Reshaped("dram", 0, 8)]))
     assert was_raised == [True]
     assert (reader.generations(np.arange(9, dtype=np.int32)) - seen).tolist() == [1] * 8 + [0]
 
@@ -67,16 +67,16 @@ def test_a_put_is_answered_after_its_pages_generations_were_raised(daemon: Daemo
     """The same through the whole daemon: two namespaces, whose blocks differ in size."""
     now_s = 1.0
     for tier in ("hbm", "dram"):
-        daemon._do(p.TierUp(tier, now_s))
-    large = daemon._do(p.OpenNamespace(b"l" * 32, 1, 8 * PAGE_BYTES))
-    small = daemon._do(p.OpenNamespace(b"s" * 32, 1, PAGE_BYTES))
-    placed = daemon._do(p.Put(large, bytes(4), 0, 1, 1, now_s, 100.0))
+        daemon.gate.do(p.TierUp(tier, now_s))
+    large = daemon.gate.do(p.OpenNamespace(b"l" * 32, 1, 8 * PAGE_BYTES))
+    small = daemon.gate.do(p.OpenNamespace(b"s" * 32, 1, PAGE_BYTES))
+    placed = daemon.gate.do(p.Put(large, bytes(4), 0, 1, 1, now_s, 100.0))
     reader = Arena.attach(daemon.parts.arenas[placed.tier].path)
     seen = reader.generations(placed.slots)
-    daemon._do(p.WriterGone(1, now_s))
-    daemon._do(p.Put(small, bytes(12), 0, 3, 2, now_s, 100.0))
+    daemon.gate.do(p.WriterGone(1, now_s))
+    daemon.gate.do(p.Put(small, bytes(12), 0, 3, 2, now_s, 100.0))
     assert reader.generations(placed.slots) == seen + 1
 
 
 def test_pages_of_a_tier_without_an_arena_are_no_work(daemon: Daemon) -> None:
-    daemon._dispatch(p.Plan(None, [], [], [p.Reshaped("disk", 0, 8)]))
+    daemon.dispatch(p.Plan(None, [], [], [p.Reshaped("disk", 0, 8)]))

@@ -1,5 +1,5 @@
 """One file per operation of the protocol, or per close pair: what a request means and its answer.
 
-Doors: one class a file, called from `daemon.dispatch` with a decoded request; each turns it into
-events of the cache engine.
+Doors: the functions that `handles` (daemon/gate.py) registers; `daemon.dispatch` imports every file
+here and calls them. A handler turns a request into events of the cache engine, and replies.
 """

@@ -2,28 +2,35 @@
 
     asked ──▶ stepping ◀──▶ paused until the next tick        (records are being deleted: enough
                  │                                             for now; or a copy is on its way)
-                 └──▶ over: everybody who asked is told
+                 └──▶ over: every request for it is answered
 
-Whoever asks while it is under way joins it, and it begins once more, since what has been passed by
-may hold new blocks. Who has waited long enough is told what was forgotten by then; it goes on. One
-entry for each namespace at most. Used from the daemon's loop only.
+A request that comes while it is under way joins it, and it begins once more, since the part that is
+done may hold new blocks. A request whose deadline passes is answered with what was forgotten by
+then; the clearing goes on. One entry for each namespace at most. Used from the daemon's loop only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
+from hicache.daemon.gate import Asked, Gate, handles
 from hicache.daemon.pending import Peer
 from hicache.engine import plan as p
-from hicache.engine.core import CacheEngine
 from hicache.protocol.messages import WireError
+from hicache.protocol.operations import CLEAR, ClearReply, ClearRequest
 
 STEP_BLOCKS: Final = 512
-"""Some 4 ms, in which nobody else is served."""
+"""Some 4 ms, in which no other request is served."""
 MAX_PEERS: Final = 64
-"""Who wait for one namespace."""
+"""That wait for one namespace."""
+
+
+@handles(CLEAR)
+def clear(gate: Gate, asked: Asked[ClearRequest]) -> None:
+    """The session's namespace."""
+    clearances, deadline_s = gate.state(Clearances), gate.deadline_s(asked)
+    clearances.ask(asked.peer, asked.session.namespace, deadline_s, asked.now_s)
 
 
 @dataclass(slots=True)
@@ -37,15 +44,10 @@ class _Clearance:
 
 
 class Clearances:
-    """`do` is the front door's, for events with their moves; `reply` answers a peer."""
+    """All that are under way."""
 
-    def __init__(
-        self,
-        engine: CacheEngine,
-        do: Callable[[p.Clear], p.Cleared],
-        reply: Callable[[Peer, Mapping[str, Any]], None],
-    ) -> None:
-        self._engine, self._do, self._reply = engine, do, reply
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
         self._under_way: dict[int, _Clearance] = {}
 
     def __len__(self) -> int:
@@ -59,7 +61,7 @@ class Clearances:
     def ask(self, peer: Peer, namespace: int, deadline_s: float, now_s: float) -> None:
         """Clear a namespace; the answer comes when it is done, or at the deadline. Raises
         WireError('refused') where too many wait for that already."""
-        digest = self._engine.residency.namespaces[namespace].digest
+        digest = self._gate.engine.queries.namespace(namespace).digest
         known = self._under_way.get(namespace)
         if known is None or known.digest != digest:
             known = self._under_way[namespace] = _Clearance(digest)
@@ -75,34 +77,36 @@ class Clearances:
         for number, clearance in self._under_way.items():
             if not clearance.is_paused:
                 del self._under_way[number]
-                if self._engine.residency.namespaces[number].digest != clearance.digest:
-                    self._tell_all(clearance, is_complete=True)  # others have its number by now
+                if self._gate.engine.queries.namespace(number).digest != clearance.digest:
+                    self._reply_to_all(
+                        clearance, is_complete=True
+                    )  # another one has its number by now
                     return False
                 return self._step(number, clearance, now_s)
         return False
 
     def tick(self, now_s: float) -> None:
-        """Who paused goes on; who waited long enough is told."""
+        """Paused ones go on; requests whose deadline has passed are answered."""
         for clearance in self._under_way.values():
             clearance.is_paused = False
             late = [(peer, due_s) for peer, due_s in clearance.peers if due_s <= now_s]
             clearance.peers = [(peer, due_s) for peer, due_s in clearance.peers if due_s > now_s]
             for peer, _ in late:
-                self._reply(peer, {"cleared": clearance.blocks, "complete": False})
+                self._gate.reply(peer, ClearReply(cleared=clearance.blocks, complete=False))
 
     def _step(self, number: int, clearance: _Clearance, now_s: float) -> bool:
         """It is put back, behind the others, unless it is over."""
-        done = self._do(p.Clear(number, now_s, STEP_BLOCKS, clearance.begins))
+        done = self._gate.do(p.Clear(number, now_s, STEP_BLOCKS, clearance.begins))
         clearance.blocks += done.blocks
         clearance.begins, clearance.is_paused = False, done.is_waiting
         if done.is_over and not clearance.begins_again:
-            self._tell_all(clearance, is_complete=done.is_complete)
+            self._reply_to_all(clearance, is_complete=done.is_complete)
             return done.blocks > 0
         if done.is_over:
             clearance.begins, clearance.begins_again = True, False
         self._under_way[number] = clearance
         return done.blocks > 0
 
-    def _tell_all(self, clearance: _Clearance, *, is_complete: bool) -> None:
+    def _reply_to_all(self, clearance: _Clearance, *, is_complete: bool) -> None:
         for peer, _ in clearance.peers:
-            self._reply(peer, {"cleared": clearance.blocks, "complete": is_complete})
+            self._gate.reply(peer, ClearReply(cleared=clearance.blocks, complete=is_complete))

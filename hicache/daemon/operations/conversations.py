@@ -1,8 +1,8 @@
-"""Which prompt a conversation has come to, by the name that the inference engine gives it.
+"""The newest prompt of each conversation, by the name that the inference engine gives it.
 
-So a hint needs no tokens. A prompt that does not extend the one before says nothing: agents go back
-and forth between contexts under one name. Bounded by the bytes of the prompts, the longest unheard
-of go first; a forgotten conversation costs hits only. Used from the daemon's loop only.
+So a hint needs no tokens. A prompt need not extend the one before: agents go back and forth between
+contexts under one name. Bounded by the bytes of the prompts; the conversations whose last request
+is longest ago are forgotten first, which costs hits only. Used from the daemon's loop only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ MAX_BYTES: Final = 32 << 20
 
 
 class Conversations:
-    """The newest prompt of each, by (namespace, name)."""
+    """By (namespace, name)."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, _: object = None, max_bytes: int = MAX_BYTES) -> None:
         self._prompts: OrderedDict[tuple[int, str], bytes] = OrderedDict()
         self._num_bytes = 0
         self._max_bytes = max_bytes
@@ -31,11 +31,11 @@ class Conversations:
         return self._num_bytes
 
     def newest(self, namespace: int, name: str) -> bytes:
-        """The prompt it has come to; b"" where it is not known."""
+        """b"" where the conversation is not known."""
         return self._prompts.get((namespace, name), b"")
 
     def went_on(self, namespace: int, name: str, tokens: bytes) -> None:
-        """It asks for this prompt now."""
+        """A match or a hint of the conversation names this prompt."""
         self.ended(namespace, name)
         self._prompts[namespace, name] = tokens
         self._num_bytes += len(tokens)
@@ -43,5 +43,5 @@ class Conversations:
             self.ended(*next(iter(self._prompts)))
 
     def ended(self, namespace: int, name: str) -> None:
-        """It is over."""
+        """Forget it."""
         self._num_bytes -= len(self._prompts.pop((namespace, name), b""))

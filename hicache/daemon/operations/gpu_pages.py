@@ -13,13 +13,13 @@ may not be reused, until when, and who sees to it:
    other bytes: then the load has failed, whatever the worker says.
 3. Slots of a save belong to a ticket, and are written by the worker. Nobody else gets them before
    that has ended, whatever becomes of the ticket: a commit is refused meanwhile; an abort, or the
-   end of the session, takes effect when the save has ended (`is_writing`).
+   end of the session, takes effect when the save has ended (`written_owners`).
 4. The worker dies: its copies have ended with it, and its mappings are gone. Loads and saves are
    answered with an error, and registrations are no more.
 
-That a load has begun, and what it took if it came, is told to the cache engine, which learns from
-it and counts nothing as delivered that did not come; and for whom the worker copies (`copies_for`)
-is what its planner has to know before there is a load.
+The cache engine gets an event when a load begins, and one with the time that it took when it has
+come: it learns from the second, and counts as delivered only what has come. Its planner needs to
+know before the first load for which groups the worker copies (`Gate.page_owners`).
 
 Used from the daemon's loop only.
 """
@@ -28,17 +28,30 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
+from hicache.daemon.gate import Asked, Gate, handles
 from hicache.daemon.pending import Peer
 from hicache.daemon.sessions import Session
 from hicache.engine import plan as p
-from hicache.engine.core import CacheEngine
 from hicache.protocol.messages import WireError
+from hicache.protocol.operations import (
+    LOAD,
+    REGISTER,
+    SAVE,
+    UNREGISTER,
+    LoadReply,
+    LoadRequest,
+    RegisterReply,
+    RegisterRequest,
+    Reply,
+    SaveReply,
+    SaveRequest,
+    UnregisterRequest,
+)
 from hicache.tiers.block import Ids
 from hicache.transfer.gpu_pages.page_messages import (
     Claim,
@@ -54,9 +67,6 @@ from hicache.transfer.worker_messages import pack
 MAX_REGISTRATIONS: Final = 256
 MAX_COPIES: Final = 64
 """Of one registration, under way at once."""
-
-Reply = Callable[[Peer, Mapping[str, Any]], None]
-Do = Callable[[p.Event[Any]], Any]
 
 
 class Workers(Protocol):
@@ -98,26 +108,40 @@ class _Copy:
     num_blocks: int = 0
 
 
-class Paging:
-    """`reply` answers a peer, `do` takes an event to the cache engine. When the last save into its
-    group's slots has ended, `owner_at_rest` is told of the group, which may have ended."""
+@handles(REGISTER)
+def register(gate: Gate, asked: Asked[RegisterRequest]) -> None:
+    """Answered when the worker has mapped the pages."""
+    gate.state(GpuPages).register(asked)
 
-    def __init__(
-        self,
-        engine: CacheEngine,
-        reply: Reply,
-        do: Do,
-        owner_at_rest: Callable[[int, float], None],
-    ) -> None:
-        self._engine = engine
-        self._reply = reply
-        self._do, self._owner_at_rest = do, owner_at_rest
+
+@handles(LOAD)
+def load(gate: Gate, asked: Asked[LoadRequest]) -> None:
+    """Blocks of a lease of this session's group into pages."""
+    gate.state(GpuPages).load(asked)
+
+
+@handles(SAVE)
+def save(gate: Gate, asked: Asked[SaveRequest]) -> None:
+    """Pages into slots of a ticket of this session's group."""
+    gate.state(GpuPages).save(asked)
+
+
+@handles(UNREGISTER)
+def unregister(gate: Gate, asked: Asked[UnregisterRequest]) -> None:
+    """Answered when no copy of it is under way and the worker has let go of the pages."""
+    gate.state(GpuPages).unregister(asked)
+
+
+class GpuPages:
+    """All registrations and copies. Keeps the gate's `page_owners` and `written_owners`."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate, self._engine = gate, gate.engine
         self._workers: Workers | None = None
         self._devices: list[str] = []
         self._registrations: dict[int, _Registration] = {}
         self._copies: dict[int, _Copy] = {}
         self._written_tickets: Counter[int] = Counter()
-        self._written_owners: Counter[int] = Counter()
         self._acknowledged: set[int] = set()
         self._saved_tickets: set[int] = set()
         self._numbers = itertools.count(1)
@@ -131,18 +155,13 @@ class Paging:
         """Whether there is a GPU worker at all."""
         return bool(self._devices)
 
-    def copies_for(self, session: Session) -> bool:
-        """Whether blocks that it asks for are copied by the worker: some session of its group has
-        shared the pages that they go to. A scheduler asks, and its ranks have the pages."""
-        asked = session.group.number, session.namespace
-        return any((known.owner, known.namespace) == asked for known in self._served())
-
     def copies_in(self, namespace: int) -> bool:
-        """Whether the worker copies for somebody who asks for this namespace's blocks."""
-        return any(known.namespace == namespace for known in self._served())
+        """Whether the worker copies blocks of this namespace for some client."""
+        return any(number == namespace for _, number in self._gate.page_owners)
 
-    def _served(self) -> Iterator[_Registration]:
-        return (known for known in self._registrations.values() if known.state == "mapped")
+    def _note_owners(self) -> None:
+        served = (known for known in self._registrations.values() if known.state == "mapped")
+        self._gate.page_owners = {(known.owner, known.namespace) for known in served}
 
     def counts(self) -> dict[str, int]:
         """For `stats`."""
@@ -150,8 +169,9 @@ class Paging:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def register(self, peer: Peer, session: Session, body: Any) -> None:
-        """Answered when the worker has mapped them. WireError where that cannot be."""
+    def register(self, asked: Asked[RegisterRequest]) -> None:
+        """Raises WireError where the pages cannot be mapped."""
+        body, session = asked.request, asked.session
         if not self._devices:
             raise WireError("refused", "no GPU worker here: copy through the arena")
         if not session.pid:
@@ -182,15 +202,14 @@ class Paging:
             device,
             body.pages_per_block,
             num_planes,
-            peer=peer,
+            peer=asked.peer,
         )
 
-    def load(self, peer: Peer, session: Session, body: Any) -> None:
-        """Blocks of a lease of this session's group into pages. Raises UnknownLease, WireError."""
+    def load(self, asked: Asked[LoadRequest]) -> None:
+        """Raises UnknownLease, WireError."""
+        body, session, peer = asked.request, asked.session, asked.peer
         registration = self._mapped(session, body.registration)
-        lease = self._engine.residency.leases.leases.get(body.lease)
-        if lease is None or lease.owner != session.group.number:
-            raise p.UnknownLease(body.lease)
+        lease = self._engine.queries.lease_of(body.lease, asked.owner)
         if not lease.by_worker:
             raise WireError("refused", "a load needs a fetch of its lease with `pages`, before it")
         pages = _table(body.pages, registration.pages_per_block)
@@ -200,7 +219,7 @@ class Paging:
         runs = tuple(self._engine.readable_now(lease.id, first, last))
         num_blocks = sum(len(run.slots) for run in runs)
         if not num_blocks:
-            self._reply(peer, {"blocks": 0, "seconds": 0.0})
+            self._gate.reply(peer, LoadReply(blocks=0, seconds=0.0))
             return
         self._start(
             _Copy(next(self._numbers), registration, peer, lease.id, runs, num_blocks=num_blocks),
@@ -209,14 +228,13 @@ class Paging:
             pages[:num_blocks],
             body.planes_per_part,
         )
-        self._do(p.Loading(lease.id, first))
+        self._gate.do(p.Loading(lease.id, first))
 
-    def save(self, peer: Peer, session: Session, body: Any) -> None:
-        """Pages into slots of a ticket of this session's group. Raises UnknownTicket, WireError."""
+    def save(self, asked: Asked[SaveRequest]) -> None:
+        """Raises UnknownTicket, WireError."""
+        body, session = asked.request, asked.session
         registration = self._mapped(session, body.registration)
-        ticket = self._engine.residency.leases.tickets.get(body.ticket)
-        if ticket is None or ticket.owner != session.group.number:
-            raise p.UnknownTicket(body.ticket)
+        ticket = self._engine.queries.ticket_of(body.ticket, asked.owner)
         indices = np.frombuffer(body.indices, "<u4").astype(np.int64)
         pages = _table(body.pages, registration.pages_per_block)
         places = np.searchsorted(ticket.indices, indices)
@@ -226,29 +244,28 @@ class Paging:
             raise WireError("malformed", "indices: blocks of this ticket, and pages for each")
         if len(np.unique(indices)) != len(indices):
             raise WireError("malformed", "indices: a block twice")
-        server = self._engine.residency
-        slots: Ids = server.blocks.slot[ticket.tier][ticket.ids[places]]
+        tier, slots = self._engine.queries.ticket_slots(ticket, places.astype(np.int32))
         copy = _Copy(
             next(self._numbers),
             registration,
-            peer,
+            asked.peer,
             ticket=ticket.id,
             owner=ticket.owner,
             num_blocks=len(indices),
         )
-        self._start(copy, session, [(server.tiers[ticket.tier].name, slots)], pages, 0)
+        self._start(copy, session, [(tier, slots)], pages, 0)
         self._written_tickets[ticket.id] += 1
-        self._written_owners[ticket.owner] += 1
+        self._gate.written_owners[ticket.owner] += 1
 
-    def unregister(self, peer: Peer, session: Session, number: int) -> None:
-        """Answered when nothing of it is on its way, and the worker has let go. Another session of
-        the same process may ask, too: it may not know that the one that registered has ended."""
-        registration = self._registrations.get(number)
-        if registration is None or registration.pid != session.pid:
+    def unregister(self, asked: Asked[UnregisterRequest]) -> None:
+        """Another session of the same process may ask, too: it may not know that the one that
+        registered has ended. Raises WireError."""
+        registration = self._registrations.get(asked.request.registration)
+        if registration is None or registration.pid != asked.session.pid:
             raise WireError("unknown_registration", "")
         if registration.peer is not None:
             raise WireError("refused", "this registration is being mapped or unmapped already")
-        registration.peer = peer
+        registration.peer = asked.peer
         self._close(registration)
 
     # --- what the rest of the daemon must wait for ------------------------------------------------
@@ -260,10 +277,6 @@ class Paging:
     def was_saved(self, ticket: int) -> bool:
         """Whether the worker wrote any of this ticket's slots: a commit brings no bytes then."""
         return ticket in self._saved_tickets
-
-    def is_writing(self, owner: int) -> bool:
-        """Whether the worker writes into this group's slots now."""
-        return self._written_owners[owner] > 0
 
     def give_up_later(self, ticket: int) -> None:
         """Its client writes no more: it is aborted when the worker does not either."""
@@ -297,9 +310,11 @@ class Paging:
             return
         if told.kind == "unmapped" or told.error:
             del self._registrations[told.number]
+            self._note_owners()
             self._answer(registration, told)
         elif registration.state == "mapping":
             registration.state = "mapped"
+            self._note_owners()
             self._answer(registration, told)
         else:  # the session ended while it was being mapped
             self._unmap_when_idle(registration)
@@ -312,12 +327,14 @@ class Paging:
         for registration in list(self._registrations.values()):
             if registration.device == device:
                 del self._registrations[registration.number]
+                self._note_owners()
                 is_asked_for = registration.state in ("closing", "unmapping")
                 self._answer(registration, PageTold("", 0, "" if is_asked_for else error))
 
     def _part(self, copy: _Copy, told: PageTold) -> None:
         if copy.peer is not None and self._still_there(copy):
-            self._reply(copy.peer, {"more": True, "planes": told.planes, "blocks": copy.num_blocks})
+            reply = LoadReply(blocks=copy.num_blocks, more=True, planes=told.planes)
+            self._gate.reply(copy.peer, reply)
 
     def _copied(self, copy: _Copy, told: PageTold, now_s: float) -> None:
         del self._copies[copy.number]
@@ -325,7 +342,7 @@ class Paging:
         if copy.peer is not None:
             self._tell_end(copy, told, is_there)
         if copy.lease and is_there and not told.error:
-            self._do(p.Loaded(copy.lease, copy.runs, told.seconds, now_s))
+            self._gate.do(p.Loaded(copy.lease, copy.runs, told.seconds, now_s))
         registration = copy.registration
         registration.num_copies -= 1
         if registration.state == "closing":
@@ -336,28 +353,31 @@ class Paging:
     def _tell_end(self, copy: _Copy, told: PageTold, is_there: bool) -> None:
         assert copy.peer is not None
         if told.error:
-            self._fail(copy.peer, "refused", told.error)
+            self._gate.refuse(copy.peer, "refused", told.error)
         elif not is_there:
-            self._fail(copy.peer, "unknown_lease", "the lease ended while its blocks were copied")
+            self._gate.refuse(
+                copy.peer, "unknown_lease", "the lease ended while its blocks were copied"
+            )
         else:
-            self._reply(copy.peer, {"blocks": copy.num_blocks, "seconds": told.seconds})
+            kind = SaveReply if copy.ticket else LoadReply
+            self._gate.reply(copy.peer, kind(blocks=copy.num_blocks, seconds=told.seconds))
 
     def _saved(self, copy: _Copy, now_s: float) -> None:
         """The slots are at rest: what waited for that may go on."""
         for counts, key in (
             (self._written_tickets, copy.ticket),
-            (self._written_owners, copy.owner),
+            (self._gate.written_owners, copy.owner),
         ):
             counts[key] -= 1
             if not counts[key]:
                 del counts[key]
-        self._saved_tickets &= self._engine.residency.leases.tickets.keys()
+        self._saved_tickets &= self._engine.queries.tickets()
         self._saved_tickets.add(copy.ticket)
         if not self.is_saving(copy.ticket) and copy.ticket in self._acknowledged:
             self._acknowledged.discard(copy.ticket)
-            self._do(p.Abort(copy.ticket, now_s, writer_gone=True))
-        if not self.is_writing(copy.owner):
-            self._owner_at_rest(copy.owner, now_s)
+            self._gate.do(p.Abort(copy.ticket, now_s, writer_gone=True))
+        if not self._gate.written_owners[copy.owner]:
+            self._gate.free_if_over(copy.owner, now_s)
 
     def _still_there(self, copy: _Copy) -> bool:
         """A load's blocks are where they were; a lease that has not ended has held them there."""
@@ -397,6 +417,7 @@ class Paging:
 
     def _unmap_when_idle(self, registration: _Registration) -> None:
         registration.state = "closing"
+        self._note_owners()
         if registration.num_copies or self._workers is None:
             return
         registration.state = "unmapping"
@@ -408,16 +429,14 @@ class Paging:
         if peer is None:
             return
         if told.error:
-            self._fail(peer, "refused", told.error)
+            self._gate.refuse(peer, "refused", told.error)
         elif registration.state == "mapped":
             assert self._workers is not None
             pid = self._workers.pids().get(registration.device, 0)
-            self._reply(peer, {"registration": registration.number, "pid": pid})
+            reply = RegisterReply(registration=registration.number, pid=pid)
+            self._gate.reply(peer, reply)
         else:
-            self._reply(peer, {})
-
-    def _fail(self, peer: Peer, code: str, message: str) -> None:
-        self._reply(peer, {"ok": False, "error": code, "message": message})
+            self._gate.reply(peer, Reply())
 
     def _mapped(self, session: Session, number: int) -> _Registration:
         registration = self._registrations.get(number)
@@ -432,7 +451,7 @@ class Paging:
             raise WireError("refused", "the GPU worker is not up: copy through the arena")
 
 
-def _claim(number: int, body: Any) -> Claim:
+def _claim(number: int, body: RegisterRequest) -> Claim:
     sizes = body.page_bytes, body.pages_per_block
     try:
         claim = claim_of(number, body.bus_id, body.handles, body.planes, *sizes)

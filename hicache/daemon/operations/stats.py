@@ -1,101 +1,116 @@
-"""What `stats`, `explain` and `tree` answer: of the cache engine, the mover and the front door."""
+"""`stats`, `explain`, `what_if`: counters, decisions and sampled requests, for operators."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from hicache.daemon.dispatch import Service
-from hicache.daemon.operations.warm import pin_rows
-from hicache.daemon.upkeep.health import Condition
+from hicache import __version__
+from hicache.daemon.gate import Asked, Gate, handles
+from hicache.daemon.operations.clear import Clearances
+from hicache.daemon.operations.conversations import Conversations
+from hicache.daemon.operations.gpu_pages import GpuPages
+from hicache.daemon.operations.pin import pin_rows
+from hicache.daemon.operations.put import PutCounts
 from hicache.engine.core import CacheEngine
-from hicache.engine.index.snapshot import page
-from hicache.engine.plan import Priority
 from hicache.engine.planner.decision_log import Record
-from hicache.engine.residency.blocks import CopyState
-from hicache.engine.residency.pinned import pinned_bytes
-from hicache.protocol.messages import TOKEN_BYTES
-from hicache.protocol.operations import TreeRequest
-from hicache.tiers.block import slot_bytes_for
-from hicache.transfer.mover import Mover
+from hicache.protocol.messages import TOKEN_BYTES, WireError
+from hicache.protocol.operations import (
+    EXPLAIN,
+    STATS,
+    WHAT_IF,
+    ExplainReply,
+    ExplainRequest,
+    StatsReply,
+    StatsRequest,
+    WhatIfReply,
+    WhatIfRequest,
+)
 
-NODE_BYTES: Final = 400
-"""Of the index, without its symbols: about (`make bench-index BENCH_ARGS=--scale` measures it)."""
 
-
-def report(
-    service: Service, mover: Mover, condition: Condition, media: Mapping[str, str]
-) -> dict[str, Any]:
-    """The answer to `stats`, but for what names the process. `media`: of each tier."""
-    engine = service.engine
-    book = engine.residency.leases
-    notes, states = condition.tier_notes(), condition.tier_states()
-    namespaces = namespace_rows(service)
+@handles(STATS)
+def stats(gate: Gate, asked: Asked[StatsRequest]) -> None:
+    """Everything that is counted."""
+    upkeep, engine, queries = gate.upkeep, gate.engine, gate.engine.queries
+    namespaces = namespace_rows(gate)
     index = index_row(engine, namespaces)
-    return {
-        "sessions": len(service.sessions),
-        "leases": len(book.leases),
-        "pins": pin_rows(engine, service.epoch, time.monotonic()),
-        "pinned_blocks": len(book.kept),
-        "tickets": len(book.tickets),
-        "waiting": len(service.waiting) + len(service.clearances),
-        "namespaces": namespaces,
-        "index": index,
-        "tiers": tier_rows(engine, media, notes, states),
-        "links": link_rows(engine),
-        "planner": planner_row(service),
-        "requests": dict(service.requests),
-        "errors": dict(service.errors),
-        "puts": dict(service.puts),
-        "gate": gate_row(engine),
-        "history": history_row(engine),
-        "dropped_blocks": engine.evictor.dropped,
-        "workers": mover.pids(),
-        "memory": memory_row(service, mover, index["tokens"]),
-        "pages": service.paging.counts(),
-        "queues": queue_rows(service, mover),
-    }
+    publisher = upkeep.publisher
+    reply = StatsReply(
+        uptime_s=asked.now_s - upkeep.condition.started_s,
+        epoch=gate.epoch,
+        pid=os.getpid(),
+        version=__version__,
+        events=publisher.counts() if publisher is not None else {},
+        sessions=len(gate.sessions),
+        leases=queries.num_leases(),
+        pins=pin_rows(gate, asked.now_s),
+        pinned_blocks=queries.num_pinned_blocks(),
+        tickets=len(queries.tickets()),
+        waiting=len(gate.waiting) + len(gate.state(Clearances)),
+        namespaces=namespaces,
+        index=index,
+        tiers=tier_rows(gate),
+        links=link_rows(engine),
+        planner=planner_row(engine),
+        requests=dict(gate.requests),
+        errors=dict(gate.errors),
+        puts=dict(gate.state(PutCounts).blocks),
+        gate=gate_row(engine),
+        history=history_row(engine),
+        dropped_blocks=engine.evictor.dropped,
+        workers=upkeep.mover.pids(),
+        memory=memory_row(gate, index["tokens"]),
+        pages=gate.state(GpuPages).counts(),
+        queues=queue_rows(gate),
+    )
+    gate.reply(asked.peer, reply)
 
 
-def tier_rows(
-    engine: CacheEngine,
-    media: Mapping[str, str],
-    notes: Mapping[str, str],
-    states: Mapping[str, str],
-) -> list[dict[str, Any]]:
+@handles(EXPLAIN)
+def explain(gate: Gate, asked: Asked[ExplainRequest]) -> None:
+    """The planner's last decisions on hits, in words and as data."""
+    gate.engine.matching.settle()
+    rows = decision_rows(gate, asked.request.last, asked.now_s)
+    gate.reply(asked.peer, ExplainReply(decisions=rows))
+
+
+@handles(WHAT_IF)
+def what_if(gate: Gate, asked: Asked[WhatIfRequest]) -> None:
+    """A sample of the last requests, from which a client computes what other sizes would hit."""
+    upkeep = gate.upkeep
+    gate.witnesses.tell()
+    if upkeep.sample is None:
+        raise WireError("refused", "what_if is false in the configuration")
+    tiers: list[dict[str, Any]] = [
+        {
+            "name": spec.name,
+            "bytes": pool.capacity_bytes,
+            "eviction": getattr(upkeep.serving.config.tiers, spec.name).eviction,
+        }
+        for spec, pool in zip(upkeep.parts.tiers, upkeep.parts.pools, strict=True)
+    ]
+    gate.reply(asked.peer, WhatIfReply(tiers=tiers, **upkeep.sample.report()))
+
+
+def tier_rows(gate: Gate) -> list[dict[str, Any]]:
     """One row per tier, fastest first."""
-    residency = engine.residency
-    rows = []
-    for number, spec in enumerate(residency.tiers):
-        pool = residency.pools[number]
-        counts = engine.ledger.tiers[spec.name]
-        states_of = residency.blocks.counts[number]
-        into = [m for m in residency.moves.values() if m.dst == spec.name]
+    upkeep, rows = gate.upkeep, []
+    notes, states = upkeep.condition.tier_notes(), upkeep.condition.tier_states()
+    for name, counters in gate.engine.queries.tier_counters().items():
+        counts, is_up = gate.engine.ledger.tiers[name], counters.pop("is_up")
         rows.append(
             {
-                "name": spec.name,
-                "medium": media.get(spec.name, ""),
-                "state": states.get(spec.name, "up" if residency.is_up(number) else "down"),
-                "note": notes.get(spec.name, ""),
-                "capacity_bytes": pool.capacity_bytes,
-                "used_bytes": pool.used_bytes,
-                "given_back_bytes": len(pool.withheld) * pool.slab_bytes,
-                "quarantined_bytes": pool.quarantined_bytes,
-                "pinned_bytes": pinned_bytes(residency, number),
-                "blocks": int(states_of[CopyState.READY] + states_of[CopyState.DRAINING]),
+                "name": name,
+                "medium": upkeep.parts.media.get(name, ""),
+                "state": states.get(name, "up" if is_up else "down"),
+                "note": notes.get(name, ""),
+                **counters,
                 "hits": counts.hits,
                 "hit_tokens": counts.hit_tokens,
                 "bytes_served": counts.bytes_served,
                 "seconds_saved": counts.seconds_saved,
-                "promotions": residency.promoted[number],
-                "demotions": residency.demoted[number],
-                "evictions": residency.evicted[number],
-                "corrupt": residency.corrupt[number],
-                "queue_depth": len(into),
-                "queue_bytes": sum(move.block_bytes for move in into),
             }
         )
     return rows
@@ -103,66 +118,38 @@ def tier_rows(
 
 def link_rows(engine: CacheEngine) -> list[dict[str, Any]]:
     """What each link is believed to do, and what is on it."""
-    residency = engine.residency
+    tiers, queries = engine.queries.tiers(), engine.queries
     return [
         {
-            "src": residency.tiers[src].name,
-            "dst": residency.tiers[dst].name,
+            "src": tiers[src].name,
+            "dst": tiers[dst].name,
             "bytes_per_s": cost.bytes_per_s,
             "latency_s": cost.latency_s,
             "measurements": cost.num_measured,
-            "queued_bytes": residency.bytes_moving((src, dst), Priority.DEMOTION),
+            "queued_bytes": queries.queued_bytes((src, dst)),
         }
         for (src, dst), cost in engine.links.items()
     ]
 
 
-def namespace_rows(service: Service) -> list[dict[str, Any]]:
+def namespace_rows(gate: Gate) -> list[dict[str, Any]]:
     """One row per namespace, those without a client included."""
-    residency = service.engine.residency
-    rows = []
-    for namespace in residency.namespaces:
-        spec = service.namespaces.get(namespace.digest)
-        prefill = service.engine.prefill[namespace.number]
+    engine, rows = gate.engine, []
+    for namespace in engine.queries.namespaces():
+        spec = gate.namespaces.get(namespace.digest)
+        prefill = engine.prefill[namespace.number]
         rows.append(
             {
                 "digest": namespace.digest.hex(),
                 "name": spec.name if spec is not None else "",
                 "block_tokens": namespace.block_tokens,
                 "block_bytes": namespace.block_bytes,
-                "blocks": residency.index.num_blocks[namespace.number],
+                "blocks": engine.queries.num_blocks_of(namespace.number),
                 "prefill_tokens_per_s": prefill.tokens_per_s() if prefill.num_observed else None,
-                "loads": _loads(service.engine, namespace.number),
+                "loads": _loads(engine, namespace.number),
             }
         )
     return rows
-
-
-def tree_rows(
-    service: Service, body: TreeRequest, now_s: float, *, with_tokens: bool
-) -> dict[str, Any]:
-    """A page of the index's nodes (engine/index/snapshot.py), and the namespaces that are in it."""
-    residency = service.engine.residency
-    after, most, digest = body.after, body.most, body.namespace
-    found = page(residency, after, most, now_s, digest, with_tokens=with_tokens)
-    spaces = [residency.namespaces[number] for number in found.namespaces]
-    names = [service.namespaces.get(space.digest) for space in spaces]
-    return {
-        "tiers": [tier.name for tier in residency.tiers],
-        "namespaces": [
-            {
-                "digest": space.digest.hex(),
-                "name": spec.name if spec is not None else "",
-                "block_tokens": space.block_tokens,
-                "block_bytes": space.block_bytes,
-                "slot_bytes": slot_bytes_for(space.block_bytes),
-            }
-            for space, spec in zip(spaces, names, strict=True)
-        ],
-        "nodes": found.runs,
-        "next": found.next,
-        "end": found.end,
-    }
 
 
 def _loads(engine: CacheEngine, namespace: int) -> dict[str, Any] | None:
@@ -171,15 +158,14 @@ def _loads(engine: CacheEngine, namespace: int) -> dict[str, Any] | None:
     load = engine.estimates.loads.get(namespace)
     if load is None or not load.num_measured:
         return None
-    tiers = engine.residency.tiers
+    tiers = engine.queries.tiers()
     speeds = {tiers[tier].name: speed for tier, speed in load.bytes_per_s.items()}
     return {"measurements": load.num_measured, "bytes_per_s": speeds}
 
 
-def planner_row(service: Service) -> dict[str, Any]:
+def planner_row(engine: CacheEngine) -> dict[str, Any]:
     """The planner's decisions, how well it foresaw what they took, and what they should have
     been."""
-    engine = service.engine
     record, planner = engine.record, engine.planner
     observed = [cost.tokens_per_s() for cost in engine.prefill if cost.num_observed]
     reloads = record.reload_errors()
@@ -194,7 +180,7 @@ def planner_row(service: Service) -> dict[str, Any]:
         "prefill_tokens_per_s": observed[-1] if observed else None,
         "errors": [
             {
-                "namespace": engine.residency.namespaces[namespace].digest.hex(),
+                "namespace": engine.queries.namespace(namespace).digest.hex(),
                 "of": what,
                 **errors.summary(),
             }
@@ -211,13 +197,13 @@ def planner_row(service: Service) -> dict[str, Any]:
     }
 
 
-def decision_rows(service: Service, last: int, now_s: float) -> list[dict[str, Any]]:
+def decision_rows(gate: Gate, last: int, now_s: float) -> list[dict[str, Any]]:
     """The last decisions on hits, the youngest first."""
-    engine = service.engine
+    engine = gate.engine
     rows = []
     for record in engine.record.last(last):
-        namespace = engine.residency.namespaces[record.hit.namespace]
-        spec = service.namespaces.get(namespace.digest)
+        namespace = engine.queries.namespace(record.hit.namespace)
+        spec = gate.namespaces.get(namespace.digest)
         hit, decision = record.hit, record.decision
         rows.append(
             {
@@ -283,21 +269,17 @@ def history_row(engine: CacheEngine) -> dict[str, Any]:
     }
 
 
-def memory_row(service: Service, mover: Mover, index_tokens: int) -> dict[str, Any]:
+def memory_row(gate: Gate, index_tokens: int) -> dict[str, Any]:
     """Where the daemon's memory is: shared (the arenas) and its own. The index is estimated; all
     that is its own is in `private_bytes`, libraries included."""
-    residency = service.engine.residency
-    symbols = TOKEN_BYTES * index_tokens
     return {
-        "arena_bytes": {tier: arena.memory_bytes for tier, arena in service.arenas.items()},
-        "index_bytes": residency.blocks.num_bytes()
-        + symbols
-        + NODE_BYTES * residency.index.num_nodes,
+        "arena_bytes": {tier: arena.memory_bytes for tier, arena in gate.arenas.items()},
+        "index_bytes": gate.engine.queries.index_counters()["bytes"] + TOKEN_BYTES * index_tokens,
         "buffer_bytes": {
-            "waiting puts": service.waiting.put_bytes(),
-            "frames not read": sum(s.unread.num_bytes() for s in service.sessions),
-            "for workers": mover.unsent_bytes(),
-            "conversations": service.conversations.num_bytes,
+            "waiting puts": gate.waiting.put_bytes(),
+            "frames not read": sum(s.unread.num_bytes() for s in gate.sessions),
+            "for workers": gate.upkeep.mover.unsent_bytes(),
+            "conversations": gate.state(Conversations).num_bytes,
         },
         "private_bytes": _private_bytes(),
     }
@@ -309,43 +291,34 @@ def _private_bytes() -> int:
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
-def queue_rows(service: Service, mover: Mover) -> list[dict[str, Any]]:
-    """Everything that may grow with what clients ask for: how much there is, at most, by which key
-    of the configuration, and how often it was refused for that."""
-    limits, residency, waiting = service.limits, service.engine.residency, service.waiting
-    turned = service.turned_away
+def queue_rows(gate: Gate) -> list[dict[str, Any]]:
+    """Everything that grows with what clients ask for: its length, its bound, the key of the
+    configuration that sets the bound, and how often a request was refused for it."""
+    limits, queries, mover = gate.limits, gate.engine.queries, gate.upkeep.mover
+    pinned_share, num_spaces = round(queries.pinned_share(), 4), len(queries.namespaces())
     rows = [
-        ("sessions", len(service.sessions), limits.max_sessions, "max_sessions"),
-        ("namespaces", len(residency.namespaces), limits.max_namespaces, "max_namespaces"),
-        ("leases", len(residency.leases.leases), limits.max_leases, "max_leases"),
-        ("leased memory", round(service.leased_share, 4), limits.max_leased, "max_leased"),
-        ("pinned memory", _pinned_share(service), limits.max_pinned, "max_pinned"),
-        ("waiting puts", len(waiting.puts), limits.max_waiting, "max_waiting"),
+        ("sessions", len(gate.sessions), limits.max_sessions, "max_sessions"),
+        ("namespaces", num_spaces, limits.max_namespaces, "max_namespaces"),
+        ("leases", queries.num_leases(), limits.max_leases, "max_leases"),
+        ("leased memory", round(gate.leased_share, 4), limits.max_leased, "max_leased"),
+        ("pinned memory", pinned_share, limits.max_pinned, "max_pinned"),
+        ("waiting puts", len(gate.waiting.puts), limits.max_waiting, "max_waiting"),
     ]
-    told = [(*row, turned[row[0]]) for row in rows]
+    found = [(*row, gate.turned_away[row[0]]) for row in rows]
     for device, length in mover.num_queued().items():
         bound = limits.max_queued_moves
-        told.append((f"moves of {device}", length, bound, "max_queued_moves", mover.num_refused))
-    for session in service.sessions:
+        found.append((f"moves of {device}", length, bound, "max_queued_moves", mover.num_refused))
+    for session in gate.sessions:
         unread = session.unread.num_bytes()
         if unread:
             name = f"unread by {session.client}"
-            told.append((name, unread, limits.max_unread_bytes, "max_unread", 0))
+            found.append((name, unread, limits.max_unread_bytes, "max_unread", 0))
     keys = ("name", "length", "bound", "key", "refused")
-    return [dict(zip(keys, (*row[:3], f"limits.{row[3]}", row[4]), strict=True)) for row in told]
-
-
-def _pinned_share(service: Service) -> float:
-    """Of the tier where it is most."""
-    residency = service.engine.residency
-    pools = enumerate(residency.pools)
-    return round(
-        max(pinned_bytes(residency, n) / max(1, pool.capacity_bytes) for n, pool in pools), 4
-    )
+    return [dict(zip(keys, (*row[:3], f"limits.{row[3]}", row[4]), strict=True)) for row in found]
 
 
 def index_row(engine: CacheEngine, namespaces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The size of the index. `namespaces`: their rows."""
-    residency = engine.residency
+    counters = engine.queries.index_counters()
     tokens = sum(row["blocks"] * row["block_tokens"] for row in namespaces)
-    return {"blocks": len(residency.blocks), "nodes": residency.index.num_nodes, "tokens": tokens}
+    return {"blocks": counters["blocks"], "nodes": counters["nodes"], "tokens": tokens}

@@ -56,6 +56,7 @@ class Condition:
 
     def __init__(self, parts: Parts, engine: CacheEngine, mover: Mover, now_s: float) -> None:
         self.notes: dict[str, str] = {}
+        self.started_s = now_s
         self.loop = Loop(now_s)
         self.is_stopping = False
         self._parts, self._engine, self._mover = parts, engine, mover
@@ -75,10 +76,9 @@ class Condition:
         states = {spec.name: "up" for spec in self._parts.tiers}
         for worker in self._parts.workers:
             states[worker.far] = devices[worker.device]
-        server = self._engine.residency
-        for number, spec in enumerate(server.tiers):
-            if server.restoring >> number & 1 and states[spec.name] == "up":
-                states[spec.name] = "starting"
+        for tier in self._engine.queries.restoring_tiers():
+            if states[tier] == "up":
+                states[tier] = "starting"
         for tier in self._reluctant():
             if states[tier] == "up":
                 states[tier] = "read-only"
@@ -100,10 +100,9 @@ class Condition:
 
     def _reluctant(self) -> dict[str, str]:
         """The tiers that took nothing when they were last asked, and why."""
-        server = self._engine.residency
         return {
-            server.tiers[tier].name: f"takes no new blocks, and is asked again in a while: {reason}"
-            for tier, reason in server.backoff.reasons().items()
+            tier: f"takes no new blocks, and is asked again in a while: {reason}"
+            for tier, reason in self._engine.queries.refusing_tiers().items()
         }
 
     # --- all of it ------------------------------------------------------------------------------

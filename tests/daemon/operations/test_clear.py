@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from hicache.config import DeadlinesConfig, LimitsConfig
+from hicache.daemon.gate import Gate
 from hicache.daemon.operations.clear import MAX_PEERS, STEP_BLOCKS, Clearances
-from hicache.daemon.pending import Peer
+from hicache.daemon.pending import Part, Peer
+from hicache.daemon.sessions import Sessions
 from hicache.engine import plan as p
 from hicache.engine.requests import clear as clearing
+from hicache.protocol.keys import NamespaceSpec
 from hicache.protocol.messages import WireError
+from hicache.protocol.operations import ClearReply, Reply
 from tests.engine.world import MAPPED, ON_DISK, World, tokens_of
 
 TIERS = (("dram", 4 * STEP_BLOCKS, MAPPED), ("disk", 4 * STEP_BLOCKS, ON_DISK))
@@ -25,10 +30,25 @@ class Desk:
     def __init__(self) -> None:
         self.world = World(TIERS)
         self.told: list[tuple[int, int, bool]] = []
-        self.clearances = Clearances(self.world.engine, self.world.do, self.reply)
+        limits = LimitsConfig()
+        sessions = Sessions(limits.max_sessions, limits.session_ttl_s)
+        engine, deadlines = self.world.engine, DeadlinesConfig()
+        gate = Gate(engine, sessions, {}, "epoch", deadlines, limits, self)
+        self.clearances = Clearances(gate)
 
-    def reply(self, peer: Peer, fields: Mapping[str, Any]) -> None:
-        self.told.append((peer.request_id, fields["cleared"], fields["complete"]))
+    def send(
+        self, peer: Peer, message: Mapping[str, Any] | Reply, parts: Sequence[Part] = ()
+    ) -> None:
+        assert isinstance(message, ClearReply)
+        self.told.append((message.id, message.cleared, message.complete))
+
+    def dispatch(self, plan: p.Plan[Any]) -> None:
+        self.world.engine.identify(plan.moves)
+        self.world.in_flight.update({move.id: move for move in plan.moves})
+        self.world.engine.validate()
+
+    def describe(self, spec: NamespaceSpec) -> None:
+        pass
 
     def ask(self, request: int, namespace: int = 0, patience_s: float = 60.0) -> None:
         now_s = self.world.now_s

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.daemon.dispatch import Asked
-from hicache.daemon.fetch_replies import Part
-from hicache.daemon.operations.gpu_pages import MAX_COPIES
+from hicache.daemon.gate import Asked
+from hicache.daemon.operations.gpu_pages import MAX_COPIES, GpuPages
 from hicache.daemon.operations.stats import namespace_rows
-from hicache.daemon.pending import Peer
+from hicache.daemon.pending import Part, Peer
 from hicache.daemon.sessions import Session
 from hicache.engine import plan as p
 from hicache.protocol.messages import WireError, pack
@@ -65,11 +64,11 @@ class Worker:
         self.tell(PageTold(kind, order["n"], error, seconds=0.5))
 
     def tell(self, told: PageTold) -> None:
-        self.desk.service.paging.take(PageNews("gpu:0", told), self.desk.world.now_s)
+        self.desk.gate.state(GpuPages).take(PageNews("gpu:0", told), self.desk.world.now_s)
 
     def die(self) -> None:
         self.orders.clear()
-        self.desk.service.paging.worker_gone("gpu:0", self.desk.world.now_s)
+        self.desk.gate.state(GpuPages).worker_gone("gpu:0", self.desk.world.now_s)
 
 
 class PageDesk(Desk):
@@ -79,9 +78,9 @@ class PageDesk(Desk):
         super().__init__(folder)
         self.worker = Worker(self)
         self.pid = os.getpid()
-        self.service.paging.serve(["gpu:0"], self.worker)
+        self.gate.state(GpuPages).serve(["gpu:0"], self.worker)
 
-    def send(self, op: str, parts: Sequence[Part] = (), **fields: Any) -> None:
+    def request(self, op: str, parts: Sequence[Part] = (), **fields: Any) -> None:
         request = decode_request(pack({"op": op, "id": next(self._ids), **fields}))
         peer = Peer(b"peer", request.id)
         self.service.handle(Asked(peer, request, parts, self.pid, self.world.now_s))
@@ -94,7 +93,7 @@ class PageDesk(Desk):
 
     def later(self, op: str, **fields: Any) -> int:
         """Sent; the id by which its answer can be found."""
-        self.send(op, **fields)
+        self.request(op, **fields)
         return next(self._ids) - 1
 
     def registered(self, session: Session) -> int:
@@ -145,7 +144,7 @@ def desk(tmp_path: Path) -> PageDesk:
 
 def refused(desk: PageDesk, why: str, op: str, **fields: Any) -> None:
     with pytest.raises(WireError, match=why):
-        desk.send(op, **fields)
+        desk.request(op, **fields)
 
 
 def test_who_cannot_register_is_told_why(desk: PageDesk) -> None:
@@ -164,9 +163,9 @@ def test_who_cannot_register_is_told_why(desk: PageDesk) -> None:
     assert (reply["error"], reply["message"]) == ("refused", "CUDA does not map this memory")
     desk.pid = 0
     refused(desk, "cannot be seen", "register", s=desk.hello().token, **CLAIM)
-    desk.service.paging.serve([], desk.worker)
+    desk.gate.state(GpuPages).serve([], desk.worker)
     refused(desk, "no GPU worker", "register", s=s, **CLAIM)
-    assert desk.service.paging.counts() == {"registrations": 0, "copies": 0}
+    assert desk.gate.state(GpuPages).counts() == {"registrations": 0, "copies": 0}
 
 
 def test_another_sessions_pages_are_nobodys(desk: PageDesk) -> None:
@@ -176,7 +175,7 @@ def test_another_sessions_pages_are_nobodys(desk: PageDesk) -> None:
     lease = desk.matched(other)
     asked: dict[str, Any] = {"registration": number, "lease": lease, "pages": table(2)}
     with pytest.raises(WireError) as error:
-        desk.send("load", s=other.token, **asked)
+        desk.request("load", s=other.token, **asked)
     assert error.value.code == "unknown_registration"
 
 
@@ -203,7 +202,7 @@ def scored_by_worker(desk: PageDesk) -> bool:
     """Whether a router, who has no session, is told what the worker's loads take."""
     number = desk.world.engine.number_of(SPEC.digest())
     assert number is not None
-    return desk.service.paging.copies_in(number)
+    return desk.gate.state(GpuPages).copies_in(number)
 
 
 def priced_by_worker(desk: PageDesk, session: Session) -> bool:
@@ -218,7 +217,7 @@ def test_whose_blocks_the_worker_copies_is_known_before_they_are_asked_for(desk:
     scheduler = desk.hello()
     spec, group = SPEC.to_wire(), scheduler.group.token
     reply = desk.ask("hello", protocol=1, spec=spec, transport="frames", group=group)
-    rank, stranger = desk.service.sessions.by_token[reply["session"]], desk.hello()
+    rank, stranger = desk.gate.sessions.by_token[reply["session"]], desk.hello()
     store(desk, scheduler, PROMPT, 6)
     assert not priced_by_worker(desk, scheduler)
     assert not scored_by_worker(desk)
@@ -252,7 +251,7 @@ def test_the_planner_learns_what_a_load_took(desk: PageDesk) -> None:
     desk.worker.answer(desk.worker.of("load")[0])
     load = desk.world.engine.estimates.loads[session.namespace]
     assert load.seconds({0: 6.0 * BLOCK_BYTES}) == pytest.approx(0.5, rel=0.3)
-    row = namespace_rows(desk.service)[session.namespace]
+    row = namespace_rows(desk.gate)[session.namespace]
     assert row["loads"] == {"measurements": 1, "bytes_per_s": {"dram": load.bytes_per_s[0]}}
     desk.ask("release", s=session.token, lease=lease)
     record = next(desk.world.engine.record.last(1))
@@ -384,7 +383,7 @@ def test_slots_of_a_session_that_ended_are_free_when_the_save_has(
     else:
         desk.worker.die()
     assert desk.free_bytes() == before
-    assert desk.service.paging.counts() == {"registrations": 0, "copies": 0}
+    assert desk.gate.state(GpuPages).counts() == {"registrations": 0, "copies": 0}
 
 
 def test_unregister_is_answered_when_the_worker_has_let_go(desk: PageDesk) -> None:
@@ -403,7 +402,7 @@ def test_unregister_is_answered_when_the_worker_has_let_go(desk: PageDesk) -> No
     desk.worker.answer(desk.worker.of("unmap")[0])
     assert desk.reply_to(asked) == {"id": asked, "ok": True}
     with pytest.raises(WireError) as error:
-        desk.send("unregister", s=session.token, registration=number)
+        desk.request("unregister", s=session.token, registration=number)
     assert error.value.code == "unknown_registration"
 
 
@@ -421,18 +420,18 @@ def test_another_session_of_the_same_process_asks_whether_it_is_over(desk: PageD
     again = desk.registered(desk.hello())
     desk.pid = os.getppid()
     with pytest.raises(WireError) as error:
-        desk.send("unregister", s=desk.hello().token, registration=again)
+        desk.request("unregister", s=desk.hello().token, registration=again)
     assert error.value.code == "unknown_registration"
 
 
 def test_a_session_that_ended_while_its_pages_were_mapped(desk: PageDesk) -> None:
     session = desk.hello()
-    desk.send("register", s=session.token, **CLAIM)
+    desk.request("register", s=session.token, **CLAIM)
     desk.ask("bye", s=session.token)
     assert not desk.worker.of("unmap")
     desk.worker.answer(desk.worker.of("map")[0])
     desk.worker.answer(desk.worker.of("unmap")[0])
-    assert desk.service.paging.counts() == {"registrations": 0, "copies": 0}
+    assert desk.gate.state(GpuPages).counts() == {"registrations": 0, "copies": 0}
 
 
 def test_the_workers_death_answers_everybody(desk: PageDesk) -> None:
@@ -448,7 +447,7 @@ def test_the_workers_death_answers_everybody(desk: PageDesk) -> None:
         assert reply is not None
         assert (reply["error"], reply["message"]) == ("refused", "the GPU worker ended")
     assert desk.reply_to(letting_go) == {"id": letting_go, "ok": True}
-    assert desk.service.paging.counts() == {"registrations": 0, "copies": 0}
+    assert desk.gate.state(GpuPages).counts() == {"registrations": 0, "copies": 0}
 
 
 _STEPS = ("hello", "put", "save", "commit", "abort", "bye", "answer", "fail", "die", "age")
@@ -569,7 +568,7 @@ class World:
             self.answer()
         for namespace in self.desk.world.engine.residency.namespaces:
             self.desk.world.do(p.Clear(namespace.number, self.desk.world.now_s))
-        assert self.desk.service.paging.counts() == {"registrations": 0, "copies": 0}
+        assert self.desk.gate.state(GpuPages).counts() == {"registrations": 0, "copies": 0}
         assert self.desk.free_bytes() == self.before
         self.desk.world.engine.validate()
 

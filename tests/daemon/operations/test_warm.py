@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hicache.config import DeadlinesConfig, LimitsConfig
-from hicache.daemon.operations.warm import MAX_PINS, MAX_WARMINGS, pin_rows
+from hicache.daemon.operations.pin import MAX_PINS, pin_rows
+from hicache.daemon.operations.warm import MAX_WARMINGS
 from hicache.engine import plan as p
 from hicache.protocol.messages import WireError
 from hicache.protocol.operations import MAX_PIN_S
@@ -48,20 +49,20 @@ def test_a_warming_is_answered_when_it_is_planned(desk: Desk) -> None:
 
 
 def test_who_waits_is_told_at_its_end(desk: Desk) -> None:
-    desk.send("warm", **about(A), wait=True)
+    desk.request("warm", **about(A), wait=True)
     first, *others = desk.world.in_flight
     finish(desk, first)
     assert not desk.sent
-    assert len(desk.service.waiting) == 1
+    assert len(desk.gate.waiting) == 1
     finish(desk, *others)
     assert counts(desk.sent[-1].message) == (3, 3, 0)
     assert len(desk.sent) == 1
-    assert len(desk.service.waiting) == 0
+    assert len(desk.gate.waiting) == 0
 
 
 def test_who_waits_has_an_answer_by_the_deadline(desk: Desk) -> None:
     """With what has come by then; what travels arrives and stays."""
-    desk.send("warm", **about(A), wait=True, deadline_s=2.0)
+    desk.request("warm", **about(A), wait=True, deadline_s=2.0)
     first, *others = desk.world.in_flight
     finish(desk, first)
     desk.service.tick(desk.world.now_s + 0.7)
@@ -85,7 +86,7 @@ def test_a_warming_that_nobody_waits_for_holds_nothing_for_ever(desk: Desk) -> N
     desk.ask("warm", **about(A))
     leases = desk.world.engine.residency.leases.leases
     assert len(leases) == 1
-    desk.service.tick(desk.world.now_s + desk.service.limits.lease_ttl_s + 1)
+    desk.service.tick(desk.world.now_s + desk.gate.limits.lease_ttl_s + 1)
     assert not leases
 
 
@@ -107,20 +108,20 @@ def test_warmings_give_way_before_a_match_is_refused(desk: Desk) -> None:
     more than leases may hold. 3. The warming ends, who waits for it is told, and others are
     served."""
     session = desk.hello()
-    desk.service.configure(DeadlinesConfig(), LimitsConfig(max_leased=0.25))
-    desk.send("warm", **about(A), wait=True)
+    desk.gate.configure(DeadlinesConfig(), LimitsConfig(max_leased=0.25))
+    desk.request("warm", **about(A), wait=True)
     first, second, _ = desk.world.in_flight
     finish(desk, first, second)
     assert len(desk.sent) == 1, "it was not answered yet"
     desk.service.tick(desk.world.now_s)
     assert counts(desk.sent[-1].message) == (3, 2, 1)
     assert not desk.world.engine.residency.leases.leases
-    assert desk.service.leased_share == 0
+    assert desk.gate.leased_share == 0
     assert desk.ask("match", s=session.token, tokens=A)["ok"]
 
 
 def test_warmings_are_leases_too(desk: Desk) -> None:
-    desk.service.configure(DeadlinesConfig(), LimitsConfig(max_leases=1))
+    desk.gate.configure(DeadlinesConfig(), LimitsConfig(max_leases=1))
     desk.ask("warm", **about(A))
     with pytest.raises(WireError, match="max_leases") as error:
         desk.ask("warm", **about(A))
@@ -178,7 +179,7 @@ def test_a_pin_is_told_with_its_epoch(roomy: Desk) -> None:
     reply = roomy.ask("pin", **about(A + END), name="the tools", ttl_s=60)
     assert (reply["blocks"], reply["epoch"]) == (2, "epoch")
     assert reply["pin"].startswith("epoch-")
-    (row,) = pin_rows(roomy.world.engine, "epoch", roomy.world.now_s + 1)
+    (row,) = pin_rows(roomy.gate, roomy.world.now_s + 1)
     assert (row["pin"], row["name"], row["blocks"]) == (reply["pin"], "the tools", 2)
     assert (row["namespace"], row["ends_in_s"]) == (DIGEST.hex(), 59)
     assert roomy.ask("unpin", pin=reply["pin"])["unpinned"] is True
@@ -218,7 +219,7 @@ def test_more_than_the_share_is_refused_with_a_sentence(roomy: Desk) -> None:
     roomy.world.store(A)
     with pytest.raises(WireError, match=r"3 blocks .* more than 25% of dram \(limits.max_pinned\)"):
         roomy.ask("pin", **about(A))
-    assert roomy.service.turned_away["pinned memory"] == 1
+    assert roomy.gate.turned_away["pinned memory"] == 1
     assert not roomy.world.engine.residency.leases.pins
 
 

@@ -1,0 +1,229 @@
+"""What a handler gets: the request (`Asked`), and the one object through which it acts (`Gate`).
+
+    @handles(MATCH)
+    def match(gate: Gate, asked: Asked[MatchRequest]) -> None:
+        matched = gate.do(p.MatchPrompt(…))              an event for the cache engine
+        gate.engine.queries.lease_of(…)                  a question to it
+        gate.reply(asked.peer, MatchReply(…))            the answer, now or later
+        raise WireError("refused", "a sentence")         or an error reply instead
+        gate.waiting.puts.append(WaitingPut(…))          or an answer by a deadline
+        gate.state(Conversations)                        what an operation keeps between requests
+
+`handles` registers a handler with its operation. Dispatch has no other table. Used from the
+daemon's loop only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
+
+import msgspec
+
+from hicache.config import DeadlinesConfig, LimitsConfig
+from hicache.daemon.build import Parts
+from hicache.daemon.pending import Part, Peer, Waiting
+from hicache.daemon.serving_config import ServingConfig
+from hicache.daemon.sessions import Session, Sessions, Tracker
+from hicache.daemon.upkeep.health import Condition
+from hicache.daemon.upkeep.kv_publisher import Publisher
+from hicache.daemon.upkeep.observers import Witnesses
+from hicache.daemon.upkeep.request_sample import Sample
+from hicache.daemon.upkeep.tier_scrub import Scrubbing
+from hicache.engine import plan as p
+from hicache.engine.core import CacheEngine
+from hicache.protocol.keys import NamespaceSpec
+from hicache.protocol.messages import WireError, error_reply
+from hicache.protocol.registry import Operation, Q, R, Reply, operation_of
+from hicache.tiers.arena import Arena
+from hicache.transfer.mover import Mover
+
+Answer = TypeVar("Answer")
+State = TypeVar("State")
+
+
+class Asked(msgspec.Struct, Generic[Q]):
+    """A request with where it came from. `pid` is 0 where the socket does not tell it."""
+
+    peer: Peer
+    request: Q
+    parts: Sequence[Part]
+    pid: int
+    now_s: float
+    in_session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        """The session of the request. Operations that need none have none."""
+        assert self.in_session is not None, "this operation is declared without a session"
+        return self.in_session
+
+    @property
+    def owner(self) -> int:
+        """The owner of the session's leases and tickets in the cache engine."""
+        return self.session.group.number
+
+
+class Outlet(Protocol):
+    """Where things leave the daemon: replies to clients, moves to workers."""
+
+    def send(
+        self, peer: Peer, message: Mapping[str, Any] | Reply, parts: Sequence[Part] = ()
+    ) -> Tracker | None:
+        """Send one message. With parts it returns what says when ZeroMQ has let go of them, or
+        None where they could not be sent."""
+
+    def dispatch(self, plan: p.Plan[Any]) -> None:
+        """Carry out a plan."""
+
+    def describe(self, spec: NamespaceSpec) -> None:
+        """Write a namespace's readable description beside its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upkeep:
+    """The parts of the daemon that operators' operations read or start."""
+
+    parts: Parts
+    mover: Mover
+    condition: Condition
+    scrubbing: Scrubbing
+    serving: ServingConfig
+    publisher: Publisher | None
+    sample: Sample | None
+    is_private: bool
+
+
+class Gate:
+    """What a handler may do to the daemon, and what it may read of it.
+
+    `namespaces`: the specs, by digest; `leased_share`: of memory, as of the last tick;
+    `page_owners`: the (group, namespace) pairs for which the GPU worker copies; `written_owners`:
+    groups into whose slots it writes now.
+    """
+
+    upkeep: Upkeep
+    """Set by the loop before the first request."""
+
+    def __init__(
+        self,
+        engine: CacheEngine,
+        sessions: Sessions,
+        arenas: Mapping[str, Arena],
+        epoch: str,
+        deadlines: DeadlinesConfig,
+        limits: LimitsConfig,
+        outlet: Outlet,
+    ) -> None:
+        self.engine = engine
+        self.sessions = sessions
+        self.arenas = arenas
+        self.epoch = epoch
+        self.deadlines = deadlines
+        self.limits = limits
+        self.outlet = outlet
+        self.waiting = Waiting()
+        self.witnesses = Witnesses()
+        self.namespaces: dict[bytes, NamespaceSpec] = {}
+        self.leased_share = 0.0
+        self.page_owners: set[tuple[int, int]] = set()
+        self.written_owners: Counter[int] = Counter()
+        self.requests: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.turned_away: Counter[str] = Counter()
+        self._states: dict[Any, Any] = {}
+
+    def do(self, event: p.Event[Answer]) -> Answer:
+        """Hand one event to the cache engine, and its moves to the mover."""
+        plan = self.engine.handle(event)
+        self.outlet.dispatch(plan)
+        return plan.answer
+
+    def reply(self, peer: Peer, reply: Reply, parts: Sequence[Part] = ()) -> Tracker | None:
+        """Answer a request."""
+        reply.id = peer.request_id
+        return self.outlet.send(peer, reply, parts)
+
+    def confirm(self, asked: Asked[Any], reply: Reply) -> None:
+        """Answer a request, unless it is `quiet`."""
+        if not asked.request.quiet:
+            self.reply(asked.peer, reply)
+
+    def refuse(self, peer: Peer, code: str, sentence: str) -> None:
+        """Answer a request with an error after its handler has returned."""
+        self.errors[code] += 1
+        self.outlet.send(peer, error_reply(peer.request_id, code, sentence))
+
+    def turn_away(self, limit: str, sentence: str) -> NoReturn:
+        """Refuse a request because `limit` is reached. Raises WireError('refused')."""
+        self.turned_away[limit] += 1
+        raise WireError("refused", sentence)
+
+    def state(self, kind: Callable[[Gate], State]) -> State:
+        """What an operation keeps between requests: the daemon's one `kind(gate)`."""
+        found: State | None = self._states.get(kind)
+        if found is None:
+            found = self._states[kind] = kind(self)
+        return found
+
+    def deadline_s(self, asked: Asked[Any]) -> float:
+        """When the answer must leave: when the caller stops waiting, or at the configured limit if
+        that is sooner."""
+        key = operation_of(asked.request).deadline
+        assert key, "an operation whose answer waits is declared with a deadline"
+        limit_s: float = getattr(self.deadlines, f"{key}_s")
+        # A little before the caller gives up, so that what came is not lost on the way.
+        return asked.now_s + 0.95 * min(asked.request.deadline_s or limit_s, limit_s)
+
+    def check_tokens(self, tokens: bytes) -> None:
+        """Raises WireError('too_large')."""
+        if len(tokens) > 4 * self.limits.max_prompt_tokens:
+            raise WireError(
+                "too_large",
+                f"{len(tokens) // 4} tokens; at most {self.limits.max_prompt_tokens} "
+                "(limits.max_prompt_tokens)",
+            )
+
+    def check_leases(self) -> None:
+        """Raises WireError('refused') where there are as many leases as the limits allow, or they
+        hold as much of memory."""
+        if self.engine.queries.num_leases() >= self.limits.max_leases:
+            self.turn_away("leases", f"{self.limits.max_leases} leases are open (max_leases)")
+        if self.leased_share > self.limits.max_leased:
+            share = f"{self.leased_share:.0%}"
+            self.turn_away("leased memory", f"leases hold {share} of memory (limits.max_leased)")
+
+    def free_if_over(self, owner: int, now_s: float) -> None:
+        """Free a group's slots if its sessions have ended and nothing can write there any more:
+        no process of it, and not the GPU worker."""
+        is_over = all(group.number != owner for group in self.sessions.groups.values())
+        can_write = self.written_owners[owner] or self.sessions.has_writer_left(owner)
+        if is_over and not can_write:
+            self.do(p.WriterGone(owner, now_s))
+
+    def configure(self, deadlines: DeadlinesConfig, limits: LimitsConfig) -> None:
+        """Apply what can change while serving."""
+        self.deadlines, self.limits = deadlines, limits
+        self.sessions.max_sessions = limits.max_sessions
+        self.sessions.session_ttl_s = limits.session_ttl_s
+
+
+Handler = Callable[[Gate, Asked[Any]], None]
+HANDLERS: Final[dict[str, Handler]] = {}
+"""By the operation's name."""
+
+
+def handles(
+    operation: Operation[Q, R],
+) -> Callable[[Callable[[Gate, Asked[Q]], None]], Callable[[Gate, Asked[Q]], None]]:
+    """Register the decorated function as the operation's handler. It replies once, now or later,
+    or raises WireError for the one error reply."""
+
+    def register(handler: Callable[[Gate, Asked[Q]], None]) -> Callable[[Gate, Asked[Q]], None]:
+        assert operation.name not in HANDLERS, operation.name
+        HANDLERS[operation.name] = handler
+        return handler
+
+    return register

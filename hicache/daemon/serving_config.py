@@ -1,0 +1,46 @@
+"""The configuration that is in force, and reading it again while the daemon serves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from hicache.config import Config, ConfigError, LoadedConfig, diff_live, with_live
+from hicache.config.live import LiveDiff
+
+log = logging.getLogger("hicache")
+
+
+class ServingConfig:
+    """`load` reads the file of this name, or the file of the start where it is empty; `apply` gives
+    a changed configuration to the parts that use it."""
+
+    def __init__(
+        self,
+        config: Config,
+        load: Callable[[str], LoadedConfig],
+        apply: Callable[[Config], None],
+    ) -> None:
+        self.config = config
+        self._load, self._apply = load, apply
+
+    def reload(self, file: str = "") -> LiveDiff:
+        """Apply what can change live; the rest keeps its value until a restart. Raises ConfigError
+        with every mistake of the file, having changed nothing."""
+        config = self._load(file).config
+        changed = diff_live(self.config, config)
+        if changed.live:
+            self.config = with_live(self.config, config)
+            self._apply(self.config)
+        return changed
+
+    def reload_or_log(self) -> None:
+        """For a signal: no mistake in the file ends the daemon."""
+        try:
+            changed = self.reload()
+        except (ConfigError, OSError, ValueError, RecursionError) as error:
+            log.error("the configuration was not reloaded: %s", error)
+            return
+        log.info("applied: %s", ", ".join(changed.live) or "nothing")
+        if changed.restart:
+            log.warning("needs a restart: %s", ", ".join(changed.restart))
