@@ -65,3 +65,16 @@ def test_the_configuration_of_the_compose_file_is_valid(tmp_path: Path) -> None:
     folders = {volume.split(":")[1] for volume in compose["services"]["hicache"]["volumes"]}
     assert config.tiers.disk is not None
     assert str(config.tiers.disk.path) in folders
+
+
+def test_every_configuration_that_a_page_shows_in_full_is_valid(tmp_path: Path) -> None:
+    shown = [
+        body
+        for page in PAGES
+        for body in re.findall(r"^```yaml config\n(.*?)^```$", page.read_text(), re.S | re.M)
+    ]
+    assert shown
+    for number, body in enumerate(shown):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(body)
+        load_config(file, Surroundings.of({}, 1000))
