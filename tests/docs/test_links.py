@@ -39,3 +39,16 @@ def test_the_index_lists_every_page() -> None:
     pages = {page.resolve() for page in DOCS.glob("*.md")} - {index.resolve()}
     pages.add((DOCS / "decisions" / "README.md").resolve())
     assert pages <= listed
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    tests = {
+        found
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for found in re.findall(r"def (test_\w+)", file.read_text())
+    }
+    named = {
+        found for page in PAGES for found in re.findall(r"`(?:[\w/.]+::)?(test_\w+)`", prose(page))
+    }
+    assert len(named) > 100
+    assert not named - tests

@@ -125,6 +125,13 @@ def test_equal_blocks_after_different_ones_are_told_apart(block_tokens: int) -> 
     assert not (sample.hashes(1, tokens.tobytes(), step) == other).any()
 
 
+@pytest.mark.parametrize("block_tokens", [2, 16])
+def test_a_prompt_shorter_than_a_block_has_no_hashes(block_tokens: int) -> None:
+    """It was an error with a traceback in the daemon's log."""
+    tokens = np.arange(block_tokens - 1, dtype="<u4")
+    assert len(Sample(4096).hashes(0, tokens.tobytes(), 4 * block_tokens)) == 0
+
+
 # --- the record ---------------------------------------------------------------------------------
 
 

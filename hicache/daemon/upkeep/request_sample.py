@@ -97,7 +97,7 @@ class Sample:
         num_blocks = len(tokens) // step
         width = "<u8" if step % 8 == 0 else "<u4"  # two tokens at a time where that goes
         words = np.frombuffer(tokens, width, num_blocks * step // int(width[2]))
-        words = words.astype(np.uint64, copy=False).reshape(num_blocks, -1)
+        words = words.astype(np.uint64, copy=False).reshape(num_blocks, step // int(width[2]))
         own: Hashes = words @ _MULTIPLIERS[: words.shape[1]]
         if len(own) > len(self._powers):
             size = 2 * len(own)
