@@ -1,8 +1,8 @@
 """The cache engine: index + residency + policy + planner. (Never the inference engine, its client.)
 
-Turns events into plans and touches no byte: time comes with each event, randomness with the
-constructor, and an outcome comes back as another event. So policies and races are tested as tables
-with a fake clock. Everything here belongs to the daemon's one loop.
+Turns events into plans without I/O: time comes with each event, randomness with the constructor,
+and an outcome comes back as another event. So policies and races are tested as tables with a fake
+clock. Everything here belongs to the daemon's one loop.
 
     event ──▶ handle ──▶ Plan(answer, moves to start, moves to cancel, pages reshaped)
 """
@@ -52,11 +52,11 @@ from hicache.tiers.block import Ids, SlotAllocator, TierSpec, slot_bytes_for
 
 
 class CacheEngine:
-    """Which blocks, from where to where, at whose expense?
+    """Decides which blocks to copy from where to where, and which to evict.
 
-    `tiers` fastest first; `links` are the (from, to) pairs of tier numbers that can copy;
-    `rng()` gives a float in [0, 1); `history` is there where a policy wants one (`policies/
-    catalog.py`). Tiers start down: `TierUp` brings them into service.
+    `tiers` fastest first; `links` are the (from, to) pairs of tier numbers that can copy; `rng()`
+    returns a float in [0, 1); `history` is given where a policy needs one (`policies/catalog.py`).
+    Tiers start down, until `TierUp`.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class CacheEngine:
         }
 
     def handle(self, event: p.Event[p.Answer]) -> p.Plan[p.Answer]:
-        """Apply one event. Raises UnknownLease or UnknownTicket, having changed nothing."""
+        """Apply one event. Raises UnknownLease or UnknownTicket, and changes nothing."""
         self.matching.settle()
         answer = self._handlers[type(event)](event)
         residency = self.residency
@@ -157,8 +157,9 @@ class CacheEngine:
         return p.Plan(cast(p.Answer, answer), moves, cancel, residency.take_reshaped())
 
     def catch_up(self) -> p.Plan[None] | None:
-        """Bookkeeping that the last answer did not have to wait for. The daemon calls it once the
-        answer is sent; `handle` begins with it in any case. Returns the moves it led to, if any."""
+        """Bookkeeping after an answer. The daemon calls it once the answer is sent, so that the
+        client need not wait for it; else the next `handle` begins with it. Returns a plan if there
+        are moves to start."""
         self.matching.settle()
         residency = self.residency
         if not residency.outbox:
@@ -167,11 +168,11 @@ class CacheEngine:
         return p.Plan(None, moves, [], residency.take_reshaped())
 
     def identify(self, moves: Iterable[p.Move]) -> None:
-        """Fill in `identity` of moves that touch a durable tier, just before they leave."""
+        """Set `identity` of moves from or to a persistent tier, just before they are sent."""
         self.identities.fill(moves)
 
     def configure(self, settings: EngineSettings, tiers: Sequence[TierSpec]) -> None:
-        """Apply what can change while serving: settings, and the tiers' watermarks."""
+        """Apply changes of the live configuration: settings, and the tiers' watermarks."""
         self.settings = self.matching.settings = self.storing.settings = settings
         self.residency.tiers = tuple(tiers)
         self.residency.leases.max_share = settings.max_pinned
@@ -179,7 +180,7 @@ class CacheEngine:
         self.evictor.max_moving_bytes = settings.max_moving_bytes
         self.gate.configure(settings.min_return, settings.write_bytes_per_s)
 
-    # --- what an inference engine asks ----------------------------------------------------------
+    # --- requests of inference engines ----------------------------------------------------------
 
     def _open_namespace(self, event: p.OpenNamespace) -> int:
         number = self._by_digest.get(event.digest)
@@ -188,7 +189,7 @@ class CacheEngine:
         )
         if number is not None:
             if event.flop_per_token and not self.prefill[number].num_observed:
-                self.prefill[number] = PrefillCost(prior)  # until now it had rows on disk only
+                self.prefill[number] = PrefillCost(prior)  # it was restored, and is opened only now
             return number
         if event.instead_of is None:
             number = len(self.residency.namespaces)
@@ -199,7 +200,7 @@ class CacheEngine:
         else:
             number = event.instead_of
             idle = self.residency.namespaces[number]
-            assert not idle.root.children, "a namespace with blocks was to be forgotten"
+            assert not idle.root.children, "an idle namespace has blocks"
             del self._by_digest[idle.digest]
             self.record.forget(number)
             self.memory.forget(number)
@@ -209,7 +210,7 @@ class CacheEngine:
             self.prefill[number] = PrefillCost(prior)
             self.hop_s_per_byte[number] = 1.0 / self.settings.hop_bytes_per_s
         self._by_digest[event.digest] = number
-        with suppress(ValueError):  # damaged: it is learned anew
+        with suppress(ValueError):  # a damaged snapshot: start without it
             self.memory.opened(number)
         return number
 
@@ -221,7 +222,7 @@ class CacheEngine:
         )
 
     def _slot_sizes(self, block_bytes: int, stored: Sequence[int]) -> tuple[int, ...]:
-        """What a block takes in each tier: as `stored` says, else its length in whole pages."""
+        """A block's slot size in each tier: `stored`, or by default its length in whole pages."""
         num_tiers = len(self.residency.tiers)
         sizes = tuple(stored) or (slot_bytes_for(block_bytes),) * num_tiers
         assert len(sizes) == num_tiers, "one slot size for each tier"
@@ -235,7 +236,7 @@ class CacheEngine:
         ready, expected_s = self.fetching.fetch(lease, self.settings.planner)
         self._make_progress()
         unplaced = len(lease.ids) - lease.unplaced if lease.id in self.fetching.unplaced else 0
-        self.fetching.take_ended()  # the answer says so itself
+        self.fetching.take_ended()  # the answer contains it already
         waiting = len(lease.awaited)
         return p.FetchStarted(tuple(ready), waiting, unplaced, expected_s, lease.deadline_s)
 
@@ -256,7 +257,7 @@ class CacheEngine:
                 residency.blocks.change(dst, np.array([block], np.int32), CopyState.CANCELLED)
                 self._cancel.append(move)
         lost = lease.ids[residency.blocks.tags[lease.ids] == 0]
-        if len(lost):  # before promotions: what makes room for them forgets blocks of this prompt
+        if len(lost):  # before promotions: making room for them may drop blocks of this prompt
             residency.settle(lost)
         namespace = residency.namespaces[lease.namespace]
         if lease.fetching:
@@ -276,7 +277,7 @@ class CacheEngine:
             freed += self.storing.end_quarantine(ticket)
         for lease in [item.id for item in book.leases.values() if item.owner == event.owner]:
             self._release(p.Release(lease, event.now_s))
-        self._make_progress()  # what it was writing has made room, even if it held no lease
+        self._make_progress()  # its tickets' slots are free now, even if it held no lease
         return freed
 
     def _loading(self, event: p.Loading) -> None:
@@ -290,7 +291,7 @@ class CacheEngine:
             return
         for run in event.runs:
             lease.not_loaded.difference_update(range(run.first, run.first + len(run.slots)))
-        lease.took_s = event.now_s - lease.started_s  # unless its client says better
+        lease.took_s = event.now_s - lease.started_s  # until the client reports its measurement
         block_bytes = self.residency.namespaces[lease.namespace].block_bytes
         bytes_from: dict[int, float] = {}
         for run in event.runs:
@@ -376,7 +377,7 @@ class CacheEngine:
         self._make_progress()
         return given_up
 
-    # --- what became of things ------------------------------------------------------------------
+    # --- outcomes, tiers, time ------------------------------------------------------------------
 
     def _moves_done(self, event: p.MovesDone) -> p.Arrivals:
         told, came, num_changed = self._apply(event.outcomes, event.now_s)
@@ -384,14 +385,15 @@ class CacheEngine:
         arrivals = self._arrivals(told, came, num_changed > 0)
         for number in arrivals.finished:
             lease = self.residency.leases.leases.get(number)
-            if lease is not None:  # unless its client says better
+            if lease is not None:  # until the client reports its measurement
                 lease.took_s = event.now_s - lease.started_s
         return arrivals
 
     def _apply(
         self, outcomes: Iterable[p.Outcome], now_s: float
     ) -> tuple[dict[int, Lease], dict[int, list[int]], int]:
-        """Apply outcomes. Returns the leases to tell, what came for each, and blocks changed."""
+        """Apply outcomes. Returns the leases to report, the blocks that came for each, and the
+        number of blocks changed."""
         residency = self.residency
         arrived: dict[int, list[int]] = {}
         finished = [(residency.finish(outcome, now_s, arrived), outcome) for outcome in outcomes]
@@ -456,7 +458,8 @@ class CacheEngine:
         return homeless
 
     def _spoiled(self, event: p.Spoiled) -> p.Arrivals:
-        """As a read that found it so: the copy is gone. One that is being read will find out."""
+        """Remove the copy, as after a corrupt read. A read in flight will find it corrupt
+        itself."""
         residency = self.residency
         tier = residency.number_of(event.tier)
         namespace = residency.namespaces[self._by_digest[event.digest]]
@@ -475,7 +478,8 @@ class CacheEngine:
         return self._arrivals(told, {}, True)
 
     def _lose(self, ids: Ids) -> dict[int, Lease]:
-        """Copies went. The leases whose readable prefix ends there now, of those being fetched."""
+        """Copies were lost. Returns the leases, of those being fetched, that lose readable
+        blocks."""
         residency = self.residency
         told = {}
         gone = ids[residency.blocks.tags[ids] == 0]
@@ -494,15 +498,15 @@ class CacheEngine:
         self._make_progress()
 
     def _tier_down(self, event: p.TierDown) -> p.Arrivals:
-        """Its moves have failed (their outcomes, if any still come, are ignored), and what it held
-        is gone for now: a worker that comes back with a durable tier restores it row by row."""
+        """Fail its moves (later outcomes are ignored), and remove its copies: the next worker of a
+        persistent tier restores them row by row."""
         residency = self.residency
         tier = residency.number_of(event.tier)
         residency.up &= ~(1 << tier)
         residency.restoring &= ~(1 << tier)
         self._restorations.pop(tier, None)
         if residency.tiers[tier].persistent:
-            for clearing in self._clearings.values():  # what was to be deleted there will be told
+            for clearing in self._clearings.values():  # records not deleted yet will be restored
                 self._cleared_unseen[tier].add(clearing.namespace.digest)
                 clearing.misses_records = True
         mine = [m.id for m in residency.moves.values() if event.tier in (m.src, m.dst)]
@@ -586,7 +590,7 @@ class CacheEngine:
     # --- after every event ----------------------------------------------------------------------
 
     def _make_progress(self) -> None:
-        """Room may have been made, copies may have come: hand on what waited for that."""
+        """There may be new room or new copies: start what waited for them."""
         residency = self.residency
         if self.fetching.unplaced:
             leases = residency.leases.leases
@@ -603,14 +607,14 @@ class CacheEngine:
 
     def too_small_for(self, block_bytes: int, slot_bytes: Sequence[int] = ()) -> list[TierSpec]:
         """The tiers that cannot hold a single block of this size (`slot_bytes`: as in
-        OpenNamespace); the others do without them."""
+        OpenNamespace). The other tiers work without them."""
         sizes = self._slot_sizes(block_bytes, slot_bytes)
         rooms = zip(self.residency.tiers, self.residency.pools, sizes, strict=True)
         return [tier for tier, pool, size in rooms if not pool.can_hold(size)]
 
     def is_still_at(self, lease_id: int, run: p.ReadyRun) -> bool:
-        """Whether a run that was told as readable still is: the lease may have ended since, or the
-        tier gone down."""
+        """Whether a run that was reported as readable still is: the lease may have ended since, or
+        the tier may be down."""
         residency = self.residency
         lease = residency.leases.leases.get(lease_id)
         if lease is None:
@@ -621,8 +625,8 @@ class CacheEngine:
         return is_readable and np.array_equal(residency.blocks.slot[tier][ids], run.slots)
 
     def readable_now(self, lease_id: int, first: int, last: int) -> list[p.ReadyRun]:
-        """Where the blocks at positions `first … last-1` of a lease can be read by whoever fetches
-        it, up to the first that cannot. Raises UnknownLease."""
+        """The readable runs of blocks `first … last-1` of a lease, up to the first block that is
+        not readable. Raises UnknownLease."""
         lease = self._lease(lease_id)
         ids = lease.ids[first:last]
         tiers = self.fetching.readable_tier(lease, ids)
@@ -632,8 +636,7 @@ class CacheEngine:
         return [p.ReadyRun(run.first + first, run.tier, run.slots) for run in runs]
 
     def score(self, event: p.MatchPrompt) -> p.Scored:
-        """What this match would find, and what that is expected to take. A question, not an event:
-        nothing changes by it."""
+        """What this match would find, and its expected time. A query: it changes nothing."""
         return self.matching.score(event)
 
     def knows(self, digest: bytes) -> bool:
@@ -645,8 +648,8 @@ class CacheEngine:
         return self._by_digest.get(digest)
 
     def idle_namespace(self, used: Container[int]) -> int | None:
-        """A namespace, not one of `used`, of which nothing is left: no block in any tier or on its
-        way to one, hence no move, and no lease or ticket."""
+        """A namespace not in `used` without any block, move, lease or ticket; None if there is
+        none."""
         book = self.residency.leases
         held = {lease.namespace for lease in book.leases.values()}
         held |= {ticket.namespace for ticket in book.tickets.values()}
@@ -658,11 +661,11 @@ class CacheEngine:
         return None
 
     def story(self, block: int) -> str:
-        """One block in words."""
+        """A block's state in words, for error messages."""
         return self.residency.blocks.story(block)
 
     def validate(self) -> None:
-        """Recompute every counter from the ground. AssertionError tells what differs."""
+        """Recompute every counter. Raises AssertionError where one differs."""
         self.matching.settle()
         self.residency.validate()
         self.evictor.evacuations.validate()

@@ -1,12 +1,11 @@
 """The vocabulary of the cache engine's boundary: events in, plans out, outcomes back in.
 
-An event is what somebody asked or what became of a move. `CacheEngine.handle(event)` answers with
-a `Plan`: the answer for whoever asked, and the moves that must now be carried out. A move's outcome
-comes back as another event. Nothing here does I/O; `transfer` imports this module and no other of
-the engine.
+An event is a client's request or the outcome of a move. `CacheEngine.handle(event)` returns a
+`Plan`: the answer to the request, and the moves to start. A move's outcome comes back as another
+event. Nothing here does I/O; of `engine`, `transfer` imports only this module.
 
-Times are seconds of one monotonic clock, passed in with each event. Structs of msgspec's, since a
-request makes a dozen: 0.14 µs each, against 0.27 µs for a dataclass and 1.5 µs for a frozen one.
+Times are seconds of one monotonic clock, passed in with each event. msgspec structs, since a
+request creates a dozen: 0.14 µs each, against 0.27 µs for a dataclass and 1.5 µs for a frozen one.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ Answer = TypeVar("Answer", covariant=True)
 
 DecisionName = Literal["reload", "partial", "recompute"]
 Ended = Literal["", "turn", "tool_call", "conversation"]
-"""A turn, whose answer waits for a person; a turn that waits for a tool; the whole conversation."""
+"""What has ended: a turn (next: a person), a turn (next: a tool's result), the conversation."""
 
 
 class Priority(IntEnum):
-    """Lower goes first. Demand is a request waiting; demotion can always wait."""
+    """Lower values go first. A request waits for a demand; a demotion can always wait."""
 
     DEMAND = 0
     PREFETCH = 1
@@ -35,9 +34,9 @@ class Priority(IntEnum):
 
 
 class BlockIdentity(msgspec.Struct, frozen=True):
-    """What a durable tier writes beside a block, and compares on every read.
+    """The identity that a persistent tier stores with a block, and compares on every read.
 
-    `tokens` are the block's symbols, little-endian u32; `key` commits to the whole prefix.
+    `tokens` are the block's symbols, little-endian u32; `key` is a hash of the whole prefix.
     """
 
     namespace: bytes
@@ -49,12 +48,13 @@ class BlockIdentity(msgspec.Struct, frozen=True):
 
 
 class Move(msgspec.Struct):
-    """One block's copy from one tier's slot to another's, or (`dst=None`) giving up a copy there.
+    """A copy of one block from one tier's slot to another's, or (`dst=None`) the deletion of a
+    copy.
 
     `src_slot_bytes`, `dst_slot_bytes`: the size of the slot on each side, 0 where there is none.
-    `identity` is filled for moves that touch a persistent tier, just before they are dispatched.
-    The engine keeps the source slot from being reused until the outcome is in, and puts
-    `deadline_s` off when somebody joins who waits longer.
+    `identity` is set for moves from or to a persistent tier, just before they are sent. The cache
+    engine does not reuse the source slot before the outcome, and extends `deadline_s` when a
+    request with a later deadline waits for the same move.
     """
 
     id: int
@@ -72,9 +72,9 @@ class Move(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a move. `seconds` is the copy's share of its batch; on failure nothing of the
-    destination may be believed, and `corrupt` says that the source must not be believed either.
-    `rejected`: the tier that was to be changed takes nothing now, whatever the block."""
+    """The outcome of a move. `seconds`: the copy's share of its batch's time. After a failure the
+    destination is undefined; `corrupt`: the source is unusable, too; `rejected`: the tier to be
+    changed refuses all changes now, not only this one."""
 
     move: int
     ok: bool
@@ -85,7 +85,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Reshaped(NamedTuple):
-    """Pages of a tier that were cut into slots of a size they may not have held before."""
+    """Pages of a tier that were divided into slots of another size."""
 
     tier: str
     first_page: int
@@ -93,7 +93,7 @@ class Reshaped(NamedTuple):
 
 
 class Plan(msgspec.Struct, Generic[Answer], frozen=True):
-    """What the engine decided: the answer, the moves to start, and the moves no longer wanted.
+    """The result of an event: its answer, the moves to start, and the moves to cancel.
 
     `reshaped`: pages whose generations a mapped tier raises before it sends the answer or starts a
     move, since both may name slots there.
@@ -106,19 +106,19 @@ class Plan(msgspec.Struct, Generic[Answer], frozen=True):
 
 
 class Event(msgspec.Struct, Generic[Answer], frozen=True):
-    """Something happened. The type parameter is the answer its plan carries."""
+    """Base of all events. The type parameter is the type of its plan's answer."""
 
 
-# --- what an inference engine asks -------------------------------------------------------------
+# --- requests of inference engines -------------------------------------------------------------
 
 
 class OpenNamespace(Event[int], frozen=True):
-    """Somebody will use this namespace. Answer: its number in this run of the engine.
+    """Open a namespace. Answer: its number in this run of the cache engine.
 
-    Where the namespace is new and `instead_of` is given, it takes that number from an idle one
-    (`CacheEngine.idle_namespace`), which is forgotten with all that was learned about it.
-    `flop_per_token`, `flop_per_pair`: the arithmetic of its prefills, 0 where it is not known.
-    `slot_bytes`: what one of its blocks takes in each tier; empty: its length in whole pages."""
+    A new namespace takes the number `instead_of`, if given, from an idle one
+    (`CacheEngine.idle_namespace`), which is deleted. `flop_per_token`, `flop_per_pair`: the
+    arithmetic of its prefills, 0 where unknown. `slot_bytes`: the size of a block's slot in each
+    tier; empty: its length rounded up to pages."""
 
     digest: bytes
     block_tokens: int
@@ -130,17 +130,15 @@ class OpenNamespace(Event[int], frozen=True):
 
 
 class TierRun(msgspec.Struct):
-    """`num_blocks` blocks in a row whose fastest copy is in `tier`."""
+    """`num_blocks` consecutive blocks whose fastest copy is in `tier`."""
 
     tier: str
     num_blocks: int
 
 
 class ReloadDecision(msgspec.Struct, frozen=True):
-    """How much of a hit to reload, and why. Seconds are expectations at the time of deciding.
-
-    `told()` is the same in words, made only when somebody wants to read it.
-    """
+    """How much of a hit to reload, and why. Seconds are estimates at the time of the decision.
+    `explain()` returns the sentence, which is composed only when needed."""
 
     name: DecisionName
     reload_blocks: int
@@ -148,16 +146,16 @@ class ReloadDecision(msgspec.Struct, frozen=True):
     reload_s: float
     prefill_s: float
     recompute_s: float
-    told: Callable[[], str] = str
+    explain: Callable[[], str] = str
 
     @property
     def sentence(self) -> str:
         """The decision and its reason, for people."""
-        return self.told()
+        return self.explain()
 
 
 class Matched(msgspec.Struct, frozen=True):
-    """`lease` is 0 when nothing is held (no hit, or nothing worth reloading)."""
+    """`lease` is 0 when nothing is leased (no hit, or nothing worth reloading)."""
 
     lease: int
     runs: tuple[TierRun, ...]
@@ -166,8 +164,8 @@ class Matched(msgspec.Struct, frozen=True):
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """What a prompt is expected to take, with the best part of its hit reloaded. No decision: the
-    planner may find the gain too small, or try the other way."""
+    """The expected time of a prompt with the best part of its hit reloaded. The decision may
+    differ: the gain may be too small, or the planner may explore."""
 
     reload_blocks: int
     reload_s: float
@@ -176,7 +174,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """What a match would find."""
+    """What a match would return."""
 
     runs: tuple[TierRun, ...]
     hit_blocks: int
@@ -184,7 +182,7 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class MatchPrompt(Event[Matched], frozen=True):
-    """What of this prompt is held, and how much of it should be reloaded? Leases what it plans.
+    """Find the held blocks of a prompt, decide how many to reload, and lease these.
 
     `is_partial`: the last block is not full, so the next turn's prompt will not contain it.
     `by_worker`: the GPU's worker is to copy the blocks into the inference engine's own pages."""
@@ -201,7 +199,7 @@ class MatchPrompt(Event[Matched], frozen=True):
 
 
 class ReadyRun(msgspec.Struct, frozen=True):
-    """Blocks `first … first+len(slots)-1` of the leased prefix can be read at these slots."""
+    """Blocks `first … first+len(slots)-1` of the leased prefix can be read in these slots."""
 
     first: int
     tier: str
@@ -209,11 +207,9 @@ class ReadyRun(msgspec.Struct, frozen=True):
 
 
 class FetchStarted(msgspec.Struct, frozen=True):
-    """`ready` may be read now; `waiting` more blocks are on their way, to be told by `Arrived`.
-
-    `unplaced` blocks at the end could not be given room and will not come. What has not come by
-    `deadline_s` is better recomputed; until then the rest is expected to take `expected_s`.
-    """
+    """`ready` can be read now; `waiting` more blocks are being copied, and `Arrivals` will report
+    them. `unplaced` blocks at the end found no room and will not come. Blocks that have not come by
+    `deadline_s` are better recomputed; all are expected within `expected_s`."""
 
     ready: tuple[ReadyRun, ...]
     waiting: int
@@ -232,8 +228,8 @@ class Fetch(Event[FetchStarted], frozen=True):
 
 
 class Loading(Event[None], frozen=True):
-    """The GPU's worker copies blocks `first …` of a lease from now on; they have not come before
-    `Loaded` says so. Nothing to an unknown lease."""
+    """The GPU's worker starts copying blocks `first …` of a lease; `Loaded` will report them.
+    Ignored for an unknown lease."""
 
     lease: int
     first: int
@@ -241,7 +237,7 @@ class Loading(Event[None], frozen=True):
 
 class Loaded(Event[None], frozen=True):
     """The GPU's worker has copied these runs of a lease into the inference engine's own pages, in
-    so many `seconds`. Nothing to an unknown lease."""
+    `seconds`. Ignored for an unknown lease."""
 
     lease: int
     runs: Sequence[ReadyRun]
@@ -250,7 +246,7 @@ class Loaded(Event[None], frozen=True):
 
 
 class CutShort(Event[None], frozen=True):
-    """The fetch of this lease has been answered, with the first `num_blocks` only."""
+    """The fetch of this lease has ended with only the first `num_blocks`."""
 
     lease: int
     num_blocks: int
@@ -264,11 +260,11 @@ class Release(Event[bool], frozen=True):
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """Where to write the blocks of a put that the cache lacks.
+    """Where to write the blocks of a put that are not held yet.
 
     `indices` (block numbers within the prompt) and `slots` correspond; `ticket` is 0 when there is
-    nothing to write. `present` blocks are held already, `busy` are being written by somebody else,
-    `refused` found no room; `room_coming` says that demotions under way may make room soon.
+    nothing to write. `present` blocks are held already, `busy` ones are being written by another
+    put, `refused` ones found no room; `room_coming`: running demotions may make room soon.
     """
 
     ticket: int
@@ -282,13 +278,13 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class Hint(Event[None], frozen=True):
-    """What the inference engine knows about when, and whether, this prompt will go on. Advice only:
-    a wrong one costs hits.
+    """The inference engine's knowledge of whether and when this prompt will be extended. A wrong
+    hint costs hits only.
 
-    `ended`: what has ended with the answer to it; `finish_reason`: why, in the inference engine's
-    own word; `return_s`: the prompt is expected again in so many seconds (0: not known); not to
-    `keep`: what nobody has asked for since it was stored is given up; `answer_tokens`: how long the
-    answer was (0: not known)."""
+    `ended`: what ended with its answer; `finish_reason`: the inference engine's reason;
+    `return_s`: seconds until the prompt is expected again (0: unknown); `keep` is False: evict its
+    blocks that were not requested since they were stored; `answer_tokens`: the answer's length (0:
+    unknown)."""
 
     namespace: int
     tokens: bytes
@@ -301,7 +297,7 @@ class Hint(Event[None], frozen=True):
 
 
 class Put(Event[Placed], frozen=True):
-    """Blocks `first … last-1` of this prompt can be stored: which are wanted, and where?"""
+    """A client offers blocks `first … last-1` of this prompt. Answer: which to write, and where."""
 
     namespace: int
     tokens: bytes
@@ -313,11 +309,8 @@ class Put(Event[Placed], frozen=True):
 
 
 class Commit(Event[int], frozen=True):
-    """The ticket's blocks `indices` are written: they are visible to the next match.
-
-    Blocks of the ticket that are not named were not written and are given up.
-    Answer: how many became ready. Raises UnknownTicket.
-    """
+    """The ticket's blocks `indices` are written: the next match finds them. The ticket's other
+    blocks are dropped. Answer: how many became ready. Raises UnknownTicket."""
 
     ticket: int
     indices: Ids
@@ -327,7 +320,7 @@ class Commit(Event[int], frozen=True):
 
 class Abort(Event[int], frozen=True):
     """The ticket's blocks will not be committed. Unless `writer_gone`, their slots are quarantined
-    until `WriterGone`. Answer: blocks given up."""
+    until `WriterGone`. Answer: the number of blocks dropped."""
 
     ticket: int
     now_s: float
@@ -335,8 +328,8 @@ class Abort(Event[int], frozen=True):
 
 
 class WriterGone(Event[int], frozen=True):
-    """The owner's process is dead or has acknowledged: end the quarantine of its slots, give up its
-    leases and tickets. Answer: slots freed."""
+    """The owner's process is dead or has acknowledged: end the quarantine of its slots, its leases
+    and its tickets. Answer: the number of slots freed."""
 
     owner: int
     now_s: float
@@ -358,7 +351,7 @@ class Observe(Event[None], frozen=True):
 
 
 class ObserveReload(Event[None], frozen=True):
-    """What a hit really cost: bytes through the engine's own last hop, and seconds for it."""
+    """A client's measurement of a hit: the bytes of its last copy (hop), and the seconds."""
 
     lease: int
     hop_bytes: float
@@ -368,8 +361,8 @@ class ObserveReload(Event[None], frozen=True):
 
 class WarmStarted(msgspec.Struct, frozen=True):
     """Of the `held` blocks at the front of a prompt, `warm` can be read where they are now, and
-    `refused` will not come: no room for them, or no way. `warming` is the number by which
-    `Arrivals` tells the end, 0 when nothing more is to come."""
+    `refused` will not come: no room, or no link. `warming`: the number under which `Arrivals` will
+    report the end, 0 when nothing more is to come."""
 
     warming: int
     held: int
@@ -378,8 +371,8 @@ class WarmStarted(msgspec.Struct, frozen=True):
 
 
 class Warm(Event[WarmStarted], frozen=True):
-    """This prompt will be asked for: copy what is held of it to where it can be read, behind
-    everything that anybody waits for, within `ttl_s`. `by_worker`: as in MatchPrompt."""
+    """A prompt will be requested: copy its held blocks to where they can be read, with a lower
+    priority than demands, within `ttl_s`. `by_worker`: as in MatchPrompt."""
 
     namespace: int
     tokens: bytes
@@ -389,8 +382,8 @@ class Warm(Event[WarmStarted], frozen=True):
 
 
 class PinPlaced(msgspec.Struct, frozen=True):
-    """The first `blocks` of a prompt are held, and kept under the number `pin`. 0: there are none,
-    or pins would have more than their share of this `tier`."""
+    """The first `blocks` of a prompt are held, and pinned under the number `pin`. 0: none are held,
+    or pins would exceed their share of this `tier`."""
 
     pin: int
     blocks: int
@@ -398,7 +391,7 @@ class PinPlaced(msgspec.Struct, frozen=True):
 
 
 class PinPrompt(Event[PinPlaced], frozen=True):
-    """Keep what is held of this prompt for `ttl_s`, whoever comes and goes. `name`: for people."""
+    """Pin the held blocks of a prompt for `ttl_s`, independent of sessions. `name`: for people."""
 
     namespace: int
     tokens: bytes
@@ -408,15 +401,15 @@ class PinPrompt(Event[PinPlaced], frozen=True):
 
 
 class Unpin(Event[bool], frozen=True):
-    """It need not be kept any more. Answer: whether there was such a pin."""
+    """Remove a pin. Answer: whether it existed."""
 
     pin: int
 
 
 class Cleared(msgspec.Struct, frozen=True):
-    """A step of a clearing: `blocks` forgotten in it. Where it is not over yet it goes on at once,
-    or, `is_waiting`, after a while: other moves come first. `is_complete`: it is over, and no
-    record is left of what went, nor a block that was on its way."""
+    """A step of a clearing: `blocks` removed in it. Unless `is_complete`, send another `Clear` at
+    once or, if `is_waiting`, later, after other moves. `is_complete`: all records are deleted and
+    all moves of removed blocks have ended."""
 
     blocks: int
     is_over: bool
@@ -425,8 +418,9 @@ class Cleared(msgspec.Struct, frozen=True):
 
 
 class Clear(Event[Cleared], frozen=True):
-    """Forget everything of a namespace that nobody holds: about so many blocks of it. `begins`:
-    from its start; otherwise what was begun goes on, and is over where nothing was."""
+    """Remove all blocks of a namespace that are not leased or pinned, up to about `max_blocks` in
+    this step. `begins`: start a clearing; otherwise continue one, which is complete if none was
+    started."""
 
     namespace: int
     now_s: float
@@ -434,15 +428,13 @@ class Clear(Event[Cleared], frozen=True):
     begins: bool = True
 
 
-# --- what became of things ---------------------------------------------------------------------
+# --- outcomes, tiers, time ---------------------------------------------------------------------
 
 
 class Arrivals(msgspec.Struct, frozen=True):
-    """News for whoever waits: leases with newly readable runs, and leases that wait for no more.
-
-    `durable` names tickets whose blocks are all in a durable tier now; `warmed`, what of each
-    warming that has ended can be read.
-    """
+    """Changes that requests wait for: leases with newly readable runs, and leases whose fetch has
+    ended. `durable`: tickets whose blocks are now all in a persistent tier; `warmed`: for each
+    ended warming, the blocks that can be read."""
 
     arrived: dict[int, list[ReadyRun]]
     finished: list[int]
@@ -452,7 +444,7 @@ class Arrivals(msgspec.Struct, frozen=True):
 
 
 class MovesDone(Event[Arrivals], frozen=True):
-    """Outcomes of moves, in any order. An unknown move is ignored."""
+    """Outcomes of moves, in any order. Unknown moves are ignored."""
 
     outcomes: Sequence[Outcome]
     now_s: float
@@ -468,11 +460,9 @@ class LinkMeasured(Event[None], frozen=True):
 
 
 class Restore(Event[list[bytes]], frozen=True):
-    """Some of the blocks of one namespace that were found in a durable tier. `zero_s`: when the
-    clock of `now_s` stood at 0, in seconds since 1970.
-
-    Answer: keys that found no place (their parent has gone, no room), to be removed from the tier.
-    """
+    """Blocks of one namespace that were found in a persistent tier. `zero_s`: the time at 0 of the
+    clock of `now_s`, in seconds since 1970. Answer: the keys of blocks without a place (no parent,
+    no room), to be deleted from the tier."""
 
     tier: str
     namespace: int
@@ -482,8 +472,8 @@ class Restore(Event[list[bytes]], frozen=True):
 
 
 class Spoiled(Event[Arrivals], frozen=True):
-    """The last block of this prompt, given by the digest of its namespace and its tokens, was not
-    what it should be in a durable tier, which has removed it."""
+    """The last block of this prompt, given by the digest of its namespace and its tokens, was
+    corrupt in a persistent tier, which has removed it."""
 
     tier: str
     digest: bytes
@@ -492,14 +482,14 @@ class Spoiled(Event[Arrivals], frozen=True):
 
 
 class Restored(Event[None], frozen=True):
-    """All rows of the tier were told: from now on it takes blocks."""
+    """All rows of the tier were restored: from now on it takes blocks."""
 
     tier: str
     now_s: float
 
 
 class Use(msgspec.Struct, frozen=True):
-    """How often a stored block was used in all, and when last (of the daemon's clock)."""
+    """The number of a stored block's uses, and its last use (of the daemon's clock)."""
 
     slot_bytes: int
     key: bytes
@@ -508,28 +498,26 @@ class Use(msgspec.Struct, frozen=True):
 
 
 class TakeUses(Event[list[Use]], frozen=True):
-    """What of the durable tier's blocks was used and has not been written back: some `limit` of
-    them. Empty: it is all known there, or the tier does not serve. `again` looks through all blocks
-    for more; without, what was found then is told to its end."""
+    """Uses of a persistent tier's blocks that have not been written there, at most `limit`. Empty:
+    all are written, or the tier is down. `again`: search all blocks; otherwise continue with the
+    result of the last search."""
 
     limit: int
     again: bool
 
 
 class TierDown(Event[Arrivals], frozen=True):
-    """The tier's worker is dead: all its moves have failed and nothing of the tier can be read.
-
-    A durable tier tells what it still holds when it comes back (`Restore`). Outcomes of its moves
-    may follow and are ignored.
-    """
+    """The tier's worker is dead: all its moves have failed and nothing of the tier can be read. A
+    persistent tier lists what it still holds when it is up again (`Restore`). Outcomes of its moves
+    may follow and are ignored."""
 
     tier: str
     now_s: float
 
 
 class TierUp(Event[None], frozen=True):
-    """The tier's worker is ready. `is_restoring`: its rows are still to come (`Restore`, at the end
-    `Restored`); until then it serves what is known of it, and takes nothing."""
+    """The tier's worker is ready. `is_restoring`: its rows will follow (`Restore`, at the end
+    `Restored`); until then the blocks known so far can be read, and it takes no new ones."""
 
     tier: str
     now_s: float
@@ -537,8 +525,8 @@ class TierUp(Event[None], frozen=True):
 
 
 class SetAside(Event[int], frozen=True):
-    """Before anything is in the tier: these pages, given as (first page, pages), may be written by
-    somebody; the slabs they lie in are quarantined until the `owner` is gone. Answer: slabs."""
+    """Before anything is in the tier: the process `owner` may still write these (first page,
+    pages), so their slabs are quarantined until it is gone. Answer: the number of slabs."""
 
     tier: str
     pages: list[tuple[int, int]]
@@ -546,10 +534,9 @@ class SetAside(Event[int], frozen=True):
 
 
 class Shed(Event[list[int]], frozen=True):
-    """The machine is short of memory: give up `num_slabs` slabs of the tier, free ones first, then
-    such as can be emptied; one more is emptied at a time, so it is asked again. In haste blocks
-    that only this tier holds are forgotten. Answer: the pages at which the slabs that are out of
-    use now begin."""
+    """The machine is short of memory: take `num_slabs` slabs of the tier out of use, free ones
+    first, then others as they are emptied, one at a time, so repeat the event. In haste, blocks
+    that only this tier holds are dropped. Answer: the first pages of the slabs now out of use."""
 
     tier: str
     num_slabs: int
@@ -557,35 +544,34 @@ class Shed(Event[list[int]], frozen=True):
 
 
 class Regain(Event[None], frozen=True):
-    """A slab that was given up is room again."""
+    """Use a slab again that was taken out of use."""
 
     tier: str
     first_page: int
 
 
 class Tick(Event[Arrivals], frozen=True):
-    """Time passed: expire leases and tickets, demote above the watermarks."""
+    """Time has passed: expire leases and tickets, demote above the watermarks."""
 
     now_s: float
 
 
 class EndWarmings(Event[None], frozen=True):
-    """Hold nothing more of what is being warmed: what travels arrives, the rest is not begun."""
+    """End all warmings: moves in flight finish, no others are started."""
 
     now_s: float
 
 
 class Flush(Event[int], frozen=True):
-    """Write everything that a durable tier lacks down to it (a clean stop). Answer: blocks that
-    still have to travel, those read from there not counted; repeat after their outcomes until it
-    is 0."""
+    """Write all blocks that a persistent tier lacks to it (a clean stop). Answer: the number of
+    blocks still to be written; repeat after their outcomes until it is 0."""
 
     now_s: float
 
 
 class UnknownLease(KeyError):
-    """No such lease: released, or expired."""
+    """The lease does not exist: released, or expired."""
 
 
 class UnknownTicket(KeyError):
-    """No such ticket: committed, aborted, or expired."""
+    """The ticket does not exist: committed, aborted, or expired."""

@@ -1,7 +1,7 @@
-"""Questions about the cache engine's state, for the daemon and for tools. None of them changes it.
+"""Queries of the cache engine's state, for the daemon and for tools. They change nothing.
 
-What a caller gets may be read and not written: a lease, a ticket, a namespace or a move is the
-cache engine's own and changes with the next event. Used from the daemon's one loop.
+Returned leases, tickets, namespaces and moves belong to the cache engine: read them only; they
+change with the next event. Used from the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hicache.engine.residency.pinned import leased_share, pinned_bytes
 from hicache.tiers.block import Ids, TierSpec
 
 NODE_BYTES = 400
-"""Of the index, without its symbols: about (`hicache bench index --scale` measures it)."""
+"""A node's memory in the index, without symbols: an estimate, measured by
+`tests/bench/index.py`."""
 
 
 class Queries:
@@ -30,19 +31,19 @@ class Queries:
     # --- leases, tickets, pins ------------------------------------------------------------------
 
     def lease_of(self, number: int, owner: int | None = None) -> Lease:
-        """Raises UnknownLease where there is no such lease, or it belongs to another owner."""
+        """The lease. Raises UnknownLease where it does not exist or belongs to another owner."""
         lease = self._residency.leases.leases.get(number)
         if lease is None or owner not in (None, lease.owner):
             raise p.UnknownLease(number)
         return lease
 
     def has_lease(self, number: int, owner: int | None = None) -> bool:
-        """Whether this lease is open, and the owner's."""
+        """Whether this lease is open and belongs to the owner."""
         lease = self._residency.leases.leases.get(number)
         return lease is not None and owner in (None, lease.owner)
 
     def ticket_of(self, number: int, owner: int | None = None) -> Ticket:
-        """Raises UnknownTicket where there is no such ticket, or it belongs to another owner."""
+        """The ticket. Raises UnknownTicket where it does not exist or belongs to another owner."""
         ticket = self._residency.leases.tickets.get(number)
         if ticket is None or owner not in (None, ticket.owner):
             raise p.UnknownTicket(number)
@@ -65,13 +66,13 @@ class Queries:
         return held is not None and held.owner == owner
 
     def busy_owners(self) -> set[int]:
-        """Those with a lease or a ticket."""
+        """Owners with a lease or a ticket."""
         book = self._residency.leases
         owners = {lease.owner for lease in book.leases.values()}
         return owners | {ticket.owner for ticket in book.tickets.values()}
 
     def quarantined_owners(self) -> set[int]:
-        """Those whose expired tickets have slots in quarantine."""
+        """Owners whose expired tickets have slots in quarantine."""
         return {held.owner for held in self._residency.leases.quarantine.values()}
 
     def pins(self) -> Sequence[Pin]:
@@ -79,11 +80,11 @@ class Queries:
         return list(self._residency.leases.pins.values())
 
     def num_leases(self) -> int:
-        """Open ones."""
+        """The number of open leases."""
         return len(self._residency.leases.leases)
 
     def num_pinned_blocks(self) -> int:
-        """Blocks that several pins hold count once."""
+        """The number of pinned blocks; one with several pins counts once."""
         return len(self._residency.leases.kept)
 
     def leased_share(self) -> float:
@@ -91,18 +92,18 @@ class Queries:
         return leased_share(self._residency)
 
     def pinned_share(self) -> float:
-        """The share that pins hold of the tier where it is largest."""
+        """The largest share of a tier that pins hold."""
         pools = enumerate(self._residency.pools)
         return max(pinned_bytes(self._residency, n) / max(1, q.capacity_bytes) for n, q in pools)
 
     # --- namespaces and tiers -------------------------------------------------------------------
 
     def namespace(self, number: int) -> Namespace:
-        """The namespace of this number now. Numbers of idle namespaces are given to others."""
+        """The namespace with this number now. Numbers of idle namespaces are reused."""
         return self._residency.namespaces[number]
 
     def namespaces(self) -> Sequence[Namespace]:
-        """All of them, by number."""
+        """All namespaces, by number."""
         return self._residency.namespaces
 
     def num_blocks_of(self, namespace: int) -> int:
@@ -110,21 +111,21 @@ class Queries:
         return self._residency.index.num_blocks[namespace]
 
     def tiers(self) -> Sequence[TierSpec]:
-        """All of them, the fastest first."""
+        """All tiers, the fastest first."""
         return self._residency.tiers
 
     def restoring_tiers(self) -> set[str]:
-        """Tiers whose rows are still being read in."""
+        """Tiers whose stored blocks are still being restored."""
         tiers = enumerate(self._residency.tiers)
         return {spec.name for n, spec in tiers if self._residency.restoring >> n & 1}
 
     def refusing_tiers(self) -> dict[str, str]:
-        """Tiers that took no block when they were last tried, each with the reason."""
+        """Tier → reason, for the tiers that refused the last write."""
         reasons = self._residency.backoff.reasons()
         return {self._residency.tiers[tier].name: reason for tier, reason in reasons.items()}
 
     def move(self, number: int) -> p.Move | None:
-        """A move under way; None where it has ended."""
+        """A move that has not ended; None where it has."""
         return self._residency.moves.get(number)
 
     # --- for operators --------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class Queries:
         return rows
 
     def queued_bytes(self, link: tuple[int, int]) -> int:
-        """Bytes on their way over a link, those of every priority."""
+        """Bytes queued and in flight over a link, of all priorities."""
         return self._residency.bytes_moving(link, p.Priority.DEMOTION)
 
     def index_counters(self) -> Mapping[str, int]:

@@ -1,10 +1,10 @@
-"""What a kind of tier offers: the vocabulary of the catalogue (catalog.py) and of its builders.
+"""The vocabulary of the catalogue (catalog.py) and of its builders: traits, devices, opened tiers.
 
     configuration section ──▶ builder ──▶ OpenedTier ──▶ cache engine: pool, traits, watermarks
                                               └────────▶ worker: DeviceSpec (medium, codec, options)
 
-The daemon runs builders before it serves; a worker process loads the medium and the codec. Neither
-loads what the other needs: everything else is named by a path "package.module:name".
+The daemon runs builders at its start; a worker process loads the medium and the codec. Both are
+named by a path "package.module:name", so that neither process imports what only the other needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class MappedTier(Protocol):
-    """A tier whose slots lie in an arena that this process made and clients map."""
+    """A tier whose slots lie in an arena that this process created and clients map."""
 
     @property
     def arena(self) -> Arena: ...
@@ -82,8 +82,8 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class OpenedTier:
-    """What a builder made. `words`: what the tier is, for people; `note`: why it is so. `mapping`
-    where clients can map it, `device` where a worker copies to and from it."""
+    """A builder's result. `words`: a description for people; `note`: the reason for it. `mapping`:
+    where clients can map the tier; `device`: where a worker copies to and from it."""
 
     pool: SlotPool
     traits: TierTraits
@@ -107,7 +107,8 @@ class Builder(Protocol):
     """Opens a tier from its section of the configuration."""
 
     def __call__(self, section: Any, site: TierSite) -> OpenedTier:
-        """Raises ArenaError when its memory cannot be had. Leaves nothing behind then."""
+        """Open the tier. Raises ArenaError when its memory cannot be allocated, and leaves nothing
+        behind."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,25 @@
-"""Making room: which copies are given up, and what becomes of their blocks.
+"""Evicts copies to make room, and decides what happens to their blocks.
 
-A victim, the coldest leaf of its tier by the tier's policy, goes one of three ways:
+The victim is the coldest leaf of its tier by the tier's policy. One of three things happens:
 
-    another copy stays elsewhere      ──▶ given up at once
-    a slower tier can take it         ──▶ demoted: copied down while draining, then given up
-    nothing below, no room there for
-    what is worth so little, or it is
-    too unlikely to return (WriteGate) ─▶ dropped: the block is forgotten, leaves first
+    another copy stays elsewhere       ──▶ its copy is freed at once
+    a slower tier can take it          ──▶ demoted: copied there while draining, then freed
+    no slower tier, no room there for
+    a block of its worth, or too
+    unlikely to be reused (WriteGate)  ──▶ dropped: the block is removed, leaves first
 
-Into a durable tier the whole path goes, ancestors first (`WriteDown`). A durable copy's record is
-deleted before its room counts as free. Where victims by age make no room for a size of slots, slabs
-are emptied for it (`Evacuations`). Leased copies (pinned ones, too) and copies being read are
-parked, not asked again until a lease or a move has ended.
+Into a persistent tier the whole path is written, ancestors first (`WriteDown`). A persistent copy's
+record is deleted before its room counts as free. Where evictions by age make no room for a size of
+slots, slabs are emptied for it (`Evacuations`). Leased and pinned copies and copies being read are
+parked: they are no candidates until a lease or a move has ended.
 
-Races, told once:
-1. *Asked for while draining.* A match touches the path, which rescues: draining → ready. The copy
-   below completes all the same and both stay.
+Races, and who wins:
+1. *Requested while draining.* A match touches the path, which rescues it: draining → ready. The
+   copy to the slower tier completes, and both stay.
 2. *Demoted while being promoted.* The slower copy is the source of a move in flight: `is_read`
-   keeps its slot until the outcome is in.
-3. *The tier below dies.* The outcome fails, the draining copy becomes ready again and is a
-   candidate again; with no tier below it is then dropped in its turn, if room is needed.
+   keeps its slot until the outcome.
+3. *The slower tier's worker dies.* The outcome fails, and the draining copy is ready and a
+   candidate again; without a slower tier it is later dropped, if room is needed.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from hicache.engine.residency.copies import Residency
 from hicache.tiers.block import Ids
 
 MIN_VICTIMS: Final = 8
-"""Blocks given up together where the leaf has them: single blocks would shred the tree."""
+"""Blocks evicted together where a leaf has them: single blocks would split the tree too finely."""
 
 
 class Durable(Protocol):
-    """What the evictor needs of WriteDown."""
+    """The part of WriteDown that the evictor uses."""
 
     tier: int | None
 
     def want(self, node: Node) -> None:
-        """Write the path to this node down."""
+        """Write the path to this node."""
 
     def is_hopeless(self, node: Node) -> bool:
-        """Whether the path to this node cannot get there."""
+        """Whether the path to this node cannot be written."""
 
     def paths(self) -> list[Span]:
-        """The blocks of all paths on their way there."""
+        """The blocks of all paths being written."""
 
 
 class Evictor:
@@ -74,8 +74,8 @@ class Evictor:
         self.evacuations = Evacuations(residency, self)
 
     def make_room(self, tier: int, slot_bytes: int, count: int, worth: float = ALWAYS) -> int:
-        """Try for `count` free slots of a class, at the expense of what is worth less. Returns how
-        many are free now; more may be on their way (`room_is_coming`)."""
+        """Evict blocks worth less than `worth` until `count` slots of a class are free. Returns how
+        many are free now; more may follow (`room_is_coming`)."""
         residency = self.residency
         pool, evacuations = residency.pools[tier], self.evacuations
         if evacuations.under_way:
@@ -95,13 +95,13 @@ class Evictor:
             if available >= count:
                 return count
         elif not pool.can_hold(slot_bytes):
-            return 0  # nothing may go for what can never be placed
+            return 0  # evict nothing for a block that the tier can never hold
         self._making_room_in |= 1 << tier
         may_drop, self._may_drop = self._may_drop, True
         try:
             self._take_victims(tier, slot_bytes, count, wanted, worth)
             available = pool.available(slot_bytes)
-            # What is held and worth more is not moved about for what is worth less.
+            # Blocks of more worth are not moved for blocks of less.
             may_empty = worth == ALWAYS or not pool.num_used(slot_bytes)
             if not available and may_empty and not residency.num_draining[tier][slot_bytes]:
                 evacuations.begin(tier, slot_bytes)
@@ -114,7 +114,7 @@ class Evictor:
     def _take_victims(
         self, tier: int, slot_bytes: int, count: int, wanted_bytes: int, worth: float
     ) -> None:
-        """Give up the coldest, of whatever size, until their bytes would do for `count` slots."""
+        """Evict the coldest blocks of any size, until their bytes suffice for `count` slots."""
         residency = self.residency
         pool = residency.pools[tier]
         while wanted_bytes > 0 and pool.available(slot_bytes) < count:
@@ -124,7 +124,7 @@ class Evictor:
             wanted_bytes -= self._give_up(node, tier, wanted_bytes)
 
     def may_displace(self, tier: int, num_bytes: int, worth: float) -> bool:
-        """Whether so many bytes more would make nothing go that is worth as much or more."""
+        """Whether `num_bytes` fit in by evicting only blocks worth less than `worth`."""
         residency = self.residency
         pool = residency.pools[tier]
         staying = pool.used_bytes - residency.draining_bytes[tier]
@@ -136,8 +136,8 @@ class Evictor:
         return node is not None
 
     def room_is_coming(self, tier: int) -> bool:
-        """Whether copies of the tier are draining now, or are being copied elsewhere: one that a
-        match rescued while it was written down can go once that is done."""
+        """Whether copies of the tier are draining or are being copied elsewhere: a copy that a
+        match rescued while it was written can be freed once that is done."""
         residency = self.residency
         return residency.draining_bytes[tier] > 0 or any(
             src == tier and residency.bytes_moving((src, dst), Priority.DEMOTION) > 0
@@ -145,10 +145,10 @@ class Evictor:
         )
 
     def keep_watermarks(self) -> None:
-        """Above a tier's high watermark, give up cold copies down to the low one. Only a durable
-        tier forgets blocks ahead of need; others wait until a slower tier can take them. A tier
-        that lets in only what is worth it is kept full, where what it does not take at once goes
-        into the next mapped one: room kept free there was filled and emptied again at every hit."""
+        """Above a tier's high watermark, evict cold copies down to the low one. Only a persistent
+        tier drops blocks before their room is needed; others wait until a slower tier can take
+        them. A tier with a ranking policy is kept full above a mapped tier: room kept free there
+        would be filled and emptied again at every hit."""
         residency = self.residency
         self.evacuations.watch()
         for tier, spec in enumerate(residency.tiers):
@@ -160,7 +160,7 @@ class Evictor:
                 continue
             excess = int(staying - spec.low_watermark * pool.capacity_bytes)
             if spec.traits.deletion_is_io:
-                # What is being written down path by path is not given up behind its back.
+                # Paths that are being written are not evicted meanwhile.
                 with residency.pinned(self.durable.paths() if self.durable is not None else ()):
                     self._give_up_excess(tier, excess)
             elif residency.below(tier) is not None:
@@ -181,15 +181,15 @@ class Evictor:
                 break
             excess_bytes -= self._give_up(node, tier, excess_bytes)
             if node is self._spared:
-                residency.queue(node)  # not parked: whoever needs its room may drop it
+                residency.queue(node)  # not parked: it may still be dropped when room is needed
                 break
         self._spared = None
 
     def _give_up(self, node: Node, tier: int, wanted_bytes: int) -> int:
-        """Give up about `wanted_bytes` of a popped candidate. Returns bytes freed or draining."""
+        """Evict about `wanted_bytes` of a popped candidate. Returns bytes freed or draining."""
         residency = self.residency
         if node.parent is None or not node.staying >> tier & 1 or node.holding[tier]:
-            return 0  # no candidate any more; it is queued again when it becomes one
+            return 0  # no longer a candidate; it is queued again when it becomes one
         namespace = residency.namespace_of(node)
         count = max(MIN_VICTIMS, -(-wanted_bytes // namespace.slot_bytes[tier]))
         ids = self._takeable_tail(node, tier, count)
@@ -201,7 +201,7 @@ class Evictor:
         freed = self._send_away(node, tier, ids)
         if node is self._spared:
             return 0
-        if not freed:  # asked again when a lease or a move has ended, not in this round
+        if not freed:  # a candidate again when a lease or a move has ended
             residency.park(node, tier)
             return 0
         residency.queue(node)
@@ -210,9 +210,9 @@ class Evictor:
         return freed * namespace.slot_bytes[tier]
 
     def _forget_plain(self, tier: int, wanted_bytes: int, worth: float) -> int:
-        """The plain case of a lowest tier in memory, worth a short way: victims that live here
-        only, have nowhere to go and nobody holds are forgotten together. Stops at the first that
-        is not so plain. Returns the bytes freed."""
+        """The fast path for the slowest tier in memory: drops victims together that are only in
+        this tier, cannot be demoted, and are not leased or read. Stops at the first other victim.
+        Returns the bytes freed."""
         residency = self.residency
         if (
             residency.tiers[tier].traits.deletion_is_io
@@ -225,7 +225,7 @@ class Evictor:
         policy, blocks, only = residency.policies[tier], residency.blocks, 1 << tier
         has_pins = blocks.num_pins
         number = slot_bytes = -1
-        leaves: list[Node] = []  # of one namespace, given up whole: they leave the tree together
+        leaves: list[Node] = []  # of one namespace, dropped whole: removed from the tree together
         spans: list[Span] = []  # of one slot size
         missing = wanted_bytes
         while missing > 0:
@@ -236,7 +236,7 @@ class Evictor:
                 if node.staying & only and not node.holding[tier]:
                     policy.add(node)
                     break
-                continue  # no candidate any more; it is queued again when it becomes one
+                continue  # no longer a candidate; it is queued again when it becomes one
             if node.namespace != number:
                 if leaves:
                     residency.unhang(leaves, tier)
@@ -255,7 +255,7 @@ class Evictor:
                     count = wanted
             if has_pins and blocks.is_tail_pinned(node.span, node.num_blocks - count):
                 if blocks.is_tail_pinned(node.span, node.num_blocks - 1):
-                    residency.park(node, tier)  # nothing of it can go
+                    residency.park(node, tier)  # no block of it can be evicted
                     continue
                 policy.add(node)
                 break
@@ -269,7 +269,7 @@ class Evictor:
             parent = node.parent
             assert parent is not None
             left = parent.holding[tier] = parent.holding[tier] - 1
-            if not left:  # it may be next
+            if not left:  # its parent may be the next victim
                 residency.unhang(leaves, tier)
         if leaves:
             residency.unhang(leaves, tier)
@@ -284,7 +284,7 @@ class Evictor:
         self.residency.evicted[tier] += num_blocks
 
     def _takeable_tail(self, node: Node, tier: int, count: int) -> Ids:
-        """The last blocks of the node, up to `count`, that nobody leases or reads."""
+        """The last blocks of the node, up to `count`, that are not leased or read."""
         residency = self.residency
         ids = node.block_ids()[-count:]
         leased = np.flatnonzero(residency.blocks.leases[ids])
@@ -297,7 +297,7 @@ class Evictor:
         return ids
 
     def _send_away(self, node: Node, tier: int, ids: Ids) -> int:
-        """Decide one victim node's way. Returns the number of blocks freed or draining."""
+        """Free, demote or drop these blocks of a victim. Returns how many are freed or draining."""
         residency = self.residency
         below = residency.below(tier)
         elsewhere = node.staying & ~(1 << tier) & residency.up
@@ -325,9 +325,9 @@ class Evictor:
         return dropped
 
     def _worth_below(self, node: Node, below: int) -> float:
-        """What a block on its way down is worth in the tier below: anything, where it is to be
-        written to a durable tier by that way; else what the policy there says of it, so that it
-        skips a tier, or goes, where all that is held is worth more."""
+        """A block's worth in the tier below: unlimited, if it is to be written to a persistent tier
+        through it; else by the policy there, so that it skips that tier, or is dropped, where all
+        blocks held are worth more."""
         residency = self.residency
         durable = self.durable
         if durable is not None and durable.tier is not None:
@@ -337,8 +337,8 @@ class Evictor:
         return residency.policies[below].worth(node.kind, node.touched_s)
 
     def _demote(self, node: Node, tier: int, below: int, worth: float) -> int:
-        """Copy the node's tail down as far as there is room for what is worth so much. Returns
-        blocks draining."""
+        """Copy the node's tail to the tier below, as far as there is room for its worth. Returns
+        the number of blocks draining."""
         residency = self.residency
         namespace = residency.namespace_of(node)
         queued = residency.bytes_moving((tier, below), Priority.DEMOTION)
@@ -351,7 +351,7 @@ class Evictor:
         if len(absent) and not room:
             return 0
         first = ids[0] if room == len(absent) else absent[len(absent) - room]
-        cut = int(residency.blocks.depth[first]) - node.depth  # it may have grown by its parent
+        cut = int(residency.blocks.depth[first]) - node.depth  # its parent may have been merged in
         if cut:
             residency.queue(residency.index.split(node, cut, namespace.step))
         absent = absent[len(absent) - room :]
@@ -363,7 +363,8 @@ class Evictor:
         return len(ids)
 
     def _give_up_copy(self, ids: Ids, tier: int) -> int:
-        """Another copy stays: a durable record is deleted first, other copies go at once."""
+        """Free copies of blocks that have another one: a persistent record is deleted first, other
+        copies are freed at once."""
         residency = self.residency
         if residency.tiers[tier].traits.deletion_is_io:
             namespace = residency.namespace_of(residency.index.node_of(int(ids[0])))
@@ -375,8 +376,8 @@ class Evictor:
         return len(ids)
 
     def drop(self, node: Node, tier: int) -> int:
-        """Forget the blocks of a tier's leaf that have no other place. What hangs below, in faster
-        tiers, is useless without them and goes first, unless somebody holds it."""
+        """Drop the blocks of a tier's leaf that have no other copy. Their descendants in faster
+        tiers, useless without them, are dropped first, unless they are held."""
         while node.children:
             leaf = node
             while leaf.children:
@@ -384,22 +385,22 @@ class Evictor:
             if self.is_held(leaf):
                 return 0
             self.forget(leaf, len(leaf))
-            if leaf.parent is not None:  # a record that has to be deleted first
+            if leaf.parent is not None:  # it still has a record, which must be deleted first
                 return 0
         ids = node.block_ids()
         self.dropped += len(ids)
         return self._give_up_copy(ids, tier)
 
     def is_held(self, leaf: Node) -> bool:
-        """Whether somebody leases, moves or writes blocks of the node."""
+        """Whether blocks of the node are leased, moved or being written."""
         residency = self.residency
         ids = leaf.block_ids()
         moving = any(block in residency.moves_of for block in ids.tolist())
         return moving or not leaf.tiers or bool(residency.blocks.leases[ids].any())
 
     def forget(self, leaf: Node, count: int) -> None:
-        """Forget the last blocks of a childless node wherever they are. Nobody leases or moves
-        them."""
+        """Remove the last blocks of a childless node from all tiers. They must not be leased or
+        moved."""
         residency = self.residency
         namespace = residency.namespace_of(leaf)
         if count < len(leaf):
@@ -421,8 +422,8 @@ class Evictor:
         return self.durable is None or self.durable.is_hopeless(node)
 
     def write_down(self, node: Node) -> None:
-        """Write the path to this node to the durable tier."""
-        assert self.durable is not None, "a durable tier without its WriteDown"
+        """Write the path to this node to the persistent tier."""
+        assert self.durable is not None, "a persistent tier without its WriteDown"
         self.durable.want(node)
 
     durable: Durable | None = None

@@ -1,14 +1,14 @@
-"""Where every block is, and the moves that change it.
+"""The tiers that each block is in, and the moves that change them.
 
-Ties the struct of arrays (states, slots), the index (tags on nodes) and the moves in flight
-together, so that the rest of the engine asks for changes here and nowhere else.
+Combines the struct of arrays (states, slots), the index (tags on nodes) and the moves in flight.
+The rest of the cache engine changes copies only through this module.
 
-Promises, checked by `validate()`:
-1. a ready block is in at least one tier at every instant: a draining copy is given up only when
-   another copy stays, or when the block is to be forgotten;
-2. a leased copy is never given up (a lease rescues a draining copy);
+Invariants, checked by `validate()`:
+1. a ready block is in at least one tier at every instant: a draining copy is freed only when
+   another copy stays, or when the block is to be removed;
+2. a leased copy is never freed (a lease rescues a draining copy);
 3. at most one move is in flight per (block, destination tier): filling happens once;
-4. a slot that a move still reads is not given back (`reading`).
+4. a slot that a move still reads is not freed (`reading`).
 
 Owned by the daemon's one loop; does no I/O.
 """
@@ -34,17 +34,17 @@ from hicache.engine.residency.leases import LeaseBook
 from hicache.tiers.block import Ids, SlotAllocator, TierSpec
 
 TRAVELLING_BYTES = 32 << 20
-"""At most, over one link (`transfer/move_queue.py`)."""
+"""The most bytes in flight over one link (`transfer/move_queue.py`)."""
 NO_TIER = 255
 DISMISSED_S: Final = -1.0
-"""When a block that is not expected to be used again was last used: before all others."""
+"""The time of last use of a block that is not expected to be used again: before all others."""
 MAX_DISMISSED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """One namespace's tree. `step`: symbol bytes of one block. `slot_bytes`: of a block's slot, by
-    tier."""
+    """One namespace's tree. `step`: bytes of a block's symbol. `slot_bytes`: size of a block's
+    slot, by tier."""
 
     number: int
     digest: bytes
@@ -55,7 +55,7 @@ class Namespace:
     step: int
 
     def stored_bytes(self, tier: int) -> int:
-        """What writing a block to the tier writes there, at most."""
+        """The most bytes that writing a block to the tier writes."""
         return min(self.block_bytes, self.slot_bytes[tier])
 
 
@@ -72,7 +72,7 @@ class Residency:
         self.tiers = tuple(tiers)
         self.pools = tuple(pools)
         self.links = frozenset(links)
-        self._lower = [  # those linked from each tier, the fastest first
+        self._lower = [  # the tiers linked from each tier, the fastest first
             tuple(sorted(dst for src, dst in self.links if src == tier < dst))
             for tier in range(len(tiers))
         ]
@@ -101,14 +101,14 @@ class Residency:
         self.dismissed: list[dict[Node, None]] = [{} for _ in tiers]
         self._parked: list[set[Node]] = [set() for _ in tiers]
 
-    # --- asking -------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------
 
     def number_of(self, tier: str) -> int:
         """A tier's number by its name."""
         return self._numbers[tier]
 
     def take_reshaped(self) -> Sequence[Reshaped]:
-        """The pages cut into slots anew since the last call."""
+        """The pages divided into slots of another size since the last call."""
         found: Sequence[Reshaped] = ()
         for tier, pool in zip(self.tiers, self.pools, strict=True):
             if pool.reshaped:
@@ -117,21 +117,21 @@ class Residency:
         return found
 
     def namespace_of(self, node: Node) -> Namespace:
-        """The namespace a node belongs to."""
+        """The node's namespace."""
         return self.namespaces[node.namespace]
 
     def is_up(self, tier: int) -> bool:
-        """Whether the tier serves now."""
+        """Whether the tier is up."""
         return bool(self.up >> tier & 1)
 
     def takes(self, tier: int) -> bool:
-        """Whether the tier serves and takes new blocks now. One whose rows are still being told
-        takes none: nobody knows yet how much room it has."""
+        """Whether the tier is up and takes new blocks. While it is being restored it takes none,
+        since its room is not known yet."""
         is_known = self.is_up(tier) and not self.restoring >> tier & 1
         return is_known and self.backoff.takes(tier)
 
     def fastest(self, bits: int) -> int:
-        """The fastest tier of a bit set that is up, NO_TIER if none."""
+        """The fastest tier of a bit set that is up, NO_TIER if there is none."""
         bits &= self.up
         return (bits & -bits).bit_length() - 1 if bits else NO_TIER
 
@@ -143,19 +143,17 @@ class Residency:
         return None
 
     def is_readable(self, tier: int, *, by_worker: bool) -> bool:
-        """Whether blocks are read where they lie in this tier: by a client where it maps the tier,
-        by the GPU's worker wherever it is memory."""
+        """Whether blocks can be read directly from this tier: by clients if they map it, by the
+        GPU's worker if it is memory."""
         spec = self.tiers[tier]
         return spec.mapped or (by_worker and not spec.persistent)
 
     def ranks(self, tier: int) -> bool:
-        """Whether the tier's policy tells now which blocks are worth more than others, so that not
-        everything is let in."""
+        """Whether the tier's policy currently ranks blocks by worth, so that it refuses some."""
         return self.policies[tier].worth(-1, 0.0) != ALWAYS
 
     def num_held(self, tier: int) -> int:
-        """Blocks that are ready in this tier and in those above it; those in several count there
-        several times."""
+        """The number of ready copies in this tier and in those above it."""
         return int(self.blocks.counts[: tier + 1, CopyState.READY].sum())
 
     def bytes_moving(self, link: tuple[int, int], at_most: Priority) -> int:
@@ -163,27 +161,27 @@ class Residency:
         return sum(self.num_moving[link][: at_most + 1])
 
     def bytes_ahead(self, link: tuple[int, int]) -> int:
-        """Bytes that a demand waits for: other demand, and what travels already, whatever it is."""
+        """Bytes that a new demand waits for: other demands, and moves of any priority in flight."""
         demand, *others = self.num_moving[link]
         return demand + min(sum(others), TRAVELLING_BYTES)
 
     def silent_s(self, link: tuple[int, int], now_s: float) -> float:
-        """For how long nothing has come over a link that a demand waits for."""
+        """For how long a link with waiting demands has copied nothing."""
         return now_s - self.progress_s.get(link, now_s)
 
     def where(self, ids: Ids, tier: int, state: CopyState) -> Ids:
-        """Those of `ids` whose copy in `tier` is in `state`."""
+        """The blocks of `ids` whose copy in `tier` is in `state`."""
         found: Ids = ids[self.blocks.state[tier][ids] == state]
         return found
 
     def _landing_of(self, src: int) -> int:
-        """The mapped tier to which blocks of `src` are copied so that they can be read."""
+        """The mapped tier that blocks of `src` are copied to for reading."""
         for dst, tier in enumerate(self.tiers):
             if tier.mapped and (src, dst) in self.links:
                 return dst
         return NO_TIER
 
-    # --- moving -------------------------------------------------------------------------------
+    # --- moves --------------------------------------------------------------------------------
 
     def start(
         self,
@@ -195,7 +193,7 @@ class Residency:
         priority: Priority,
         deadline_s: float | None = None,
     ) -> None:
-        """Copy blocks from `src` (readable there) into fresh slots of `dst`."""
+        """Copy blocks from `src` (readable there) into newly allocated slots of `dst`."""
         src_slots = self.blocks.slot[src][ids]
         self.blocks.fill(dst, ids, slots)
         names = self.tiers[src].name, self.tiers[dst].name
@@ -221,7 +219,7 @@ class Residency:
         self.num_moving[src, dst][priority] += len(ids) * namespace.block_bytes
 
     def start_giving_up(self, namespace: Namespace, ids: Ids, tier: int) -> None:
-        """Drain durable copies: their records must be deleted before their room is free."""
+        """Drain persistent copies, and delete their records: only then is their room free."""
         self.drain(self.where(ids, tier, CopyState.READY), tier)
         name = self.tiers[tier].name
         for block, slot in zip(ids.tolist(), self.blocks.slot[tier][ids].tolist(), strict=True):
@@ -243,10 +241,11 @@ class Residency:
     def finish(
         self, outcome: Outcome, now_s: float, arrived: dict[int, list[int]] | None = None
     ) -> Move | None:
-        """Apply one outcome to its copies; the caller settles the blocks. None: unknown move.
+        """Apply one outcome to its copies; the caller settles the blocks. Returns the move, None if
+        it is unknown.
 
-        With `arrived`, blocks that came into a tier are only noted there, by tier: `arrive` makes
-        all of a batch ready at once."""
+        With `arrived`, blocks that were copied into a tier are only appended to it, by tier;
+        `arrive` then makes a whole batch ready at once."""
         move = self.moves.pop(outcome.move, None)
         if move is None:
             return None
@@ -287,7 +286,7 @@ class Residency:
                 self.vacate(ids, src)
                 self.corrupt[src] += 1
             elif self.blocks.state[src][move.block] == CopyState.DRAINING:
-                self.rescue(ids, src)  # it has nowhere to go for now
+                self.rescue(ids, src)  # no slower tier can take it now
         return move
 
     def arrive(self, arrived: Mapping[int, Sequence[int]]) -> None:
@@ -301,7 +300,7 @@ class Residency:
         return any(move.src == name for move in self.moves_of.get(block, ()))
 
     def is_deleted(self, block: int, tier: int) -> bool:
-        """Whether the block's record in the tier is being deleted, which cannot be called back."""
+        """Whether the block's record in the tier is being deleted, which cannot be cancelled."""
         name = self.tiers[tier].name
         moves = self.moves_of.get(block, ())
         return any(move.src == name and move.dst is None for move in moves)
@@ -313,19 +312,19 @@ class Residency:
         return all(self.is_deleted(block, tier) for tier in readable)
 
     def drain(self, ids: Ids, tier: int) -> None:
-        """ready → draining: free as soon as another copy stays and nobody reads it."""
+        """ready → draining: freed once another copy stays and no move reads it."""
         if len(ids):
             self.blocks.change(tier, ids, CopyState.DRAINING)
             self._count_draining(tier, ids, 1)
 
     def rescue(self, ids: Ids, tier: int) -> None:
-        """draining → ready: somebody asked for it in time."""
+        """draining → ready: requested before it was freed."""
         if len(ids):
             self._count_draining(tier, ids, -1)
             self.blocks.change(tier, ids, CopyState.READY)
 
     def vacate(self, ids: Ids, tier: int) -> None:
-        """Give copies up now. The caller has made sure that nobody reads or leases them."""
+        """Free copies now. The caller has checked that they are not read or leased."""
         if len(ids) == 0:
             return
         draining = self.where(ids, tier, CopyState.DRAINING)
@@ -333,7 +332,7 @@ class Residency:
         self.blocks.vacate(tier, ids, self._namespace_of_block(int(ids[0])).slot_bytes[tier])
 
     def free_drained(self, ids: Ids) -> bool:
-        """Give up draining copies of blocks that have another copy staying. Whether any was."""
+        """Free draining copies of blocks with another copy that stays. Returns whether any was."""
         tags = self.blocks.tags[ids]
         if not (tags >> 8).any():
             return False
@@ -352,12 +351,11 @@ class Residency:
                 freed = True
         return freed
 
-    # --- the tree follows ---------------------------------------------------------------------
+    # --- the tree -----------------------------------------------------------------------------
 
     def touch(self, path: Path, now_s: float) -> bool:
-        """The path was used: it is the youngest, and nothing of it is leaving any more.
-
-        Returns whether anything was rescued: then nodes may have merged and the path is stale."""
+        """Set the path's time of last use, and rescue its draining copies. Returns whether any was
+        rescued: then nodes may have merged and the path is stale."""
         leaving = []
         for node in path.nodes:
             node.touched_s = now_s
@@ -369,7 +367,7 @@ class Residency:
         if len(path.nodes) > 1:
             if not is_stale:
                 self.index.join(path.nodes)
-            for node in path.nodes:  # turns that were stored one by one are equal from now on
+            for node in path.nodes:  # turns that were stored one by one may be equal from now on
                 parent = node.parent
                 if parent is not None and len(parent.children) == 1:
                     step = self.namespaces[node.namespace].step
@@ -377,8 +375,8 @@ class Residency:
         return is_stale
 
     def settle(self, ids: Ids) -> None:
-        """After copies changed: retag the nodes, forget the empty ones, merge, queue candidates."""
-        # All tags first: a neighbour not retagged yet may look equal, and be merged wrongly.
+        """After copies changed: retag the nodes, remove empty ones, merge, queue candidates."""
+        # All tags first: a neighbour not retagged yet might look equal, and be merged wrongly.
         settled = [
             self.index.retag(node, self.namespaces[node.namespace].step)
             for node in self.index.nodes_of(ids)
@@ -399,7 +397,7 @@ class Residency:
                 self.queue(above)
 
     def queue(self, node: Node) -> None:
-        """Tell the policies of the tiers in which the node is a leaf now."""
+        """Add the node as a candidate in the tiers in which it is a leaf."""
         staying = node.staying
         holding = node.holding
         for tier in range(len(self.tiers)):
@@ -409,17 +407,17 @@ class Residency:
                     self.dismissed[tier][node] = None
 
     def dismiss(self, nodes: Sequence[Node]) -> None:
-        """Nobody is expected to ask for these again: they go before all others, whatever the
-        policy, unless they are used after all. Ancestors first."""
+        """These are not expected to be used again: evict them before all others, whatever the
+        policy, unless they are used. Ancestors first."""
         for node in nodes:
             node.touched_s = DISMISSED_S
         for tier, dismissed in enumerate(self.dismissed):
             if len(dismissed) > MAX_DISMISSED:
-                dismissed.clear()  # nothing had to go for so long: the policy will do
+                dismissed.clear()  # a long list without evictions: leave them to the policy
             dismissed.update((node, None) for node in nodes if node.staying >> tier & 1)
 
     def coldest(self, tier: int, worth: float = ALWAYS) -> Node | None:
-        """The candidate to go next, as `EvictionPolicy.pop` gives it."""
+        """The next candidate for eviction, see `EvictionPolicy.pop`."""
         dismissed = self.dismissed[tier]
         while dismissed:
             node, _ = dismissed.popitem()
@@ -428,11 +426,11 @@ class Residency:
         return self.policies[tier].pop(worth)
 
     def park(self, node: Node, tier: int) -> None:
-        """A candidate that cannot go now (leased, read): queued again by `unpark`."""
+        """Put a candidate that cannot be evicted now (leased, read) aside until `unpark`."""
         self._parked[tier].add(node)
 
     def unpark(self) -> None:
-        """Leases or moves ended: parked candidates may go now."""
+        """Leases or moves have ended: queue parked candidates again."""
         for tier, parked in enumerate(self._parked):
             for node in parked:
                 if node.parent is not None:
@@ -441,7 +439,7 @@ class Residency:
 
     @contextmanager
     def pinned(self, spans: Sequence[Span]) -> Iterator[None]:
-        """Nothing of these blocks is given up meanwhile: room is being made for their sake."""
+        """Within the context these blocks are not evicted: room is being made for them."""
         for span in spans:
             self.blocks.pin(span)
         try:
@@ -451,11 +449,11 @@ class Residency:
                 self.blocks.unpin(span)
 
     def unhang(self, leaves: list[Node], tier: int) -> None:
-        """Take leaves of one namespace, whose only copies are ready in `tier`, out of the tree and
-        out of the list.
+        """Remove leaves of one namespace, whose only copies are ready in `tier`, from the tree and
+        from the list.
 
-        Their parents' `holding` does not count them any more; only that of the last may have come
-        to nothing. The caller gives their ids to `BlockTable.forget` before anybody looks."""
+        Updates their parents' `holding`; only the last leaf's parent may become a leaf by it. The
+        caller passes their ids to `BlockTable.forget` next."""
         parent = leaves[-1].parent
         assert parent is not None
         step = self.namespaces[parent.namespace].step
@@ -467,7 +465,7 @@ class Residency:
                 self._forget_if_empty(parent, step)
 
     def forget(self, node: Node) -> None:
-        """Drop what is left of a node: its blocks have no copy and nothing below needs them."""
+        """Remove a node whose blocks have no copy, and which has no children."""
         self._forget_if_empty(node, self.namespaces[node.namespace].step)
 
     def _forget_if_empty(self, node: Node, step: int) -> None:
@@ -511,7 +509,7 @@ class Residency:
         self.outbox.append(move)
 
     def validate(self) -> None:
-        """Check everything from the ground up."""
+        """Check all invariants."""
         self.blocks.validate()
         self.leases.validate()
         num_blocks = sum(
@@ -537,7 +535,7 @@ class Residency:
         filling = set()
         for move in self.moves.values():
             src = self._numbers[move.src]
-            assert self.blocks.tags[move.block] >> src & 1, "a move reads a copy that is not there"
+            assert self.blocks.tags[move.block] >> src & 1, "a move reads a copy that is not ready"
             if move.dst is None:
                 continue
             dst = self._numbers[move.dst]

@@ -220,7 +220,7 @@ def test_a_block_without_its_parent_is_not_told_and_is_removed(tmp_path: Path) -
     rig = Rig(tmp_path, devices=[DISK])
     assert tokens_told(rig) == {name(4).tokens}
     (restored,) = [news for news in rig.news if isinstance(news, WorkerRestored)]
-    assert "2 blocks had lost the block above them" in restored.notes[0]
+    assert "2 blocks had lost their parent block" in restored.notes[0]
     rig.close()
     with DiskTier(tmp_path / "disk", 32 * MIB) as tier:
         assert [row.key for row in listed(tier)] == [name(4).key]

@@ -1,9 +1,9 @@
-"""At its start: whether the GPU worker may run page kernels, and which path serves which pages.
+"""Chooses at the GPU worker's start between copy engines and page kernels.
 
-Kernels of two processes take turns on a GPU, unless the processes share it by MPS: while ours run,
-the inference engine's stand still. So a kernel of ours runs under MPS, or where the operator says
-so (`tiers.hbm.page_kernels`). Where it may, copy engines and kernels copy the same pages, in memory
-that is nobody's yet, and the faster one serves from then on: by memory and by the bytes of a page.
+Kernels of two processes take turns on a GPU, unless the processes share it by MPS: while the
+worker's run, the inference engine's stand still. So the worker uses kernels only under MPS, or
+where configured (`tiers.hbm.page_kernels`). Where it may, it measures both on memory that is not in
+use yet, and then uses the faster one, by kind of memory and by the bytes of a page.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from hicache.transfer.media.cuda_copy import CopyPath, CopyRefused, fastest_by_s
 from hicache.transfer.media.pinned_memory import PinnedArena
 
 MPS_PIPES: Final = Path("/tmp/nvidia-mps")
-"""Where MPS's control daemon listens if nobody says otherwise (CUDA_MPS_PIPE_DIRECTORY)."""
+"""The default directory of MPS's control daemon (CUDA_MPS_PIPE_DIRECTORY)."""
 _BLOCKS_PER_SM: Final = 2
-"""Within GPU memory. Of 512 threads with 128 bytes each under way: 17 MB on an H200, and its memory
-holds some 5 MB in the time of one access."""
+"""For copies within GPU memory. 512 threads with 128 bytes each in flight: 17 MB on an H200, whose
+memory transfers about 5 MB in the time of one access."""
 _MPS_ENABLED, _SAME_POINTER = 133, 91
 # cudaDevAttrMpsEnabled, "contexts created on this device will be shared via MPS";
 # cudaDevAttrCanUseHostPointerForRegisteredMem, or a kernel would need another address.
@@ -45,7 +45,7 @@ _PAGES: Final = 256
 _BYTES: Final = 32 << 20
 _ROUNDS: Final = 3
 _LIMIT_S: Final = 1.0
-"""No further size is tried after it: the inference engine may be at work."""
+"""No further size is measured after this time: an inference engine may be using the GPU."""
 
 _PLACES: Final[dict[Memory, str]] = {"gpu": "GPU memory", "pinned": "pinned memory"}
 
@@ -59,8 +59,8 @@ def choose_page_path(
     wanted: str,
     mps_pipes: Path = MPS_PIPES,
 ) -> tuple[PagePath, str]:
-    """By `wanted` (auto, always, never), with a sentence that gives the reason or the figures.
-    Writes the pool's first bytes."""
+    """Choose by `wanted` (auto, always, never). Returns the path, and a sentence with the reason or
+    the figures. Overwrites the pool's first bytes."""
     pool.use()
     engines = ByCopyEngines(copies, pinned)
     why_not, times = _why_not(pool, wanted, mps_pipes), {}
@@ -69,7 +69,7 @@ def choose_page_path(
             times = _measured(pool, engines, _kernel(pool), with_host=_reaches_host(pool, pinned))
         except (CopyRefused, OSError, *REFUSALS, _compile_error(pool)) as error:
             lines = str(error).strip().splitlines() or [repr(error)]
-            why_not = f"kernels could not be tried: {lines[0]}"
+            why_not = f"kernels could not be measured: {lines[0]}"
     if not times:
         return engines, f"pages by the copy engines ({why_not or 'the pool is too small to try'})"
     steps = {memory: fastest_by_size(found) for memory, found in times.items()}
@@ -81,12 +81,12 @@ def choose_page_path(
 
 
 def shares_gpu(runtime: Any, index: int, mps_pipes: Path) -> bool:
-    """Whether this process' kernels run beside those of others, by MPS. A driver that does not know
-    (before CUDA 12.3) uses MPS where its control daemon has a socket."""
+    """Whether this process's kernels run in parallel with those of others, by MPS. A driver before
+    CUDA 12.3 cannot tell: then, whether MPS's control daemon has a socket."""
     try:
         return bool(runtime.deviceGetAttribute(_MPS_ENABLED, index))
     except runtime.CUDARuntimeError:
-        return os.path.exists(mps_pipes / "control")  # False, too, where it may not be looked at
+        return os.path.exists(mps_pipes / "control")  # False, too, without permission to look
 
 
 def _why_not(pool: CudaPool, wanted: str, mps_pipes: Path) -> str:
@@ -98,8 +98,8 @@ def _why_not(pool: CudaPool, wanted: str, mps_pipes: Path) -> str:
 
 
 def _compile_error(pool: CudaPool) -> type[Exception]:
-    """What else NVRTC may have to say; no NVRTC is a RuntimeError, no place for its output an
-    OSError."""
+    """NVRTC's error for a failed compilation. A missing NVRTC is a RuntimeError, no room for its
+    output an OSError."""
     error: type[Exception] = pool.cupy.cuda.compiler.CompileException
     return error
 
@@ -112,7 +112,7 @@ def _kernel(pool: CudaPool) -> ByKernel:
 
 
 def _reaches_host(pool: CudaPool, pinned: PinnedArena) -> bool:
-    """Whether kernels may touch pinned memory by the addresses that we know, and there is any."""
+    """Whether there is pinned memory, and kernels may access it by its host addresses."""
     runtime = pool.cupy.cuda.runtime
     return bool(pinned.pinned_bytes and runtime.deviceGetAttribute(_SAME_POINTER, pool.index))
 
@@ -120,8 +120,8 @@ def _reaches_host(pool: CudaPool, pinned: PinnedArena) -> bool:
 def _measured(
     pool: CudaPool, engines: ByCopyEngines, kernel: ByKernel, *, with_host: bool
 ) -> dict[Memory, _Times]:
-    """Seconds per byte of each path, by memory and page size, both ways together: between pages in
-    the pool's first half, in any order, and blocks of a page each."""
+    """Seconds per byte of each path, by memory and page size, averaged over both directions:
+    between pages of the pool's first half, in random order, and blocks of one page each."""
     times: dict[Memory, _Times] = {}
     ends_s = time.perf_counter() + _LIMIT_S
     room = min(_BYTES, pool.capacity_bytes // 2) // PAGE_BYTES * PAGE_BYTES
@@ -145,7 +145,7 @@ def _measured(
 
 
 def _seconds(path: PagePath, layout: PageLayout, group: PageGroup, stream: Any) -> float:
-    """Per byte in the best round; the first one warms up."""
+    """Seconds per byte in the best round; the first one warms up."""
     spent = []
     for _ in range(_ROUNDS):
         start_s = time.perf_counter()
@@ -158,7 +158,8 @@ def _seconds(path: PagePath, layout: PageLayout, group: PageGroup, stream: Any) 
 
 @contextmanager
 def _bases(pool: CudaPool, room: int, *, with_host: bool) -> Iterator[dict[Memory, int]]:
-    """So many bytes of each memory for blocks. Host memory of our own: the arena may be in use."""
+    """The addresses of `room` bytes of each memory for blocks. Host memory is allocated here, since
+    the arena may be in use."""
     runtime = pool.cupy.cuda.runtime
     bases: dict[Memory, int] = {"gpu": pool.address(room // PAGE_BYTES, room)}
     if with_host:
@@ -172,7 +173,7 @@ def _bases(pool: CudaPool, room: int, *, with_host: bool) -> Iterator[dict[Memor
 
 
 def _figures(times: _Times) -> str:
-    """As people read them."""
+    """The figures, for people."""
     said = []
     for size, took in times.items():
         rates = "/".join(f"{1e-9 / s_per_byte:.1f}" for s_per_byte in took.values())

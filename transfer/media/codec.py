@@ -1,8 +1,8 @@
-"""How a tier stores a block's bytes. Slots of the near tier always hold plain blocks, for clients
-map them; what a codec makes of a block lies in its own tier's slots, whose size follows from it.
+"""How a tier encodes a block's bytes. The near tier's slots always hold plain blocks, since clients
+map them; encoded blocks are only in their tier's slots, whose size follows from `stored_bytes`.
 
-The daemon asks `stored_bytes`, to size slots; the worker encodes and decodes, from several threads
-at once. A module that holds a codec is loaded by both, so it imports what is heavy when it is used.
+The daemon calls `stored_bytes`, to size slots; the worker encodes and decodes, from several threads
+in parallel. A codec's module is loaded by both, so it must import large libraries only when used.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Codec(Protocol):
-    """Blocks of one size become values of one size, and back. Keeps no state."""
+    """Encodes blocks of one size to values of one size, and back. Without state."""
 
     def stored_bytes(self, block_bytes: int) -> int:
-        """How long the value of a block of `block_bytes` is."""
+        """The length of the value of a block of `block_bytes`."""
 
     def block_bytes(self, stored_bytes: int) -> int:
-        """The inverse of `stored_bytes`: a restart finds values and must know their blocks."""
+        """The inverse of `stored_bytes`: a restart finds only the values."""
 
     def encode(self, block: Bytes) -> Bytes:
-        """The value to store. It may be `block` itself, which is not changed until it is stored."""
+        """The value to store. May be `block` itself, which does not change until it is stored."""
 
     def buffer(self, block: Bytes) -> Bytes:
-        """Where the value of this block is to be read to: `block` itself where they are as long."""
+        """The buffer to read this block's value into: `block` itself if they are equally long."""
 
     def decode(self, stored: Bytes, block: Bytes) -> None:
-        """Fill `block` from the value that was read to `buffer(block)`. Raises TierCorrupt when it
-        is not one of this codec's."""
+        """Fill `block` from the value that was read into `buffer(block)`. Raises TierCorrupt when
+        it is not a value of this codec."""
 
 
 class PlainCodec:
-    """A block is stored as it is, and copied once."""
+    """Stores blocks unchanged, without a copy."""
 
     def stored_bytes(self, block_bytes: int) -> int:
         return block_bytes

@@ -1,19 +1,18 @@
-"""Between the arena and GPU memory: the `hbm` tier's links where there is a GPU.
+"""The `hbm` tier's medium on a GPU: copies between the arena and GPU memory.
 
-Two threads per direction and priority (copy_thread.py): one starts batches on a non-blocking
-stream of the link's own, the other waits for them in order. Streams keep no order among themselves.
-When a slot may be reused:
+Two threads per direction and priority (copy_thread.py): one starts batches on the link's
+non-blocking stream, the other waits for them in order. Streams are independent of each other. When
+a slot may be reused:
 
-    start   every piece of the batch is enqueued, and behind the last one an event recorded
-    wait    the event has completed: only now is any of the batch's outcomes told, good or bad,
-            and the daemon may give its slots to somebody else
+    start   every piece of the batch is enqueued, and an event recorded after the last one
+    wait    the event has completed: only now are the batch's outcomes reported, good or bad, and
+            the daemon may use its slots for other blocks
 
-1. A move names a slot that is not there: it fails, and the others of its batch are copied.
-2. CUDA refuses a batch that it has taken in part. What it took is waited for; then every move of
-   the batch fails, its slots at rest.
-3. Waiting fails: the context is gone until this process ends, and with it all that was in GPU
-   memory. `TierDamaged`: the worker ends, and the kernel takes its copies under way from it before
-   anybody can see that it has ended.
+1. A move names a slot outside its tier: it fails, and the others of its batch are copied.
+2. CUDA refuses a batch after accepting a part of it. That part is waited for; then every move of
+   the batch fails, with no copy still running.
+3. Waiting fails: the CUDA context is lost until this process ends, and with it all of GPU memory.
+   `TierDamaged`: the worker ends, and the kernel stops its copies before the daemon sees its end.
 
 The process must be a fresh one (transfer/worker_process.py), not a fork of one that has used CUDA.
 """
@@ -56,7 +55,7 @@ _TRIAL_ROUNDS: Final = 5
 
 
 class Started:
-    """A batch on its way. Its slots belong to it until `wait` has returned or raised."""
+    """A batch being copied. Its slots are in use until `wait` has returned or raised."""
 
     def __init__(
         self, link: CudaLink, batch: Sequence[Move], refused: dict[int, Exception], event: Any
@@ -78,7 +77,7 @@ class Started:
 class CudaLink:
     """Copies between slots of the arena and slots of the pool, in one direction.
 
-    `start` may be called again before an earlier batch was waited for; batches of one link arrive
+    `start` may be called again before an earlier batch was waited for; batches of one link finish
     in the order in which they were started.
     """
 
@@ -114,13 +113,13 @@ class CudaLink:
             return Started(self, batch, refused, None)
         with _or_damaged(self._pool):
             self._pool.use()
-            # Made before anything is enqueued: were there no memory for it afterwards, a failed
-            # batch would be on its way. Blocking: the thread that waits sleeps, and leaves its core
-            # to the inference engine.
+            # Created before anything is enqueued: if it failed for lack of memory afterwards, the
+            # copies of a failed batch would be running. Blocking: the waiting thread sleeps, and
+            # leaves its core to the inference engine.
             event = self._pool.cupy.cuda.Event(block=True, disable_timing=True)
             try:
                 with ExitStack() as undo:
-                    undo.callback(self.settle, self._stream)  # part of it may be on its way
+                    undo.callback(self.settle, self._stream)  # parts of it may be running
                     rows = rows_of(pieces)
                     self._copies.enqueue(rows, self._stream.ptr, to_device=self._to_device)
                     undo.pop_all()
@@ -130,17 +129,18 @@ class CudaLink:
         return Started(self, batch, refused, event)
 
     def settle(self, awaited: Any) -> None:
-        """Until this event, or all of this stream, has completed. Raises TierDamaged."""
+        """Wait until this event, or this whole stream, has completed. Raises TierDamaged."""
         with _or_damaged(self._pool):
             self._pool.use()
             awaited.synchronize()
 
     def close(self) -> None:
-        """Nothing is on its way any more."""
+        """Wait for all copies."""
         self.settle(self._stream)
 
     def _pieces(self, move: Move) -> list[Piece]:
-        """One copy, cut where two chunks of pinned memory meet. ValueError: a slot is not there."""
+        """A move's copy, cut where two chunks of pinned memory meet. Raises ValueError for a slot
+        outside its tier."""
         num_bytes = move.block_bytes
         if self._to_device:
             host = self._arena.address(move.src_slot, num_bytes)
@@ -153,7 +153,7 @@ class CudaLink:
 
 @contextmanager
 def _or_damaged(pool: CudaPool) -> Iterator[None]:
-    """What fails in here has taken the context with it."""
+    """Raises CUDA's errors as TierDamaged: after them the context is lost."""
     try:
         yield
     except pool.cupy.cuda.runtime.CUDARuntimeError as error:
@@ -161,9 +161,8 @@ def _or_damaged(pool: CudaPool) -> Iterator[None]:
 
 
 class CudaMedium(Forgetful):
-    """The pool in GPU memory; everything in it is gone when its worker ends. A stream for each
-    direction and priority: what a request waits for is not behind demotions. Its options:
-    GpuOptions."""
+    """The pool in GPU memory, which is lost when its worker ends. A stream for each direction and
+    priority, so that demands do not wait for demotions. Its options: GpuOptions."""
 
     by_priority = True
 
@@ -196,7 +195,7 @@ class CudaMedium(Forgetful):
         self.writers: Sequence[Link] = self._downs
 
     def probe(self, num_bytes: int, block_bytes: int) -> list[Measured]:
-        """The pool is new and nobody's yet, so its first bytes may be written here."""
+        """Measure with real copies. Overwrites the pool's first bytes, which are not in use yet."""
         near, far = self._names
         num_blocks = max(1, min(num_bytes, self._pool.capacity_bytes) // block_bytes)
         with _or_damaged(self._pool), _trial(self._pool, num_blocks, block_bytes) as trial:
@@ -214,16 +213,16 @@ class CudaMedium(Forgetful):
 
 
 def _surroundings(pool: CudaPool, near: Arena) -> Iterator[str]:
-    """What else the operator may want to know; pinned memory has been touched, all of it."""
+    """More for the operator. By now every page of pinned memory is mapped."""
     if pool.context_bytes:
-        yield f"; CUDA itself takes {pool.context_bytes >> 20} MiB of the GPU beside the pool"
+        yield f"; CUDA's context takes {pool.context_bytes >> 20} MiB of the GPU besides the pool"
     if num_nodes() > 1 and (where := describe(bytes_by_node(near.path), node_of(pool.bus_id))):
         yield f"; of the host memory {where}"
 
 
 def choose_path(pool: CudaPool, pinned: PinnedArena) -> tuple[CopyPath, str]:
-    """The faster one here, by size, and a sentence with the figures. Writes the pool's first
-    bytes."""
+    """The faster path on this machine, by size, and a sentence with the figures. Overwrites the
+    pool's first bytes."""
     each = EachCopy(pool.cupy.cuda.runtime)
     if not pinned.is_whole:
         return each, f"copied by {each.name}"
@@ -246,7 +245,7 @@ def choose_path(pool: CudaPool, pinned: PinnedArena) -> tuple[CopyPath, str]:
 
 
 class _Trial:
-    """Blocks of a pinned buffer of our own and of a pool that is nobody's yet."""
+    """Test copies between a temporary pinned buffer and a pool that is not in use yet."""
 
     def __init__(self, pool: CudaPool, host: int, num_blocks: int, block_bytes: int) -> None:
         self._pool = pool
@@ -257,7 +256,7 @@ class _Trial:
         self._up = rows_of([(host + at, gpu + at, block_bytes) for at in offsets])
 
     def seconds(self, path: CopyPath) -> tuple[float, float]:
-        """The best of a few rounds to the device, and from it; the first ones only warm up."""
+        """The best of five rounds to the device, and from it; the first ones warm up."""
         down, up = [], []
         for _ in range(_TRIAL_ROUNDS):
             down.append(self._time(path, self._down, True))

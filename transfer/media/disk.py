@@ -1,8 +1,8 @@
-"""Between the arena and the disk tier: read, write, give up.
+"""The disk tier's medium: reads, writes and deletes blocks of an LMDB device.
 
 The reader thread calls `DiskReader`; the writer thread calls `DiskWriter` and `DiskDeleter`, in the
-order in which the daemon sent the batches. Bytes go straight between the arena's mapping and the
-environment's: there is no copy in between.
+order in which the daemon sent the batches. Without a codec bytes are copied directly between the
+arena's mapping and the file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hicache.transfer.worker_messages import WorkerConfig
 
 PROGRESS_ROWS = 20_000
 SCRUB_BYTES = 1 << 20
-"""Read in one transaction by a scrub of a tier that serves: a demand waits for no more."""
+"""Read by a scrub in one transaction, which bounds how long a demand waits for it."""
 
 
 class DiskReader:
@@ -76,7 +76,7 @@ class DiskReader:
 
 
 class DiskWriter:
-    """arena → disk, as many blocks a transaction as the durability mode allows."""
+    """arena → disk, with as many blocks per transaction as the durability mode allows."""
 
     def __init__(self, src: str, arena: Arena, dst: str, tier: DiskTier, codec: Codec) -> None:
         self.src, self.dst = src, dst
@@ -105,7 +105,7 @@ class DiskWriter:
 
 
 class DiskDeleter:
-    """Gives up copies on disk, in a transaction of its own, ahead of the puts that follow."""
+    """Deletes copies on disk, in a separate transaction before the puts that follow."""
 
     dst = None
 
@@ -120,7 +120,7 @@ class DiskDeleter:
                 self._tier.delete(slot_bytes, [identity_of(move).key for move in moves])
             except TierBroken:
                 raise
-            except TierError as error:  # on a full volume, deleting needs a page as well
+            except TierError as error:  # deleting needs free pages, too
                 outcomes += _rejected(moves, error)
                 continue
             outcomes += [Outcome(move.id, ok=True) for move in moves]
@@ -159,9 +159,9 @@ class DiskMedium:
         ]
 
     def probe(self, num_bytes: int, block_bytes: int) -> list[Measured]:
-        """Through a small tier of its own beside the real one, removed afterwards. It is read after
-        its pages were dropped from the page cache: what a block that was not read lately costs.
-        Nothing is measured where it would take the device over its capacity: use will tell."""
+        """Measured with a small temporary tier beside the real one. It is read after its pages were
+        dropped from the page cache, as for a block not read recently. Nothing is measured where it
+        would exceed the device's capacity."""
         if self._tier.room_bytes() < 2 * num_bytes + (1 << 20):
             return []
         path = self._tier.path / "probe"
@@ -197,8 +197,9 @@ class DiskMedium:
         return [Measured(near, far, copied, write_s), Measured(far, near, copied, read_s)]
 
     def stored(self) -> Iterator[StoredRows]:
-        """The hottest paths first. What nothing leads to any more is removed at the end: it was
-        written while the block above it was given up, and the daemon died in between."""
+        """All stored blocks, the hottest paths first. Blocks without their parent are deleted at
+        the end: such a block was written while its parent was being deleted, and the daemon died in
+        between."""
         forests: dict[tuple[bytes, int, int], StoredForest] = {}
         for rows in self._watched(self._tier.scan()):
             rows.block_bytes = self._codec.block_bytes(rows.block_bytes)
@@ -213,19 +214,19 @@ class DiskMedium:
             yield from forest.in_order(first, total)
             first += len(forest)
             if forest.orphans:
-                self.notes.append(f"{len(forest.orphans)} blocks had lost the block above them")
+                self.notes.append(f"{len(forest.orphans)} blocks had lost their parent block")
                 with contextlib.suppress(TierFull):  # they are found again at the next start
                     stored_bytes = self._codec.stored_bytes(forest.block_bytes)
                     self._tier.delete(slot_bytes_for(stored_bytes), forest.orphans)
         give_memory_back()
 
     def _watched(self, batches: Iterable[Scanned]) -> Iterator[Scanned]:
-        """The same, with a word to the daemon now and then."""
-        total, done, told = self._tier.num_blocks(), 0, 0
+        """The same batches; reports progress now and then."""
+        total, done, reported = self._tier.num_blocks(), 0, 0
         for batch in batches:
             done += len(batch)
-            if done - told >= PROGRESS_ROWS:
-                told = done
+            if done - reported >= PROGRESS_ROWS:
+                reported = done
                 self._progress("blocks", done, total)
             yield batch
 
@@ -238,7 +239,7 @@ class DiskMedium:
             self._tier.note_uses(slot_bytes, some)
 
     def scrub(self) -> Iterator[Scrubbed]:
-        """What is bad is removed, as a read would."""
+        """Check every block; bad ones are removed, as by a read."""
         scrub = self._tier.scrub()
         is_more = True
         while is_more:
@@ -261,6 +262,7 @@ class DiskMedium:
 
 
 def _rejected(moves: Sequence[Move], error: TierError) -> list[Outcome]:
-    """The outcomes of moves that the disk would not have; none other would fare better now."""
+    """The outcomes of moves that the disk refused. Unless only this slot size has no room, they say
+    that it refuses all writes now."""
     rejected = not isinstance(error, NoRoomForSize)
     return [Outcome(move.id, ok=False, error=str(error), rejected=rejected) for move in moves]

@@ -1,7 +1,7 @@
-"""Arena to arena on the host: the `hbm` tier's links where there is no GPU.
+"""The `hbm` tier's medium without a GPU: copies between two arenas in host memory.
 
-One reader or writer thread of the worker calls each link. `np.copyto` gives the GIL back while it
-copies, so both directions run at once.
+One reader or writer thread of the worker calls each link. `np.copyto` releases the GIL while it
+copies, so both directions run in parallel.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class ArenaLink:
 
 
 class MemoryMedium(Forgetful):
-    """The emulated pool, as its worker maps it. The daemon owns both files. Its options:
-    ArenaOptions."""
+    """The emulated pool. The daemon owns both files. Its options: ArenaOptions."""
 
     def __init__(self, config: WorkerConfig, near: Arena, progress: Progress) -> None:
         path = options_of(ArenaOptions, config).path

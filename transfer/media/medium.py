@@ -1,10 +1,10 @@
-"""A link copies blocks from one tier to one other. One per direction of a device, in its worker.
+"""What a worker needs from a medium: links, each of which copies blocks from one tier to another.
 
-Called from one thread of the worker process, a batch at a time; one whose copies go on by
-themselves (`StartingLink`) may be given the next batch while another thread waits for the last
-(copy_thread.py). A link owns nothing but the slots
-that the moves of its batch name. It reports an outcome for every move and raises only when the
-medium cannot be used any more (`TierBroken`): then the worker ends and the daemon recovers.
+A link is called from one thread of the worker process, a batch at a time. An asynchronous one
+(`StartingLink`) may be given the next batch while another thread waits for the last
+(copy_thread.py). A link accesses only the slots named by its batch. It returns an outcome for every
+move, and raises only when the medium can no longer be used (`TierBroken`): then the worker ends and
+the daemon starts another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Link(Protocol):
-    """One source, one destination (None: the link gives copies up)."""
+    """Copies from one source to one destination (None: the link deletes copies)."""
 
     @property
     def src(self) -> str: ...
@@ -38,28 +38,29 @@ class Link(Protocol):
     def dst(self) -> str | None: ...
 
     def copy(self, batch: Sequence[Move]) -> list[Outcome]:
-        """An outcome for every move. A failed one left nothing to be believed at its destination.
-        Raises TierBroken only."""
+        """Copy a batch. Returns an outcome for every move; the destination of a failed one is
+        undefined. Raises only TierBroken."""
 
 
 class Pending(Protocol):
-    """A batch on its way. Its slots belong to it until `wait` has returned or raised."""
+    """A batch being copied. Its slots are in use until `wait` has returned or raised."""
 
     def wait(self) -> list[Outcome]:
-        """Once, from any one thread: an outcome for every move, in order. Raises TierDamaged."""
+        """Wait for the copies. Returns an outcome for every move, in order. Call it once, from any
+        thread. Raises TierDamaged."""
 
 
 @runtime_checkable
 class StartingLink(Link, Protocol):
-    """A link whose copies go on by themselves, batches in the order in which they were started."""
+    """A link that copies asynchronously, batches in the order in which they were started."""
 
     def start(self, batch: Sequence[Move]) -> Pending:
-        """Raises TierDamaged only, or with nothing on its way."""
+        """Start copying. Raises TierDamaged; any other error only if no copy was started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A batch that need not be waited for."""
+    """A batch whose copies have finished already."""
 
     outcomes: list[Outcome]
 
@@ -69,8 +70,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Spoilt:
-    """A stored block that was not what it should be, and is removed. `tokens`: of its whole prefix,
-    empty where that cannot be told any more."""
+    """A stored block that was corrupt, and has been removed. `tokens`: of its whole prefix, empty
+    where unknown."""
 
     key: bytes
     problem: str
@@ -80,7 +81,7 @@ class Spoilt:
 
 @dataclass(frozen=True, slots=True)
 class Scrubbed:
-    """How far a scrub is, and what it has found since it last told."""
+    """Progress of a scrub. `bad`: found since the last report."""
 
     blocks: int
     num_bytes: int
@@ -91,7 +92,7 @@ class Scrubbed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A link copied so much in so long."""
+    """A link copied `num_bytes` in `seconds`."""
 
     src: str
     dst: str
@@ -100,14 +101,13 @@ class Measured:
 
 
 class Medium(Protocol):
-    """What a worker opens: one device, the links to and from it, and what it remembers. Made by
-    calling its class with (config: WorkerConfig, near: Arena, progress: Progress).
+    """An opened device: its links, and for a persistent one (`remembers`) its stored blocks.
+    Created by calling its class with (config: WorkerConfig, near: Arena, progress: Progress).
 
-    `readers` are called from the reading direction's threads; `writers`, `forget`, `note` and
-    `describe` from the writing direction's; `stored` and `scrub` each from a thread of its own
-    meanwhile, where the medium `remembers` what it held; the rest before those start or after they
-    have ended. Where the medium has a queue for each priority, `readers` and `writers` are
-    one link for each of them, in order, with threads of its own. `pages`: inference engines' own,
+    `readers` are called by the read queues' threads; `writers`, `forget`, `note` and `describe` by
+    the write queues'; `stored` and `scrub` each by a separate thread at the same time; the rest
+    before these start or after they have ended. With a queue for each priority (`by_priority`),
+    `readers` and `writers` are one link for each, in order. `pages`: inference engines' own pages,
     where this medium can map them (page_worker.py).
     """
 
@@ -123,29 +123,29 @@ class Medium(Protocol):
     def pages(self) -> EnginePages | None: ...
 
     def probe(self, num_bytes: int, block_bytes: int) -> list[Measured]:
-        """Copy a few blocks each way, for real and outside every slot, and say how long it took."""
+        """Measure the speed of each direction, with real copies outside all slots."""
 
     def stored(self) -> Iterator[StoredRows]:
-        """What a durable medium holds. `notes` may have grown at the end of it."""
+        """All stored blocks. May append to `notes` at its end."""
 
     def forget(self, keys: Mapping[int, Sequence[bytes]]) -> None:
-        """Remove records, given by slot size, that nobody knows of any more."""
+        """Delete records, given by slot size, that the cache engine has no room for."""
 
     def note(self, uses: Mapping[int, Sequence[tuple[bytes, int, int]]]) -> None:
-        """Keep (key, hits, seconds since 1970) of blocks, given by slot size."""
+        """Store uses of blocks, (key, hits, seconds since 1970) by slot size."""
 
     def scrub(self) -> Iterator[Scrubbed]:
-        """Read and check every block, about a MiB at a time."""
+        """Read and check every block, about 1 MiB at a time. Yields progress."""
 
     def describe(self, namespace: bytes, description: Mapping[str, Any]) -> None:
-        """Leave a readable account of a namespace."""
+        """Store a readable description of a namespace."""
 
     def close(self) -> None:
-        """Leave the device in order."""
+        """Close the device cleanly."""
 
 
 class Forgetful:
-    """The half of a Medium that a medium without a memory shares."""
+    """The methods of a Medium that stores nothing persistently."""
 
     remembers = False
     by_priority = False
@@ -168,7 +168,7 @@ class Forgetful:
 
 
 def options_of(cls: type[T], config: WorkerConfig) -> T:
-    """The medium's own options, as its dataclass. Raises TierUnavailable when they are not."""
+    """The medium's options as its dataclass. Raises TierUnavailable when they are invalid."""
     try:
         return checked(cls, config.spec.options)
     except ValueError as error:
@@ -176,27 +176,27 @@ def options_of(cls: type[T], config: WorkerConfig) -> T:
 
 
 def failed(move: Move, error: Exception) -> Outcome:
-    """The outcome of a move that met this error. What the source lacks or holds wrongly must not
-    be asked for again, so it is reported corrupt."""
+    """The outcome of a move that failed with this error. A block that the source lacks or holds
+    corrupt is reported corrupt, so that it is not read again."""
     is_corrupt = isinstance(error, TierCorrupt | TierMissing)
     return Outcome(move.id, ok=False, error=str(error) or repr(error), corrupt=is_corrupt)
 
 
 def identity_of(move: Move) -> BlockIdentity:
-    """Which block a move carries. Raises TierError when it does not say so."""
+    """The identity of a move's block. Raises TierError when it is missing."""
     if move.identity is None:
-        raise TierError(f"move {move.id} does not say which block it carries")
+        raise TierError(f"the identity of move {move.id} is missing")
     return move.identity
 
 
 def start_or_fail(link: Link, batch: Sequence[Move]) -> Pending:
-    """`link.start`, or all of `link.copy` where it has none, with any fault but a broken medium
-    turned into failed outcomes."""
+    """Call `link.start`, or `link.copy` where it has none. Any error except a broken medium becomes
+    failed outcomes."""
     try:
         return link.start(batch) if isinstance(link, StartingLink) else Finished(link.copy(batch))
     except TierBroken:
         raise
-    except Exception as error:  # whatever a driver raises: these moves are misses, others go on
+    except Exception as error:  # any error of a driver: these moves fail, others continue
         return Finished([failed(move, error) for move in batch])
 
 

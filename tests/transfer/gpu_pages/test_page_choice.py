@@ -143,7 +143,7 @@ def test_kernels_that_do_not_work_here_are_a_sentence(
     path, why = chosen(arena, StandIn(refuse=range(10_000)), "always")
     assert isinstance(path, ByCopyEngines)
     said = {"compiler": "no NVRTC here", "launch": "cudaErrorInvalidValue: stand-in"}[trouble]
-    assert why == f"pages by the copy engines (kernels could not be tried: {said})"
+    assert why == f"pages by the copy engines (kernels could not be measured: {said})"
 
 
 def test_a_pool_too_small_to_try_with(arena: Arena, compiler: None) -> None:
