@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping
 from functools import wraps
-from typing import Any
+from typing import Any, Self
 
 from hicache.client.client_base import ClientBase
 from hicache.client.exchange import Exchange
@@ -51,7 +51,7 @@ class Client(ClientBase, Blocking):
 
         return call
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,7 +79,7 @@ class AdminLine:
     def close(self) -> None:
         self._driver.close()
 
-    def __enter__(self) -> AdminLine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
