@@ -59,7 +59,7 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(tmp_path: Path) -> None:
         step.judge(False, "3 of 4", share=0.75)
     with check.step("third"):
         raise Skipped("not here")
-    check.tell("fact", 5)
+    check.note("fact", 5)
     rows = [Row(**json.loads(line)) for line in (tmp_path / "rows").read_text().splitlines()]
     found = [(row.what, row.status, row.value) for row in rows]
     assert found == [

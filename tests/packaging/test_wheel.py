@@ -1,8 +1,8 @@
-"""What a user installs is what the tree holds: wheel, sdist and editable install.
+"""Wheel, sdist and editable install contain what the tree contains.
 
-The rooms are links, and a packaging tool that stopped following links would ship a `hicache`
-without them while every test in the tree still passed. So the wheel is built, installed into an
-empty environment and every module imported from `/`.
+The rooms are links. A packaging tool that does not follow links would ship a `hicache` without
+them, and every test in the tree would still pass. So the wheel is built, installed into an empty
+environment, and every module is imported from `/`.
 """
 
 import subprocess
@@ -17,9 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
-# Modules that need an extra the empty environment does not have; they are compared, not imported.
+# Modules that need an extra, which the empty environment lacks: compared, not imported.
 NEEDS_EXTRA = (
-    "tests.bench.reload",
     "hicache.commands.demo",
     "hicache.connectors.",
     "hicache.demo",
@@ -27,7 +26,7 @@ NEEDS_EXTRA = (
 
 
 def modules_of_the_tree() -> set[str]:
-    """Paths as a wheel names them, through the links."""
+    """Their paths in a wheel, through the links."""
     rooms = ("tiers", "transfer", "engine")
     own = (path for path in (ROOT / "hicache").rglob("*.py"))
     paths = {path.relative_to(ROOT).as_posix() for path in own}
@@ -45,7 +44,7 @@ def run(*command: str, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree as a clone would hold it, so that builds leave nothing behind in this one."""
+    """A copy of the tree, so that builds leave no files in this one."""
     copy = tmp_path_factory.mktemp("source")
     names = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "Makefile")
     for name in (*names, "hicache", "tiers", "transfer", "engine", "configs", "docs"):
@@ -67,6 +66,9 @@ def test_wheel_holds_the_tree(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if name.endswith(".py")} == modules_of_the_tree()
     assert "hicache/py.typed" in names
+    kernels = {f"hicache/{path.relative_to(ROOT)}" for path in (ROOT / "transfer").rglob("*.c*")}
+    assert kernels
+    assert names >= {name for name in kernels if name.endswith((".cu", ".cpp"))}
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"hicache"}
 

@@ -1,7 +1,7 @@
-"""What one check finds, row by row: written at once, so that a crash leaves what came before it.
+"""The rows of one check. Each row is written at once, so that a crash leaves the rows before it.
 
-A check is a function of one `Check`, run in a process of its own. Its steps are independent of each
-other as far as can be: one that fails is a row, and the next one begins.
+A check is a function of one `Check`, run in its own process. Its steps are as independent as
+possible: a step that fails is a row, and the next step begins.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, Literal
 from hicache.bench.gpu_check.stand_in import StandIn
 
 Status = Literal["ok", "below", "FAILED", "told", "skipped", "dry"]
-"""`told`: a fact nobody judges. `below`: it works, and misses its target. `dry`: not measured."""
+"""`told`: a fact without a target. `below`: works, but misses its target. `dry`: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that was looked at. `figures` are for the JSON: plain numbers, units in names."""
+    """One result. `figures` are for the JSON: plain numbers, units in names."""
 
     check: str
     what: str
@@ -34,25 +34,25 @@ class Row:
 
 
 class Skipped(Exception):
-    """Raised in a step: it cannot be done here, for this reason."""
+    """Raised in a step that cannot be done here, with the reason."""
 
 
 @dataclass(slots=True)
 class CheckStep:
-    """What a step may say on its way out."""
+    """The result of a step, set by the step."""
 
     value: str = ""
     status: Status = "ok"
     figures: dict[str, Any] = field(default_factory=dict)
 
     def judge(self, is_met: bool, value: str, **figures: Any) -> None:
-        """A figure against its target."""
+        """Compare a figure with its target."""
         self.status, self.value = ("ok" if is_met else "below"), value
         self.figures |= figures
 
 
 class Check:
-    """`folder` takes logs. In a dry run `cupy` is the stand-in, and no figure counts."""
+    """`folder`: for logs. In a dry run `cupy` is the stand-in, and figures are not judged."""
 
     def __init__(self, name: str, report: Path, folder: Path, is_dry: bool, is_small: bool) -> None:
         self.name, self.folder, self.is_dry, self.is_small = name, folder, is_dry, is_small
@@ -67,20 +67,20 @@ class Check:
             self._cupy = cupy
         return self._cupy
 
-    def tell(self, what: str, value: object, **figures: Any) -> None:
-        """A fact."""
+    def note(self, what: str, value: object, **figures: Any) -> None:
+        """Write a row with a fact."""
         self._add(Row(self.name, what, "told", str(value), 0.0, figures))
 
     @contextmanager
     def step(self, what: str) -> Iterator[CheckStep]:
-        """A row whatever happens in it; the rest of the check goes on."""
+        """Write a row in every case; after an exception the check goes on."""
         step, started_s = CheckStep(), time.perf_counter()
         print(f"{self.name}: {what}", flush=True)
         try:
             yield step
         except Skipped as reason:
             step.status, step.value = "skipped", str(reason)
-        except Exception as error:  # whatever a first run on a device may bring
+        except Exception as error:  # the boundary: a failed step is a row
             traceback.print_exc()
             step.status, step.value = "FAILED", f"{type(error).__name__}: {error}"
         if self.is_dry and step.status in ("ok", "below") and step.figures:

@@ -1,6 +1,6 @@
-"""Every byte of both sides, after random copies in both directions, compared with what is right.
+"""Random copies in both directions; afterwards every byte of both sides is compared.
 
-Arena and pool are compared whole, so a byte written beside a slot is found too.
+Arena and pool are compared whole, so a byte written beside a slot is found as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass
 class Sides:
-    """An arena and a pool of one size, a link each way, and what both should hold."""
+    """An arena and a pool of one size, a link each way, and the expected bytes of both."""
 
     check: Check
     arena: Arena
@@ -52,7 +52,7 @@ class Sides:
         self._num_moves = 0
 
     def plan(self, num_moves: int, parity: int | None = None) -> tuple[list[Move], list[Move]]:
-        """Moves down and up between places that overlap nowhere, of random sizes in random order.
+        """Moves down and up between disjoint places, of random sizes in random order.
         With `parity`, only the even or the odd half of both sides is used."""
         low, high = 0, self.size
         if parity is not None:
@@ -76,7 +76,7 @@ class Sides:
                     up.append((slot, target, num_bytes))
                 else:
                     down.append((slot, target, num_bytes))
-        # What one direction reads on a side, the other may not write: keep those that are disjoint.
+        # One direction must not write what the other reads: keep disjoint moves.
         read_here = {slot for slot, _, _ in down}
         written_there = {target for _, target, _ in down}
         up = [u for u in up if u[0] not in written_there and u[1] not in read_here]
@@ -109,7 +109,7 @@ class Sides:
             there[target : target + each.block_bytes] = here[source : source + each.block_bytes]
 
     def compare(self) -> None:
-        """Both sides whole, with what they should hold."""
+        """Compare both sides completely with the expected bytes."""
         found = np.empty(self.size, np.uint8)
         self._raw(found.ctypes.data, self.pool.address(0, 0))
         for name, real, right in (("GPU", found, self.gpu), ("arena", self.arena.data, self.host)):
@@ -117,7 +117,7 @@ class Sides:
             assert len(wrong) == 0, f"{len(wrong)} wrong bytes in the {name}, first at {wrong[0]}"
 
     def _raw(self, to: int, source: int) -> None:
-        """Both sides at rest: a plain copy of everything."""
+        """A plain copy of a whole side. No other copy may be under way."""
         runtime, stream = self.pool.cupy.cuda.runtime, self.pool.cupy.cuda.Stream()
         runtime.memcpyAsync(to, source, self.size, 4, stream.ptr)
         stream.synchronize()
@@ -141,7 +141,7 @@ def sides(check: Check, size: int, copies: CopyPath, chunk: int = _CHUNK_BYTES) 
 
 
 def paths(check: Check) -> Iterator[tuple[str, Callable[[], CopyPath]]]:
-    """Each way of copying by its name; making one may raise where the driver does not know it."""
+    """Each way of copying by its name. Making one raises if the driver does not have it."""
     yield "cudaMemcpyAsync", lambda: EachCopy(check.cupy.cuda.runtime)
     yield "cuMemcpyBatchAsync", lambda: _batch(check)
 
@@ -195,7 +195,7 @@ def _refusal(check: Check) -> None:
         both.pool.capacity_bytes += 1 << 50
         bad = both.move("dram", "hbm", 0, (1 << 40) // PAGE_BYTES, PAGE_BYTES)
         (outcome,) = both.down.copy([bad])
-        step.value = outcome.error or "it was taken"
+        step.value = outcome.error or "it was accepted"
         assert not outcome.ok
         assert both.down.copy([good])[0].ok
         both.expect([good])
@@ -203,7 +203,7 @@ def _refusal(check: Check) -> None:
 
 
 def _sticky(check: Check) -> None:
-    """Last: the process is of no use afterwards."""
+    """Runs last: the process cannot use CUDA afterwards."""
     with check.step("a context that breaks is TierDamaged") as step:
         if check.is_dry:
             raise Skipped("needs a context to break")
@@ -265,7 +265,7 @@ def _in_flight(both: Sides, rounds: int) -> str:
         for each, batch in started:
             outcomes = each.wait()
             assert [(o.move, o.ok) for o in outcomes] == [(move.id, True) for move in batch]
-            # Told as copied, so it is there now, although others are still on their way.
+            # Reported as copied, so it is there now, although other batches are under way.
             for move in batch if batch[0].dst == "dram" else ():
                 start = move.dst_slot * PAGE_BYTES
                 here = both.arena.view(move.dst_slot, move.block_bytes)

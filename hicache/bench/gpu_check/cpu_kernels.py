@@ -23,7 +23,7 @@ def library() -> Callable[..., None]:
     """The shim's `run`. Raises NoCompiler."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise NoCompiler("no C++ compiler here: install one that answers to c++, g++ or clang++")
+        raise NoCompiler("no C++ compiler here: install c++, g++ or clang++")
     source = SOURCE.with_name("kernels_on_cpu.cpp")
     with tempfile.TemporaryDirectory(prefix="hicache-kernels-") as folder:
         target = Path(folder) / "kernels.so"

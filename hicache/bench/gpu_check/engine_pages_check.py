@@ -34,8 +34,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Engine:
-    """Tensors in one allocation, a page a block and layer, and what they should hold. `driver`: its
-    library, or what stands for it."""
+    """Tensors in one allocation, one page per block and layer, and their expected bytes. `driver`:
+    its library, or the stand-in's."""
 
     def __init__(self, check: Check, server: PrivateDaemon, driver: str, blocks: int) -> None:
         self.layers = 4 if _is_small(check) else 32
@@ -71,17 +71,17 @@ class Engine:
         return rng.integers(0, 50_000, self.blocks * BLOCK_TOKENS + 1).astype(np.uint32)
 
     def pages(self) -> Table:
-        """Of a prompt's blocks, anywhere."""
+        """Random pages for a prompt's blocks."""
         return self.rng.permutation(self.num_pages)[: self.blocks, None].astype(np.int32)
 
     def fill(self, number: int, pages: Table) -> None:
-        """The pages get new bytes: those of this prompt."""
+        """Write the bytes of this prompt into the pages."""
         shape = (self.blocks, self.layers, PAGE_BYTES)
         self.right[number] = self.rng.integers(0, 256, shape, np.uint8)
         self._each(pages, self.right[number], to_device=True)
 
     def holds(self, pages: Table) -> Bytes:
-        """What is in these pages."""
+        """The bytes in these pages."""
         found = np.empty((len(pages), self.layers, PAGE_BYTES), np.uint8)
         self._each(pages, found, to_device=False)
         return found
@@ -122,7 +122,7 @@ def _run(check: Check, driver: str, kernels: str) -> None:
     size = 32 if _is_small(check) else 512
     gpu = GpuUse(page_kernels=kernels)
     with daemon(check, gpu, hbm=size, dram=size // 2, disk=4 * size) as server:
-        check.tell(f"{kernels}: copied", _how(server))
+        check.note(f"{kernels}: copied", _how(server))
         engine = Engine(check, server, driver, BLOCKS)
         with check.step(f"{kernels}: registered") as part:
             started_s = time.perf_counter()
@@ -176,7 +176,7 @@ def _handover(check: Check, driver: str, step: CheckStep) -> None:
 
 
 def _is_in_hbm(engine: Engine, share: PageShare) -> bool:
-    """Loads it otherwise, which promotes it."""
+    """If not, loads it, which promotes it."""
     match = _matched(engine, 1)
     is_there = match.runs == (("hbm", engine.blocks),)
     if not is_there:
@@ -190,7 +190,7 @@ def _is_small(check: Check) -> bool:
 
 
 def _how(server: PrivateDaemon) -> str:
-    """What the worker says of pages."""
+    """The worker's note about pages."""
     (hbm,) = (tier for tier in server.stats()["tiers"] if tier["name"] == "hbm")
     return next(part for part in str(hbm["note"]).split("; ") if part.startswith("pages "))
 
@@ -210,7 +210,7 @@ def _lying(engine: Engine) -> str:
 
 
 def _there_and_back(server: PrivateDaemon, engine: Engine, share: PageShare, mib: int) -> str:
-    """More than both memory tiers hold, then all of it again; every byte compared."""
+    """Save more than both memory tiers hold, then load all of it; every byte is compared."""
     prompt_bytes = BLOCKS * engine.block_bytes
     num_prompts = (mib + mib // 2) * (1 << 20) * 5 // 4 // prompt_bytes
     saved_s = []
@@ -274,7 +274,7 @@ def _by_layer(engine: Engine, share: PageShare) -> str:
 
 
 def _by_layer_here(engine: Engine) -> str:
-    """As a connector does where the worker cannot: here because it finds no CUDA library."""
+    """As a connector does if the worker cannot: here because it finds no CUDA library."""
     runner = CupyRunner(engine.cupy)
     cache = PagedCache(engine.client, engine.layout, engine.cupy, runner, "/dev/null")
     pages, number = engine.pages(), max(engine.right)
@@ -295,7 +295,7 @@ def _by_layer_here(engine: Engine) -> str:
 
 
 def _killed(server: PrivateDaemon, engine: Engine, share: PageShare) -> str:
-    """Its copies end with it; the client sees that, and shares its pages with the next one."""
+    """Its copies end with it; the client shares its pages with the next worker."""
     number = max(engine.right)
     match = _matched(engine, number)
     pages = engine.pages()

@@ -1,4 +1,4 @@
-"""A real GPU worker, fed by the daemon's own mover: what moves cost as the daemon has them made."""
+"""A real GPU worker behind the daemon's own mover: the time of moves as the daemon makes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 30.0
 
 
 class Fed:
-    """The mover, turned by hand. In a dry run its worker copies host memory."""
+    """A mover whose loop is run here. In a dry run its worker copies host memory."""
 
     def __init__(self, check: Check, near: Arena, far: Arena) -> None:
         spec = emulated_spec(far) if check.is_dry else gpu_spec(0, near.data_bytes)
@@ -30,24 +30,24 @@ class Fed:
         self._poller.register(self._mover.fileno(), select.POLLIN)
         self._num_moves = 0
         self._mover.start(time.monotonic())
-        self._turn(1, WorkerUp)
+        self._run(1, WorkerUp)
 
     def seconds(self, moves: Sequence[Move]) -> float:
-        """From handing them all over to the last outcome."""
-        for move in moves:  # a mover takes an id once
+        """Seconds from submitting all moves to the last outcome."""
+        for move in moves:  # ids must be new
             self._num_moves += 1
             move.id = self._num_moves
         start = time.perf_counter()
         refused = self._mover.submit(moves, time.monotonic())
         assert not refused, "the mover's queue is full"
-        self._turn(len(moves), Outcome)
+        self._run(len(moves), Outcome)
         return time.perf_counter() - start
 
     def close(self) -> None:
         self._mover.close(10.0)
 
-    def _turn(self, count: int, kind: type[Outcome] | type[WorkerUp]) -> None:
-        """The loop, until so many news of this kind were heard."""
+    def _run(self, count: int, kind: type[Outcome] | type[WorkerUp]) -> None:
+        """Run the loop until `count` events of this kind have come."""
         give_up_s = time.monotonic() + WAIT_S
         while count > 0:
             assert time.monotonic() < give_up_s, "the worker does not answer"

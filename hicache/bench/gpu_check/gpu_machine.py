@@ -1,4 +1,4 @@
-"""What the machine is: driver, card, memory; and pinning an arena, in chunks."""
+"""The machine: driver, card, memory; and pinning an arena in chunks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _QUERY += ",clocks.sm,compute_mode"
 
 
 def run(check: Check) -> None:
-    _tell_host(check)
-    _tell_gpu(check)
+    _note_host(check)
+    _note_gpu(check)
     _doctor(check)
     _pin(check)
 
@@ -48,29 +48,29 @@ def arena_of(num_bytes: int) -> Iterator[Arena]:
             arena.close()
 
 
-def _tell_host(check: Check) -> None:
+def _note_host(check: Check) -> None:
     room = os.statvfs("/dev/shm")
-    check.tell("host", f"{platform.release()}, {os.cpu_count()} cores, Python "
+    check.note("host", f"{platform.release()}, {os.cpu_count()} cores, Python "
                f"{platform.python_version()}, numpy {np.__version__}")  # fmt: skip
-    check.tell(
+    check.note(
         "memory",
         f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {_gib(room.f_bavail * room.f_frsize)} "
         "free in /dev/shm",
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    check.tell("locked memory", f"limit {_limit(soft)}, at most {_limit(hard)}")
+    check.note("locked memory", f"limit {_limit(soft)}, at most {_limit(hard)}")
     for what, file in _SYSTEM_FILES.items():
         if Path(file).exists():
-            check.tell(what, Path(file).read_text().strip())
+            check.note(what, Path(file).read_text().strip())
     nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
-    check.tell("NUMA nodes of the host", len(nodes))
+    check.note("NUMA nodes of the host", len(nodes))
     tools = ("nvcc", "compute-sanitizer", "nvidia-smi", "nvidia-cuda-mps-control")
-    check.tell("tools", ", ".join(tool for tool in tools if shutil.which(tool)) or "none")
+    check.note("tools", ", ".join(tool for tool in tools if shutil.which(tool)) or "none")
     devices = sorted(path.name for path in Path("/dev").glob("nvidia*"))
-    check.tell("device files", ", ".join(devices) or "none")
+    check.note("device files", ", ".join(devices) or "none")
 
 
-def _tell_gpu(check: Check) -> None:
+def _note_gpu(check: Check) -> None:
     with check.step("nvidia-smi") as step:
         if shutil.which("nvidia-smi") is None:
             raise Skipped("not here")
@@ -78,7 +78,7 @@ def _tell_gpu(check: Check) -> None:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         step.value = ran.stdout.strip() or ran.stderr.strip()
     if check.is_dry:
-        check.tell("GPU", "none is asked in a dry run")
+        check.note("GPU", "not queried in a dry run")
         return
     with check.step("CuPy sees the GPU") as step:
         cupy, runtime = check.cupy, check.cupy.cuda.runtime
@@ -109,10 +109,10 @@ def _tell_gpu(check: Check) -> None:
 
 
 def _doctor(check: Check) -> None:
-    """What the daemon's own look at the GPUs finds, beside this process'."""
+    """Compares what the daemon's probe finds with what this process finds."""
     with check.step("as hicache doctor sees it") as step:
         if check.is_dry:
-            raise Skipped("a question to the driver")
+            raise Skipped("needs the driver")
         gpus = look(measure=True)
         gpu = gpus.get(0)
         assert gpu is not None, gpus.trouble
@@ -146,7 +146,7 @@ def _pin(check: Check) -> None:
         step.figures = {"seconds": seconds, "bytes": size}
     with check.step("one copy over two chunks, not cut") as step, arena_of(32 << 20) as arena:
         if check.is_dry:
-            raise Skipped("a question to the driver")
+            raise Skipped("needs the driver")
         pinned = PinnedArena(runtime, arena, chunk_bytes=16 << 20)
         gpu = runtime.malloc(2 << 20)
         try:

@@ -1,5 +1,5 @@
-"""Two processes and one GPU: blocks from and to another process' pages by CUDA IPC, and what is
-left when that process is killed in the middle of a copy."""
+"""Two processes on one GPU: blocks from and to another process' pages by CUDA IPC, and the state
+after that process is killed in the middle of a copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COPIES = 400
 
 
 class Tenant:
-    """The other process, and its tensors as they should be."""
+    """The other process, and the expected bytes of its tensors."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "hicache.bench.gpu_check.tenant", str(SEED)]
@@ -39,7 +39,7 @@ class Tenant:
         ]
 
     def holds(self, folder: Any) -> list[Tensor]:
-        """What it finds in its own memory."""
+        """The bytes it finds in its own memory."""
         target = folder / "tenant.npz"
         assert self.process.stdin is not None
         self.process.stdin.write(f"{target}\n")
@@ -119,7 +119,7 @@ def _copied(check: Check, tenant: Tenant) -> str:
 
 
 def _killed(check: Check, tenant: Tenant) -> str:
-    """Told, not judged, but for this: our own context works afterwards, or says that it is gone."""
+    """Reports what happens. It fails only if our own context neither works nor raises."""
     card = Card(check, CupyRunner(check.cupy))
     mappings = Mappings(check.cupy)
     at = mappings.address(tenant.ranges[0])

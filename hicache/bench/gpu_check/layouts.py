@@ -1,5 +1,5 @@
-"""Engines' KV tensors as they really are, and what a block of them must hold: the reference for the
-page kernels, by NumPy's own indexing of the tensors' shapes."""
+"""The KV tensors of inference engines and the bytes of a block of them: the reference for the page
+kernels, by NumPy's own indexing of the tensors' shapes."""
 
 from __future__ import annotations
 

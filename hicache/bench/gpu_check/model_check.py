@@ -24,7 +24,7 @@ def run(check: Check) -> None:
     import torch
     import transformers
 
-    check.tell("libraries", f"torch {torch.__version__}, transformers {transformers.__version__}")
+    check.note("libraries", f"torch {torch.__version__}, transformers {transformers.__version__}")
     sizes = (16, 8, 64) if check.is_dry else (128, 96, 512)
     mib = dict(zip(("hbm", "dram", "disk"), sizes, strict=True))
     with check.step("a daemon for the model") as whole, daemon(check, **mib) as server:
@@ -57,8 +57,8 @@ def _model(check: Check, dtype: Any) -> Any:
 def _compare(
     check: Check, server: PrivateDaemon, model: Any, step: CheckStep, is_judged: bool
 ) -> None:
-    """Conversations of growing prompts: turn by turn, then all of them again, which by then lie on
-    every tier. A wrong token is counted, and the first place of it told."""
+    """Conversations of growing prompts: turn by turn, then all of them again, when they are in
+    every tier. Counts wrong tokens, and reports the first."""
     from hicache.connectors.transformers import CachedModel
 
     conversations, turns, length = (2, 2, 130) if check.is_dry else (6, 3, 500)

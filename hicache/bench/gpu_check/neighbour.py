@@ -1,5 +1,5 @@
-"""What the worker's copies cost an inference engine in another process: its matrix products, with
-copies in both directions beside them and without, in turns."""
+"""The cost of the worker's copies for an inference engine in another process: its matrix products,
+alternately with and without copies in both directions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Neighbour:
 
 
 class CopyTraffic:
-    """Both links at work, a thread each, as in the worker, for as long as it is open."""
+    """Runs both links in a `with`, each in its thread, as in the worker."""
 
     def __init__(self, both: Sides) -> None:
         pages = BLOCK // PAGE_BYTES

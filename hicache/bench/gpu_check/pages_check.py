@@ -37,7 +37,7 @@ Timed = Callable[[], float]
 
 
 class Card:
-    """GPU memory that lives as long as this does, and plain copies of it."""
+    """Owns GPU memory, and makes plain copies of it."""
 
     def __init__(self, check: Check, runner: Runner) -> None:
         self.cupy, self.runner = check.cupy, runner
@@ -56,7 +56,7 @@ class Card:
 
     def download(self, at: int, like: Tensor) -> Tensor:
         found = np.empty_like(like)
-        self.copy(found.ctypes.data, at, found.nbytes, 4)  # from wherever it lies
+        self.copy(found.ctypes.data, at, found.nbytes, 4)  # from host or device memory
         return found
 
     def copy(self, to: int, source: int, num_bytes: int, kind: int) -> None:
@@ -84,7 +84,7 @@ def run(check: Check) -> None:
 
 
 def _touch(card: Card) -> None:
-    """One small launch: what cannot be compiled or run shows here."""
+    """One small launch, which fails if the kernels cannot be compiled or run."""
     at = card.room(4096)
     copier = PageCopier(whole_pages([at], 2, 1024, 1), card.runner)
     blocks, pages = np.array([at + 2048], np.uint64), np.zeros((1, 1), np.int32)
@@ -150,7 +150,7 @@ def _exact_once(
 
 @contextmanager
 def _slots(check: Check, card: Card, slots: Tensor, in_host: bool) -> Iterator[int]:
-    """The address of these bytes, in pinned memory or in the GPU's."""
+    """The address of a copy of these bytes, in pinned memory or in GPU memory."""
     if not in_host:
         yield card.upload(slots)
         return
@@ -237,7 +237,7 @@ def _by_grid(
     to_blocks: bool,
     grids: Sequence[int],
 ) -> dict[str, float]:
-    """GB/s of each number of thread blocks, the launch and the wait counted."""
+    """GB/s for each number of thread blocks, launch and wait included."""
     found = {}
     for grid in grids:
 

@@ -80,7 +80,7 @@ def _known(check: Check) -> list[tuple[str, CopyPath]]:
         try:
             found.append((short, make()))
         except (CopyRefused, Skipped, OSError) as error:
-            check.tell(name, f"not used: {error}")
+            check.note(name, f"not used: {error}")
     return found
 
 
@@ -200,7 +200,7 @@ def _finish(started: Started) -> None:
 
 
 def _pageable(check: Check, both: Sides, rounds: int) -> None:
-    """What it would be without pinning."""
+    """The speed without pinning."""
     with check.step("plain copies of memory that is not pinned") as step:
         host = np.ones(both.size, np.uint8)
         runtime, stream = both.pool.cupy.cuda.runtime, both.pool.cupy.cuda.Stream(non_blocking=True)
@@ -244,8 +244,8 @@ def _at_once(both: Sides, down: CudaLink, up: CudaLink, half: int) -> float:
 
 
 def _on_the_card(check: Check) -> None:
-    """From slot to slot within GPU memory by the copy engines, for comparison: a call for each
-    block leaves most of the card's bandwidth, so there the kernels of page_kernels.py copy."""
+    """From slot to slot within GPU memory by the copy engines, for comparison. One call per block
+    does not use most of the card's bandwidth, so the product uses page_kernels.py there."""
     with check.step("2 MiB blocks within GPU memory") as step:
         total = (64 << 20) if check.is_dry else (2 << 30)
         cupy = check.cupy

@@ -40,7 +40,7 @@ Work = Piece | Callable[[], None]
 
 
 class StandInError(RuntimeError):
-    """In the place of cupy.cuda.runtime.CUDARuntimeError."""
+    """Replaces cupy.cuda.runtime.CUDARuntimeError."""
 
     def __init__(self, status: int) -> None:
         name = {INVALID_VALUE: "cudaErrorInvalidValue"}.get(status, "cudaErrorIllegalAddress")
@@ -49,11 +49,11 @@ class StandInError(RuntimeError):
 
 
 class StandInCompileError(Exception):
-    """In the place of cupy.cuda.compiler.CompileException, which is no RuntimeError."""
+    """Replaces cupy.cuda.compiler.CompileException, which is not a RuntimeError."""
 
 
 class StandIn:
-    """In the place of the module `cupy`.
+    """Replaces the module `cupy`.
 
     `choose(n)`: a number from 0 to n, how many of the n copies that wait are done now. `refuse`:
     the calls to enqueue, counted from 0, that are refused. `break_at`: the copy, counted from 0 as
@@ -75,7 +75,7 @@ class StandIn:
         self._choose, self._refuse, self._break_at = choose, frozenset(refuse), break_at
         self._num_enqueued = 0
         self._is_broken = False
-        self._lock = threading.RLock()  # guards all of the above; links have threads of their own
+        self._lock = threading.RLock()  # guards all of the above; links have their own threads
         self._current = threading.local()
         self._streams: list[_Stream] = []
         self._buffers: dict[int, Any] = {}
@@ -113,7 +113,7 @@ class StandIn:
 
     @property
     def waiting(self) -> list[Work]:
-        """What was enqueued and is not done."""
+        """Copies that were enqueued and are not done."""
         return [piece for stream in self._streams for piece in stream.waiting]
 
     def synchronize(self) -> None:
@@ -121,7 +121,7 @@ class StandIn:
             stream.synchronize()
 
     def enqueue_all(self, pieces: Sequence[Piece], stream: int) -> None:
-        """As cuMemcpyBatchAsync: the copies of a batch in no order."""
+        """Like cuMemcpyBatchAsync: the copies of a batch have no order."""
         with self._lock:
             self._turn()
             half = len(pieces) // 2
@@ -169,7 +169,7 @@ class StandIn:
     def _launch(
         self, name: str, grid: tuple[int], threads: tuple[int], arguments: Sequence[Any]
     ) -> None:
-        """Types are those that the kernels' parameters have: CuPy passes what it is given."""
+        """Checks the types of the arguments: CuPy passes them on unchecked."""
         assert [type(each) for each in arguments] == 4 * [np.uint64] + 4 * [np.uint32] + [np.int32]
         values = [
             make(int(each))
@@ -192,14 +192,14 @@ class StandIn:
         return self._attributes[number]
 
     def _turn(self) -> None:
-        """The device goes on by itself, as far as `choose` says, at every call."""
+        """Called by every function: the device does as many copies as `choose` says."""
         with self._lock:
             self.check()
             for stream in reversed(self._streams):
                 try:
                     self.do(stream, self._choose(len(stream.waiting)))
                 except StandInError:
-                    return  # told by the next call
+                    return  # the next call raises it
 
     def _is_refused(self) -> bool:
         self._num_enqueued += 1
@@ -234,7 +234,7 @@ class StandIn:
             return f"/proc/{os.getpid()}/fd/{self._files[base]}".encode().ljust(HANDLE_BYTES, b"\0")
 
     def _open_handle(self, handle: bytes) -> int:
-        """As often as you like, and at the same place."""
+        """A handle can be opened several times, and maps at the same address."""
         with self._lock:
             self.check()
             if handle not in self._mapped:
@@ -294,7 +294,7 @@ class _Stream:
 
 
 class _Event:
-    """Complete when all that its stream held when it was recorded is done."""
+    """Complete when all copies enqueued in its stream before it was recorded are done."""
 
     def __init__(self, device: StandIn) -> None:
         self._device = device

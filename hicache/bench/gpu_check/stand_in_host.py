@@ -1,5 +1,5 @@
-"""Processes whose GPU is the stand-in: what a daemon and its worker find as CuPy and as the driver.
-For dry runs; tests have a CuPy of their own, which can be held and refused."""
+"""Processes whose GPU is the stand-in: a CuPy and a driver for a daemon and its worker. For dry
+runs; tests have their own CuPy, whose copies can be held and refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Final
 
 from hicache.bench.gpu_check.cpu_kernels import NoCompiler
 
-# Each copy takes so long that kernels, run by the CPU, are faster.
+# A copy takes longer than a kernel that the CPU runs.
 _CUPY: Final = """from hicache.bench.gpu_check.stand_in import StandIn
 __version__ = "stand-in"
 _device = StandIn(copy_s=1e-4)
@@ -41,11 +41,11 @@ int cuGetProcAddress_v2(const char *n, void **f, int v, unsigned long long x, in
 
 @contextmanager
 def stand_in_host(folder: Path) -> Iterator[str]:
-    """For every process that is started meanwhile. The driver's library, for this one. Raises
-    NoCompiler."""
+    """In effect for every process started inside the `with`. Yields the driver's library for this
+    process. Raises NoCompiler."""
     compiler = shutil.which("cc")
     if compiler is None:
-        raise NoCompiler("no C compiler here: install one that answers to cc")
+        raise NoCompiler("no C compiler here: install cc")
     place = folder / "stand-in"
     place.mkdir(exist_ok=True)
     (place / "cupy.py").write_text(_CUPY)

@@ -1,4 +1,4 @@
-"""A process that stands for an inference engine: its tensors, shared by CUDA IPC, until it ends.
+"""A process in the role of an inference engine: it shares its tensors by CUDA IPC until it ends.
 
     python -m hicache.bench.gpu_check.tenant SEED       one line out, then a file name a line in
 
@@ -23,7 +23,7 @@ GAP_BYTES = 4096 + 512
 
 
 def tensors(seed: int) -> list[Tensor]:
-    """What its memory holds at first."""
+    """The initial bytes of its memory."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 256, dims, np.uint8) for dims in KIND.shapes(SHAPE)]
 
@@ -49,7 +49,7 @@ def main(seed: int) -> None:
         ranges.append((at, tensor))
         at += tensor.nbytes
     print(json.dumps(rows), flush=True)
-    for line in sys.stdin:  # what it holds now, into this file
+    for line in sys.stdin:  # writes its bytes into this file
         for address, tensor in ranges:
             copy(tensor.ctypes.data, address, tensor.nbytes, 2)
         np.savez(Path(line.strip()), *contents)

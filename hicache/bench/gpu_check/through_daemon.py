@@ -1,5 +1,5 @@
-"""A real daemon whose HBM is the GPU's: blocks down to the disk and back, bytes compared; its GPU
-worker killed in the middle of the traffic; stopped in order."""
+"""A real daemon with HBM on the GPU: blocks go to disk and back and are compared; its GPU worker is
+killed during traffic; it is stopped in order."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """Of a daemon that must have a GPU, or what stands in for it."""
+    """Settings of a daemon that must have a GPU or the stand-in."""
 
     page_kernels: str = "auto"
 
 
 @contextmanager
 def daemon(check: Check, gpu: GpuUse | None = None, /, **mib: int) -> Iterator[PrivateDaemon]:
-    """Running, with tiers of so many MiB, and with every counter recomputed at each tick. Whatever
-    it logs is kept in the check's folder. In a dry run it has a GPU only where one is asked for."""
+    """A running daemon with tiers of these sizes, which recomputes its counters at each tick. Its
+    log goes to the check's folder. In a dry run it has a GPU only if `gpu` is given."""
     has_gpu = gpu is not None or not check.is_dry
     file = check.folder / f"{check.name}.yaml"
     tiers: dict[str, dict[str, Any]] = {name: {"size": f"{size}MiB"} for name, size in mib.items()}
@@ -77,7 +77,7 @@ def run(check: Check) -> None:
             notes = [
                 f"{t['name']}: {t.get('note') or t['medium']}" for t in server.stats()["tiers"]
             ]
-            check.tell("ready after", f"{time.monotonic() - started_s:.1f} s; {'; '.join(notes)}")
+            check.note("ready after", f"{time.monotonic() - started_s:.1f} s; {'; '.join(notes)}")
             traffic = DaemonTraffic(server, block_bytes)
             with check.step("stored, promoted, read back") as part:
                 part.value = _promoted(server, traffic)
@@ -95,8 +95,8 @@ def run(check: Check) -> None:
 
 
 class DaemonTraffic:
-    """Prompts by number; what is stored under them follows from the number. `by_tier`: the blocks
-    found by `read`, by where their fastest copy was."""
+    """Prompts by number; the number determines their bytes. `by_tier`: the blocks that `read`
+    found, by the tier of their fastest copy."""
 
     def __init__(self, server: PrivateDaemon, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -117,13 +117,13 @@ class DaemonTraffic:
         )
 
     def store(self) -> int:
-        """A new prompt; how many of its blocks are held."""
+        """Store a new prompt. Returns how many of its blocks are stored."""
         number, self.num_prompts = self.num_prompts, self.num_prompts + 1
         result = self.client.put(self._prompt(number), self._bytes(number))
         return result.stored + result.present
 
     def read(self, number: int) -> int:
-        """How many of its blocks came; AssertionError on a wrong byte."""
+        """Returns how many of its blocks came. Raises AssertionError on a wrong byte."""
         match = self.client.match(self._prompt(number))
         out = np.zeros((match.decision.reload_blocks, self.block_bytes), np.uint8)
         fetched = self.client.fetch(match, out)
@@ -139,7 +139,7 @@ class DaemonTraffic:
         return rng.integers(0, 50_000, BLOCKS * BLOCK_TOKENS + 1).astype(np.uint32)
 
     def _bytes(self, number: int) -> npt.NDArray[np.uint8]:
-        """Every block begins with its prompt and place, so a swap would be seen."""
+        """Every block begins with its prompt and position, so swapped blocks are detected."""
         rows = np.roll(self._noise, number, axis=1)
         rows[:, :8] = np.frombuffer(np.uint64(number).tobytes(), np.uint8)
         rows[:, 8] = np.arange(BLOCKS)
@@ -156,7 +156,7 @@ def _promoted(server: PrivateDaemon, traffic: DaemonTraffic) -> str:
 
 
 def _squeezed(server: PrivateDaemon, traffic: DaemonTraffic, both_mib: int) -> str:
-    """Store half again as much as both memory tiers hold, reading as it goes, then all of it."""
+    """Store 1.5 times what both memory tiers hold, with reads in between; then read all."""
     want = both_mib * 3 // 2 * (1 << 20) // (BLOCKS * traffic.block_bytes)
     held = 0
     while traffic.num_prompts < want:
@@ -175,7 +175,7 @@ def _squeezed(server: PrivateDaemon, traffic: DaemonTraffic, both_mib: int) -> s
 
 
 def _killed(server: PrivateDaemon, traffic: DaemonTraffic) -> str:
-    """Its blocks are misses, never wrong; the next worker serves."""
+    """Its blocks are misses and never wrong bytes; the next worker serves."""
     pids = []
     for _ in range(2):
         pid = wait_for(lambda: _pid(server), "the GPU worker")
@@ -200,7 +200,7 @@ def _killed(server: PrivateDaemon, traffic: DaemonTraffic) -> str:
 
 
 def wait_for(ask: Callable[[], T], what: str) -> T:
-    """The first true answer."""
+    """Returns the first true result."""
     give_up_s = time.monotonic() + WAIT_S
     while not (answer := ask()):
         assert time.monotonic() < give_up_s, f"waited {WAIT_S:.0f} s in vain for {what}"
@@ -221,7 +221,7 @@ def _mib(used: dict[str, int]) -> str:
 
 
 def _moved(server: PrivateDaemon) -> str:
-    """How many batches each link has carried."""
+    """The number of batches per link."""
     links = server.stats()["links"]
     return ", ".join(f"{link['src']}-{link['dst']} {link['measurements']}" for link in links)
 
