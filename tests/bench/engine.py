@@ -1,4 +1,4 @@
-"""What a request costs on the daemon's loop, in thread-CPU time, from decoded to answered.
+"""The cost of a request on the daemon's loop, in thread-CPU time, from decoded to answered.
 
 - `decision`: all of it: match, plan, lease, and noting that the path was used (`CacheEngine.handle`
   of a match, then `catch_up`).
@@ -62,7 +62,7 @@ def run(step: ProgressStep, repeat: int = 300) -> list[IndexRow]:
 
 
 def _decisions(planted: SyntheticTree, suffix: str, tokens: bytes, repeat: int) -> list[IndexRow]:
-    """The new token that every prompt ends with makes the whole of what is known loadable."""
+    """Every prompt ends with a new token, so that all its known blocks can be loaded."""
     asked = tokens + planted.random(1)
     engine = planted.engine
     whole, answered, noted, released = [], [], [], []
@@ -77,7 +77,7 @@ def _decisions(planted: SyntheticTree, suffix: str, tokens: bytes, repeat: int) 
         end = clock()
         whole.append(end - start - 2 * CLOCK_S)
         answered.append(half - start - CLOCK_S)
-        noted.append(max(0.0, end - half - CLOCK_S))  # after a miss nothing but the clock is left
+        noted.append(max(0.0, end - half - CLOCK_S))  # after a miss only the clock's time is left
         if lease:
             start = clock()
             engine.handle(p.Release(lease, planted.now_s))

@@ -114,7 +114,7 @@ def _rows(page: int, step: ProgressStep, repeat: int) -> tuple[SyntheticTree, li
     turns = planted.plant_long(TURN)
     branched = planted.plant_long(TURN, branched=True)
     for tokens in (chunks, turns, branched):
-        planted.ask(tokens)  # the last turn is asked for like those before it
+        planted.ask(tokens)  # matches the last turn like those before it
     quiet()
     step(f"{what}: measuring", 0, 1)
     rows = []
@@ -167,7 +167,7 @@ def _measured(
 
 
 def _inserts(planted: SyntheticTree, repeat: int) -> list[IndexRow]:
-    """As in a full cache: others have been given up for the new prompts, their ids are reused."""
+    """As in a full cache: old blocks were evicted for the new prompts, and their ids are reused."""
     inserted, occupied, hashed = [], [], []
     planted.make_room(repeat * PROMPT)
     for _ in range(repeat):
@@ -192,7 +192,7 @@ def _inserts(planted: SyntheticTree, repeat: int) -> list[IndexRow]:
 
 
 def _evicts(planted: SyntheticTree, num_tokens: int, repeat: int) -> list[IndexRow]:
-    """Room is made, measured, and where it was much, filled again with new prompts."""
+    """Eviction is measured; after a large one, new prompts are stored."""
     evicted, freed = [], []
     is_much = num_tokens > PROMPT
     times = 1 if is_much else BATCH

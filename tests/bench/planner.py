@@ -1,4 +1,4 @@
-"""The planner on simulated machines: its own estimates and decisions, against what would be best.
+"""The planner on simulated machines: its estimates and decisions, compared with the best ones.
 
     4 models × 7 links × 3 queues × 9 prefixes × 4 contexts = 3,024 cells, each with priors that are
     4 times too high and 4 times too low, of the prefill and of the link: 12,096 runs
@@ -61,8 +61,8 @@ NEVER: Final = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One machine, and what is asked of it: a prefix held in one tier, on a context that the
-    inference engine has."""
+    """One machine and one request: a prefix in one tier, after a context that the inference engine
+    has."""
 
     model: str
     link: str
@@ -73,7 +73,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Machine:
-    """What a cell's prefills and reloads really take, without noise."""
+    """The true times of a cell's prefills and reloads, without noise."""
 
     per_token_s: float
     per_pair_s: float
@@ -103,7 +103,7 @@ class Machine:
         return self.latency_s + (queued_bytes + num_bytes) / self.bytes_per_s
 
     def ttft_s(self, cell: Cell, new: int, blocks: int) -> float:
-        """With so many blocks of the prefix reloaded."""
+        """TTFT with `blocks` blocks of the prefix reloaded."""
         context = cell.context + blocks * BLOCK
         prefill_s = self.prefill_s(cell.prefix + new - blocks * BLOCK, context)
         if not blocks:
@@ -116,7 +116,7 @@ class Machine:
 
 
 class Pupil:
-    """The product's planner and estimates, as one cell teaches them."""
+    """The product's planner and estimates, trained in one cell."""
 
     def __init__(
         self, machine: Machine, wrong: tuple[float, float], settings: PlannerSettings, seed: int
@@ -133,9 +133,9 @@ class Pupil:
         self.decision_s: list[float] = []
 
     def regret(self, cell: Cell, new: int) -> float:
-        """Of one decision, which is then carried out and learned from."""
+        """The regret of one decision, which is then carried out and measured."""
         machine = self.machine
-        if machine.queued_bytes:  # what is queued is copied, and seen, whatever is decided
+        if machine.queued_bytes:  # queued bytes are copied and measured in any case
             self.link.measured(BATCH_BYTES, self._noisy(machine.copy_s(BATCH_BYTES)))
         runs = [TierRun(cell.link, cell.prefix // BLOCK)]
         start = clock()
@@ -178,8 +178,8 @@ def cells() -> list[Cell]:
 def run(
     step: ProgressStep, settings: PlannerSettings, sample: int | None = SAMPLE, seed: int = 1
 ) -> dict[str, Any]:
-    """All figures, from so many cells (None: all). Regrets are shares; those of a fixed policy need
-    no learning."""
+    """All figures, from `sample` cells (None: all). Regrets are shares; fixed policies learn
+    nothing."""
     chosen = cells() if sample is None else random.Random(seed).sample(cells(), sample)
     regrets: list[tuple[float, Cell, tuple[float, float]]] = []
     tried, ttft_s, decision_s = 0.0, 0.0, list[float]()
@@ -222,14 +222,14 @@ def _asked(seed: int, count: int) -> list[int]:
 
 
 def _fixed(cell: Cell, least: int) -> float:
-    """The regret of a policy that reloads from so many tokens on."""
+    """The regret of a policy that reloads prefixes of at least `least` tokens."""
     machine, new = Machine.of(cell), 256
     blocks = cell.prefix // BLOCK if cell.prefix >= least else 0
     return machine.ttft_s(cell, new, blocks) / machine.best_s(cell, new) - 1.0
 
 
 def _best_threshold(chosen: Sequence[Cell]) -> tuple[float, int]:
-    """Reload from so many tokens on: the number that does best over all cells."""
+    """The best fixed threshold over all cells, as (mean regret, tokens)."""
     tried = (*PREFIXES, 2 * PREFIXES[-1])
     return min((fmean(_fixed(cell, least) for cell in chosen), least) for least in tried)
 
@@ -237,7 +237,8 @@ def _best_threshold(chosen: Sequence[Cell]) -> tuple[float, int]:
 def _recoveries(
     chosen: Sequence[Cell], settings: PlannerSettings, step: ProgressStep, seed: int
 ) -> list[int]:
-    """Where the link becomes ten times slower and reloading wrong: decisions until it is known."""
+    """Cells where reloading becomes wrong when the link becomes ten times slower: how many
+    decisions it takes to notice."""
     found = []
     for number, cell in enumerate(_that_flip(chosen)):
         step("a link that drops", number, 0)

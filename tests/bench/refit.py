@@ -1,5 +1,5 @@
-"""What a refit of the eviction model does to other calls: round trips of ping while one is under
-way, beside round trips between refits, in turns.
+"""The effect of a refit of the eviction model on other calls: round trips of ping during refits and
+between them, alternately.
 
 grown     conversations, each turn a match, until the ghost index holds as many runs as asked for
 due       so many more turns that a refit is due
@@ -150,7 +150,7 @@ class _Refit:
 
 
 def _conversations() -> Iterator[npt.NDArray[np.uint32]]:
-    """Prompts for ever: the turns of many conversations, in turns."""
+    """Endless prompts: the turns of many conversations, interleaved."""
     rng = np.random.default_rng(1)
     while True:
         many = [rng.integers(0, 2**32, TURN_TOKENS * TURNS, np.uint32) for _ in range(25)]

@@ -1,4 +1,4 @@
-"""For real: a model behind daemons whose disks are throttled, under three policies, interleaved.
+"""A real model behind daemons with throttled disks, under three policies, interleaved.
 
     one daemon per speed of the disk; on each disk one long prompt, once for each of two policies
     warm-up                  prefills of every size, reported to every planner; loads from each disk
@@ -40,14 +40,14 @@ from hicache.protocol.keys import NamespaceSpec
 
 BLOCK: Final = 16
 NEW: Final = 32
-"""Tokens of each prompt that no cache holds."""
+"""Tokens of each prompt that are in no cache."""
 ROUND_TOKENS: Final = 1024
 WARM_UP: Final = 3
 MODES: Final = {"planner": "measured", "reload": "always_reload"}
 TIMEOUT_S: Final = 900.0
 Blocks = npt.NDArray[np.uint8]
 Ask = Callable[[int], list[int]]
-"""The front of the prompt, so long, and a new end."""
+"""The front of the prompt, of this length, and a new end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class ModelServer:
         self._rng = np.random.default_rng(1)
 
     def model(self, demo: DemoModel, salt: str) -> CachedModel:
-        """In front of this daemon, with a namespace of its own."""
+        """The model with this daemon, in its own namespace."""
         connect = partial(_connect, self._daemon.endpoint)
         return CachedModel(demo.model, connect, block_tokens=BLOCK, cache_salt=salt)
 
@@ -98,7 +98,7 @@ class ModelServer:
         return _client_of(self.models[policy])
 
     def store(self, prompt: Sequence[int], blocks: Blocks) -> None:
-        """Until it is on disk. BenchError where it does not get there."""
+        """Store until it is on disk. Raises BenchError if it does not get there."""
         for policy in MODES:
             if not self.client(policy).put(prompt, blocks, durable=True).durable:
                 raise BenchError("the prompt did not reach the disk")
@@ -110,19 +110,18 @@ class ModelServer:
     def serve(
         self, policy: str, prompt: Sequence[int], mode: str = "", *, pushed_out: bool = False
     ) -> Generation:
-        """One request, whose front is on disk only, in the policy's mode or another one."""
+        """One request, whose front is only on disk, in the policy's mode or in `mode`."""
         if not pushed_out:
             self.push_out()
         self.serve_as(mode or MODES[policy])
         return self.models[policy].generate(prompt, 1, keep=False)
 
     def serve_as(self, mode: str) -> None:
-        """From now on."""
+        """Set the planner's mode."""
         self._daemon.change(planner={"mode": mode})
 
     def push_out(self) -> None:
-        """Fill memory with blocks of another namespace, and forget those again, until nothing is
-        left there."""
+        """Fill memory with blocks of another namespace, and clear those, until it is empty."""
         give_up_s = time.monotonic() + TIMEOUT_S
         while self._dram()["blocks"]:
             if time.monotonic() > give_up_s:
@@ -148,7 +147,7 @@ def run(
     tell: Callable[[ReloadRow], None],
 ) -> tuple[list[ReloadRow], float]:
     """All cells, and the KV-generation bandwidth in bytes per second. `speeds` are multiples of
-    that, infinity for a disk that is not throttled. `tell` hears of each cell as it is done."""
+    that, infinity for a disk that is not throttled. `tell` is called with each finished cell."""
     rng = np.random.default_rng(1)
     words = int(demo.model.config.vocab_size)
     longest = max(max(prefixes), ROUND_TOKENS)
@@ -212,7 +211,7 @@ def _warm_up(
     """Prefills of every size, reported to every planner as an inference engine reports its steps.
     Returns the KV-generation bandwidth."""
     sizes = sorted({*prefixes, ROUND_TOKENS})
-    alone.generate(ask(sizes[0]), 1)  # the first one of a process is slow
+    alone.generate(ask(sizes[0]), 1)  # the first one in a process is slow
     seconds: list[float] = []
     for turn in range(WARM_UP):
         for size in sizes if not turn else sizes[: sizes.index(ROUND_TOKENS) + 1]:
@@ -295,8 +294,8 @@ def _row(
 
 
 def _config(demo: DemoModel, longest: int) -> dict[str, Any]:
-    """Memory for one prompt and a little, a disk for some. Watermarks as high as they go: pushing
-    the prompt out of memory must not leave the disk with work to do."""
+    """Memory for a little more than one prompt, a disk for several. Watermarks at their maximum:
+    pushing the prompt out of memory must not leave moves to the disk."""
     config = demo.model.config
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     width = config.hidden_size // config.num_attention_heads

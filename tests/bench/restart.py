@@ -1,4 +1,4 @@
-"""A daemon's start on a disk tier that holds many blocks of few bytes: what the metadata cost.
+"""A daemon's start on a disk tier with many small blocks: the cost of the metadata.
 
 stored    conversations of 48 blocks of 16 tokens, eight with the same 16 blocks in front;
           written by the tier itself, and closed
@@ -62,7 +62,7 @@ class RestartRow:
 
 
 def run(folder: Path | None, num_blocks: int, step: ProgressStep) -> RestartRow:
-    """Everything is made in a folder of our own below `folder` and removed."""
+    """Files are made in a temporary folder below `folder` and removed."""
     with TemporaryDirectory(prefix="hicache-bench-", dir=folder) as name:
         root = Path(name)
         capacity = num_blocks * record_pages(PAGE_BYTES) * PAGE_BYTES * 3 // 2 + (256 << 20)
@@ -82,7 +82,7 @@ def run(folder: Path | None, num_blocks: int, step: ProgressStep) -> RestartRow:
 
 
 def _fill(path: Path, capacity: int, num_blocks: int, step: ProgressStep) -> Tokens:
-    """Store so many blocks. The tokens of the last whole conversation, and one more."""
+    """Store these blocks. Returns the tokens of the last whole conversation, and one more."""
     content = np.arange(BLOCK_BYTES, dtype=np.uint8)
     rows: list[BlockIdentity] = []
     done = 0
@@ -102,7 +102,7 @@ def _fill(path: Path, capacity: int, num_blocks: int, step: ProgressStep) -> Tok
 
 
 def _conversations(namespace: bytes) -> Iterator[tuple[Tokens, list[BlockIdentity]]]:
-    """For ever: a conversation's tokens, and those of its blocks that no other had before."""
+    """Endless: a conversation's tokens, and its blocks that no other had before."""
     rng = np.random.default_rng(0)
     root = bytes(32)
     while True:

@@ -1,4 +1,4 @@
-"""Trees to measure: the product's own cache engine over slots that hold nothing.
+"""Trees to measure: the product's own cache engine over slots without memory.
 
     2,000 prompts of 8,192 tokens in 50 groups that share their first 2,048
 
@@ -45,12 +45,11 @@ def _clock_s() -> float:
 
 
 CLOCK_S: Final = _clock_s()
-"""What reading the clock takes, about a microsecond: to be taken off again."""
+"""The time of reading the clock, about a microsecond, which is subtracted."""
 
 
-class Beside:
-    """Stands for `BlockTable.forget`: notes what it is asked for, so that it can be done by itself,
-    and timed."""
+class DeferredForget:
+    """Replaces `BlockTable.forget`: collects the calls, so that they can be timed by themselves."""
 
     def __init__(self, blocks: BlockTable) -> None:
         self._forget = blocks.forget
@@ -62,7 +61,7 @@ class Beside:
         return 0
 
     def seconds(self) -> float:
-        """Do all of it. Returns how long that took."""
+        """Do all collected calls. Returns the seconds."""
         start = clock()
         for asked in self._asked:
             self._forget(*asked)
@@ -94,13 +93,13 @@ class SyntheticTree:
         self.now_s = 1.0
         self.engine.handle(p.TierUp("dram", self.now_s))
         self.server = self.engine.residency
-        self._forgetting = Beside(self.server.blocks)
+        self._forgetting = DeferredForget(self.server.blocks)
         self.open(0)
         self.num_tokens = 0
         self.paces: list[float] = []
 
     def open(self, number: int) -> None:
-        """Go on in the namespace of this number."""
+        """Switch to the namespace of this number."""
         digest = number.to_bytes(32, "big")
         event = p.OpenNamespace(digest, self.page, BLOCK_BYTES)
         self.namespace = self.engine.handle(event).answer
@@ -119,7 +118,7 @@ class SyntheticTree:
         return self.rng.integers(0, 1 << 17, num_tokens, dtype=np.uint32).tobytes()
 
     def ask(self, tokens: bytes) -> None:
-        """The whole decision on a prompt, its bookkeeping, and the end of its lease."""
+        """The whole decision on a prompt, its bookkeeping, and the release of its lease."""
         self.now_s += 1e-3
         event = p.MatchPrompt(self.namespace, tokens, OWNER, self.now_s, TTL_S)
         matched = self.engine.handle(event).answer
@@ -127,7 +126,7 @@ class SyntheticTree:
         self.engine.handle(p.Release(matched.lease, self.now_s))
 
     def store(self, tokens: bytes) -> None:
-        """Ask for a prompt, and hand over what is new."""
+        """Match a prompt, and store its new blocks."""
         handle = self.engine.handle
         self.ask(tokens)
         num_blocks = len(tokens) // self.step
@@ -144,8 +143,8 @@ class SyntheticTree:
         return path, runs, path.spans(0, path.num_blocks)
 
     def make_room(self, num_tokens: int, times: int = 1) -> tuple[float, float]:
-        """Give up so many tokens, the coldest, some times in a row. Returns the seconds that each
-        took, and those of giving back states, ids and slots afterwards."""
+        """Evict the coldest `num_tokens`, `times` times. Returns the seconds of each, and those of
+        freeing states, ids and slots afterwards."""
         wanted = self.pool.available(BLOCK_BYTES) + num_tokens // self.page
         self.num_tokens -= num_tokens * times
         make_room = self.engine.evictor.make_room
@@ -156,7 +155,7 @@ class SyntheticTree:
         return evicting_s / times, self._forgetting.seconds() / times
 
     def insert(self, tokens: bytes) -> int:
-        """The index's part of storing: match and hang in. Returns the number of new blocks."""
+        """The index's part of storing: match and insert. Returns the number of new blocks."""
         path = self.server.index.match(self.root, tokens, self.step)
         count = len(tokens) // self.step - path.num_blocks
         if count:
@@ -215,10 +214,11 @@ class SyntheticTree:
 
 
 CANDIDATE_BYTES: Final = 2 * 8 + 2 * sys.getsizeof(0.0)
-"""What a policy keeps of a leaf: its place in two lines, and the times there and on the node."""
+"""The memory of a policy per leaf: its places in two queues, and the times there and on the
+node."""
 
 
 def quiet() -> None:
-    """The collector would walk millions of objects in the middle of a measurement."""
+    """Otherwise the collector would walk millions of objects during a measurement."""
     gc.collect()
     gc.freeze()

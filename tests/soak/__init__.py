@@ -1,1 +1,1 @@
-"""Many real clients, one daemon, and everything that can happen to them: `make soak`."""
+"""Many real clients, one daemon, and random failures of all of them: `make soak`."""

@@ -34,8 +34,7 @@ from tests.soak.chaos import Chaos, SoakDaemon
 from tests.soak.clock import CLOCK
 
 SETTLED_S: Final = 300.0
-"""Memory is judged from this age of a daemon on: until then, everything is used for the first
-time."""
+"""Memory is judged from this age of a daemon on: before, everything is used for the first time."""
 MAX_GROWTH: Final = 0.01
 LOOK_S: Final = 5.0
 
@@ -100,7 +99,7 @@ class Soak:
             "seed": self.seed,
             "duration_s": round(time.monotonic() - began_s),
             "clients": self.num_clients,
-            "deeds": dict(chaos.deeds),
+            "actions": dict(chaos.actions),
             "totals": totals,
             "slowest_call_s": slowest_s,
             "memory_growth": growth,
@@ -125,8 +124,8 @@ class Soak:
                 self.troubles.append(f"nothing was {what}: the soak proved nothing")
 
     def _judge_leaks(self, server: DaemonProcess, chaos: Chaos, before: Mapping[str, int]) -> None:
-        """With all clients gone nothing may be held, and all that is held must be right. `before`:
-        what the first daemon had when it was ready and nobody had come."""
+        """After the end of all clients no lease or slot may be left, and all blocks must be right.
+        `before`: counts of the first daemon when it was ready and no client had come."""
         wait_for(lambda: server.ask("health")["healthy"], "all tiers up")
         for spec in load.MODELS:
             with server.client(spec) as client:
@@ -140,13 +139,13 @@ class Soak:
                         self.troubles.append(f"wrong bytes at the end, {spec.model_digest}")
 
         with suppress(AssertionError):
-            wait_for(lambda: not chaos.astray(), "routers that know what is held")
-        self.troubles += [f"a router is wrong: {what}" for what in chaos.astray()]
+            wait_for(lambda: not chaos.wrong_routers(), "routers with the right blocks")
+        self.troubles += [f"a router is wrong: {what}" for what in chaos.wrong_routers()]
         chaos.end_routers()
         with suppress(AssertionError):
-            wait_for(lambda: not _held(server), "nothing held by anybody")
+            wait_for(lambda: not _held(server), "no leases or slots left")
         if held := _held(server):
-            self.troubles.append(f"held by nobody who lives: {held}")
+            self.troubles.append(f"still held after all clients have ended: {held}")
         with suppress(AssertionError):
             wait_for(lambda: not _left_over(server, before), "nothing left over")
         for what, count in _left_over(server, before).items():
@@ -170,7 +169,7 @@ class Soak:
 
 
 def _held(server: DaemonProcess) -> dict[str, int]:
-    """What clients hold, by what it is."""
+    """Counts of what clients hold, by kind."""
     stats = server.stats()
     held = {what: stats[what] for what in ("sessions", "leases", "tickets", "waiting")}
     held["pins"] = len(stats["pins"])
@@ -182,12 +181,12 @@ def _held(server: DaemonProcess) -> dict[str, int]:
 
 
 def _warm_up(server: DaemonProcess) -> None:
-    """What is made once and kept: a first answer in frames gives ZeroMQ a thread for their ends."""
+    """Causes what is made only once: the first reply in frames starts a thread of ZeroMQ."""
     with server.client(transport="frames") as client:
         store(client, prompt(1, 4))
         read(client, prompt(1, 4))
         client.clear()
-    wait_for(lambda: not _held(server), "nothing held")
+    wait_for(lambda: not _held(server), "no leases or slots")
 
 
 def _holdings(server: DaemonProcess) -> dict[str, int]:
@@ -196,12 +195,12 @@ def _holdings(server: DaemonProcess) -> dict[str, int]:
 
 
 def _left_over(server: DaemonProcess, before: Mapping[str, int]) -> dict[str, int]:
-    """What the daemon has more of than at the start."""
+    """Counts that are higher than at the start."""
     return {what: count for what, count in _holdings(server).items() if count > before[what]}
 
 
 def _left_running(server: SoakDaemon) -> list[str]:
-    """Every process that was started for this soak, whoever started it."""
+    """Every process that was started for this soak, by any process."""
     mark = {CLOCK: str(server.clock)}.items()
     found = []
     for process in psutil.process_iter():
@@ -220,18 +219,18 @@ def _private_bytes(pid: int) -> int:
 
 
 def _totals(files: list[Path]) -> tuple[dict[str, int], float]:
-    """The sums of what the clients said last, and their slowest call."""
+    """The sums of the clients' last reports, and their slowest call."""
     totals: Counter[str] = Counter()
     slowest_s = 0.0
     for file in files:
         lines = [line for line in file.read_text().splitlines() if line.startswith("{")]
         for line in reversed(lines):
             try:
-                said = json.loads(line)
-            except ValueError:  # it was killed while it spoke
+                report = json.loads(line)
+            except ValueError:  # it was killed while it wrote
                 continue
-            slowest_s = max(slowest_s, said.pop("slowest_s"))
-            totals.update(said)
+            slowest_s = max(slowest_s, report.pop("slowest_s"))
+            totals.update(report)
             break
     return dict(totals), slowest_s
 
@@ -239,7 +238,7 @@ def _totals(files: list[Path]) -> tuple[dict[str, int], float]:
 def _show(chaos: Chaos, began_s: float, duration_s: float) -> None:
     if sys.stderr.isatty():
         done_s = time.monotonic() - began_s
-        text = f"soak: {done_s:.0f} of {duration_s:.0f} s, {sum(chaos.deeds.values())} deeds"
+        text = f"soak: {done_s:.0f} of {duration_s:.0f} s, {sum(chaos.actions.values())} actions"
         print(f"\r{text}, {len(chaos.troubles)} troubles ", end="", file=sys.stderr, flush=True)
 
 
@@ -250,15 +249,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--json", default="", help="write the result to this file")
     options = parser.parse_args()
-    # By an exception, so that nothing that was started is left running.
+    # By an exception, so that every started process is ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("soak: ended by SIGTERM"))
     print(f"soak: {options.duration}, {options.clients} clients, seed {options.seed}", flush=True)
     soak = Soak(parse_seconds(options.duration), options.clients, options.seed)
     result = soak.run()
     if options.json:
         Path(options.json).write_text(json.dumps(result) + "\n")
-    told = {name: value for name, value in result.items() if name != "memory_mib"}
-    print(json.dumps(told, indent=1))
+    shown = {name: value for name, value in result.items() if name != "memory_mib"}
+    print(json.dumps(shown, indent=1))
     for trouble in result["troubles"]:
         print(f"TROUBLE: {trouble}")
     return 1 if result["troubles"] else 0

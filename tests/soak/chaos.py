@@ -1,8 +1,8 @@
-"""What is done to the daemon, its workers and its clients while they work.
+"""Random failures of the daemon, its workers and its clients while they work.
 
-Every entry of `DEEDS` is one kind of trouble with how often it is chosen. Those of `FATAL` end or
-stop the daemon itself, and with it what its memory would show of a leak; a long soak leaves them
-out in its second half.
+Every entry of `ACTIONS` is one kind of failure and how often it is chosen. Those of `FATAL` end or
+stop the daemon itself, so its memory cannot show a leak; a long soak leaves them out in its second
+half.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from tests.soak.clock import CLOCK
 LEASE_TTL_S: Final = 3.0
 DAY_S: Final = 86400.0
 START_S: Final = 120.0
-"""Beside six clients, on two processors that may have other work."""
+"""With six clients, on two processors that may have other work."""
 
 
-class Hand:
-    """A client process, and what it said."""
+class ClientProcess:
+    """A client process and its output."""
 
     def __init__(self, server: DaemonProcess, number: int, serial: int, folder: Path) -> None:
         self.may_be_stopped = number % 3 == 2
         transport = "frames" if number % 4 == 3 else "arena"
-        self.said = folder / f"client-{serial}.jsonl"
-        self._sink: IO[bytes] = self.said.open("wb")
+        self.output = folder / f"client-{serial}.jsonl"
+        self._sink: IO[bytes] = self.output.open("wb")
         command = [sys.executable, "-m", "tests.soak.client", server.endpoint, str(serial)]
         self.process = subprocess.Popen(
             [*command, transport, str(int(not self.may_be_stopped))],
@@ -57,14 +57,14 @@ class Hand:
     def ended(self) -> int | None:
         return self.process.poll()
 
-    def bury(self) -> None:
+    def wait(self) -> None:
         self.process.wait(30)
         self._sink.close()
 
 
 class SoakDaemon(DaemonProcess):
-    """A daemon whose disk can be made to fail, and whose wall clock jumps. Files in `folder` say
-    so; the processes find them by their environment."""
+    """A daemon whose disk can be made to fail, and whose wall clock can jump. Both are controlled
+    by files in `folder`, which the processes find by environment variables."""
 
     def __init__(self, folder: Path) -> None:
         self.fault, self.clock = folder / "fault.json", folder / "clock"
@@ -78,26 +78,26 @@ class SoakDaemon(DaemonProcess):
         super().configure(events={"endpoint": f"ipc://{self.root}/events"}, **changes)
 
     def will_fail(self, kind: str, nth: int, error: int, for_good: bool) -> None:
-        """From SIGUSR1 on, until SIGUSR2, in the process of the disk."""
+        """In effect in the disk's process from SIGUSR1 until SIGUSR2."""
         fault = {"kind": kind, "nth": nth, "errno": error, "for_good": for_good, "at_start": False}
         self.fault.write_text(json.dumps({"folder": str(self.disk), **fault}))
         mark_beside(self.fault).unlink(missing_ok=True)
 
 
 class Chaos:
-    """`deeds` counts what was done."""
+    """`actions` counts the actions by name."""
 
     def __init__(self, server: SoakDaemon, num_clients: int, folder: Path, seed: int) -> None:
         self.server = server
         self.rng = random.Random(seed)
-        self.deeds: Counter[str] = Counter()
+        self.actions: Counter[str] = Counter()
         self.troubles: list[str] = []
         self.files: list[Path] = []
         self._folder = folder
         self._serial = 0
         self._to_wake: list[tuple[float, int]] = []
         self._to_heal: list[tuple[float, int]] = []
-        self.hands = [self._hire(number) for number in range(num_clients)]
+        self.clients = [self._start_client(number) for number in range(num_clients)]
         self.routers = [
             HeldPrefixes(server.endpoint, spec.digest(), spec.block_tokens, request_s=0.1)
             for spec in load.MODELS
@@ -107,10 +107,10 @@ class Chaos:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Whatever happened: nobody stays behind."""
-        for hand in self.hands:
-            hand.process.kill()
-            hand.bury()
+        """Ends all clients and routers in every case."""
+        for client in self.clients:
+            client.process.kill()
+            client.wait()
         self.end_routers()
 
     def end_routers(self) -> None:
@@ -118,8 +118,8 @@ class Chaos:
             router.close()
         self.routers = []
 
-    def astray(self) -> list[str]:
-        """What routers believe that is not so, now that nothing moves any more."""
+    def wrong_routers(self) -> list[str]:
+        """Prompts for which a router's copy differs from the daemon, once no moves are left."""
         found = []
         for spec, router in zip(load.MODELS, self.routers, strict=True):
             router.poll(0.1)
@@ -134,16 +134,16 @@ class Chaos:
         return found
 
     def step(self, spare_daemon: bool) -> None:
-        """One deed, and a look at everybody."""
-        deeds = [deed for deed in DEEDS if not (spare_daemon and deed in FATAL)]
-        (deed,) = self.rng.choices(deeds, [DEEDS[deed] for deed in deeds])
-        self.deeds[deed.__name__.strip("_")] += 1
+        """Do one action, then check all processes."""
+        actions = [action for action in ACTIONS if not (spare_daemon and action in FATAL)]
+        (action,) = self.rng.choices(actions, [ACTIONS[action] for action in actions])
+        self.actions[action.__name__.strip("_")] += 1
         with suppress(DaemonAbsent, psutil.NoSuchProcess, ProcessLookupError):
-            deed(self)  # or it was just not there to be hurt
+            action(self)  # its target may be absent at the moment
         self.watch()
 
     def watch(self) -> None:
-        """Wake who slept long enough; replace who is gone; notice who ended by itself."""
+        """Continue stopped processes that are due, replace ended clients, note unexpected ends."""
         now_s = time.monotonic()
         for wake_s, pid in self._to_wake:
             if now_s >= wake_s and psutil.pid_exists(pid):
@@ -153,17 +153,17 @@ class Chaos:
         self._to_heal = [entry for entry in self._to_heal if now_s < entry[0]]
         for router in self.routers:
             router.poll()
-        for number, hand in enumerate(self.hands):
-            status = hand.ended()
+        for number, client in enumerate(self.clients):
+            status = client.ended()
             if status is not None:
                 if status != -signal.SIGKILL:
                     what = "read wrong bytes" if status == WRONG_BYTES else f"ended with {status}"
-                    self.troubles.append(f"a client {what}: {hand.said.read_text()[-2000:]}")
-                hand.bury()
-                self.hands[number] = self._hire(number)
+                    self.troubles.append(f"a client {what}: {client.output.read_text()[-2000:]}")
+                client.wait()
+                self.clients[number] = self._start_client(number)
 
     def finish(self) -> None:
-        """Wake everybody, let every trouble end, and let the clients go home."""
+        """Continue all processes, end all failures, and end the clients."""
         self._heal([pid for _, pid in self._to_heal])
         self.server.clock.write_text("0")
         self._configure()
@@ -171,42 +171,42 @@ class Chaos:
             if psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGCONT)
         self._to_wake = []
-        for hand in self.hands:
-            hand.process.terminate()
-        for hand in self.hands:
+        for client in self.clients:
+            client.process.terminate()
+        for client in self.clients:
             try:
-                hand.bury()
+                client.wait()
             except subprocess.TimeoutExpired:
-                self.troubles.append(f"a client hangs: {hand.said.read_text()[-2000:]}")
-                hand.process.kill()
-                hand.bury()
+                self.troubles.append(f"a client hangs: {client.output.read_text()[-2000:]}")
+                client.process.kill()
+                client.wait()
 
-    def _hire(self, number: int) -> Hand:
+    def _start_client(self, number: int) -> ClientProcess:
         self._serial += 1
-        hand = Hand(self.server, number, self._serial, self._folder)
-        self.files.append(hand.said)
-        return hand
+        client = ClientProcess(self.server, number, self._serial, self._folder)
+        self.files.append(client.output)
+        return client
 
-    def _put_to_sleep(self, pid: int, least_s: float, most_s: float) -> None:
+    def _stop_for_a_while(self, pid: int, least_s: float, most_s: float) -> None:
         if all(pid != sleeper for _, sleeper in self._to_wake):
             os.kill(pid, signal.SIGSTOP)
             self._to_wake.append((time.monotonic() + self.rng.uniform(least_s, most_s), pid))
 
-    # --- deeds ----------------------------------------------------------------------------------
+    # --- actions ----------------------------------------------------------------------------------
 
     def _kill_client(self) -> None:
-        self.rng.choice(self.hands).process.kill()
+        self.rng.choice(self.clients).process.kill()
 
     def _stop_client(self) -> None:
-        """Longer than its leases last, sometimes."""
-        hand = self.rng.choice([hand for hand in self.hands if hand.may_be_stopped])
-        self._put_to_sleep(hand.process.pid, 0.2, 2 * LEASE_TTL_S)
+        """Sometimes for longer than its leases last."""
+        client = self.rng.choice([client for client in self.clients if client.may_be_stopped])
+        self._stop_for_a_while(client.process.pid, 0.2, 2 * LEASE_TTL_S)
 
     def _kill_worker(self) -> None:
         os.kill(self._worker(), signal.SIGKILL)
 
     def _stop_worker(self) -> None:
-        self._put_to_sleep(self._worker(), 0.2, 3.0)
+        self._stop_for_a_while(self._worker(), 0.2, 3.0)
 
     def _worker(self) -> int:
         workers = self.server.stats()["workers"]
@@ -215,7 +215,7 @@ class Chaos:
         return int(self.rng.choice(list(workers.values())))
 
     def _garbage(self) -> None:
-        """From a stranger: what is no message, no operation, or too large."""
+        """From a peer without a session: no message, no operation, or too large."""
         peer = Peer(self.server.endpoint)
         peer.socket.rcvtimeo = 200
         frames = [self.rng.randbytes(self.rng.randint(0, 200)) for _ in range(3)]
@@ -228,13 +228,13 @@ class Chaos:
             peer.close()
 
     def _reload(self) -> None:
-        """Another configuration; whatever trouble the last one made is over."""
+        """Another configuration, which ends the failures of the last one."""
         low = self.rng.choice([0.6, 0.8])
         dram = {**CONFIG["dram"], "low_watermark": low}
         self._configure(dram=dram, write_policy=self._policy())
 
     def _slow_disk(self) -> None:
-        """Until the next reload: a disk that crawls, or from which nothing comes."""
+        """Until the next reload: a disk that is very slow, or whose reads stall."""
         debug: dict[str, Any] = {"check": True}
         if self.rng.random() < 0.5:
             debug["throttle_bytes_per_s"] = {"disk_to_dram": "500KB", "dram_to_disk": "2MB"}
@@ -243,7 +243,7 @@ class Chaos:
         self._configure(debug=debug)
 
     def _fail_disk(self) -> None:
-        """For some seconds: a write or sync fails, once or each time."""
+        """For some seconds a write or sync fails, once or every time."""
         disk = self.server.worker("disk")
         kind, error = self.rng.choice(["write", "sync"]), self.rng.choice([errno.EIO, errno.ENOSPC])
         self.server.will_fail(kind, self.rng.randint(1, 6), error, self.rng.random() < 0.5)
@@ -251,18 +251,18 @@ class Chaos:
         self._to_heal.append((time.monotonic() + self.rng.uniform(0.5, 4.0), disk))
 
     def _heal(self, disks: Sequence[int]) -> None:
-        """Those of them that live still."""
+        """Send SIGUSR2 to those that still run."""
         for pid in disks:
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if "tests.soak.worker" in psutil.Process(pid).cmdline():
                     os.kill(pid, signal.SIGUSR2)
 
     def _squeeze_memory(self) -> None:
-        """Until the next reload: a machine that has less memory left than it should."""
+        """Until the next reload: the machine seems to have too little memory left."""
         self._configure(limits={**CONFIG["limits"], "min_available": "100%"})
 
     def _jump_clock(self) -> None:
-        """Somebody sets the date."""
+        """The wall clock is set."""
         self.server.clock.write_text(str(self.rng.uniform(-DAY_S, DAY_S)))
 
     def _configure(self, **changes: Any) -> None:
@@ -274,8 +274,8 @@ class Chaos:
         return self.rng.choice(["write_back", "write_through", "write_through_selective"])
 
     def _clear(self) -> None:
-        """Answered when records are deleted, by the deadline of a put at the latest: who said
-        nothing more before that would leave his session behind."""
+        """The reply comes when the records are deleted, at the latest by the deadline of a put. A
+        peer that ends before would leave its session behind."""
         peer = Peer(self.server.endpoint)
         peer.socket.rcvtimeo = 10_000
         try:
@@ -295,7 +295,7 @@ class Chaos:
         os.kill(pid, signal.SIGCONT)
 
     def _kill_daemon(self) -> None:
-        self._to_wake = [e for e in self._to_wake if e[1] in {h.process.pid for h in self.hands}]
+        self._to_wake = [e for e in self._to_wake if e[1] in {h.process.pid for h in self.clients}]
         self.server.kill()
         self.server.start()
 
@@ -311,12 +311,12 @@ CONFIG: Final[dict[str, Any]] = {
     "disk": {"size": "96MiB"},
     "limits": {"lease_ttl": f"{LEASE_TTL_S:.0f}s", "session_ttl": "6s"},
     "deadlines": {"fetch": "2s", "put": "3s"},
-    # Its sample of requests fills for a long time up to its bound (tests/replay/test_whatif.py):
-    # that is no leak, and would hide a small one.
+    # The sample of requests grows for a long time up to its bound (tests/replay/test_whatif.py).
+    # That is not a leak, and would hide a small one.
     "what_if": False,
 }
 
-DEEDS: Final[dict[Callable[[Chaos], None], float]] = {
+ACTIONS: Final[dict[Callable[[Chaos], None], float]] = {
     Chaos._kill_client: 6,
     Chaos._stop_client: 5,
     Chaos._kill_worker: 3,

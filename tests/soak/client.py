@@ -1,8 +1,8 @@
-"""One client of a soak: asks, fetches, compares, stores, until SIGTERM, or whatever comes first.
+"""One client of a soak: matches, fetches, compares and stores until SIGTERM or a failure.
 
     python -m tests.soak.client ENDPOINT SEED TRANSPORT JUDGES
 
-A line of JSON on stdout tells every second what it did so far. Wrong bytes end it with status 3. A
+A line of JSON on stdout reports its counts every second. Wrong bytes end it with status 3. A
 call that outlasts its deadline is told too, unless somebody may stop this process (`JUDGES` is 0):
 then its own time says nothing.
 """
@@ -27,12 +27,12 @@ CALL_S: Final = 1.0
 FETCH_S: Final = 2.0
 PUT_S: Final = 3.0
 GRACE_S: Final = 2.0
-"""What a loaded machine may add to a deadline before it is called missed."""
+"""How much a loaded machine may add to a deadline before a call counts as late."""
 AT_ONCE_S: Final = 0.05
-TELL_S: Final = 1.0
+REPORT_S: Final = 1.0
 PREFILL_S: Final = 0.01
 PIN_S: Final = 5.0
-"""Some are let go before; the last ones end with nobody's help, before the soak looks."""
+"""Some are unpinned before; the last ones expire before the soak checks for leaks."""
 WRONG_BYTES: Final = 3
 
 
@@ -40,7 +40,7 @@ class SoakClient:
     def __init__(self, endpoint: str, seed: int, transport: str, judges: bool) -> None:
         self.rng = random.Random(seed)
         self.judges = judges
-        self.told: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.slowest_s = 0.0
         self.spec = load.MODELS[self.rng.randrange(len(load.MODELS))]
         self.client = Client(
@@ -61,11 +61,11 @@ class SoakClient:
         match = self.client.match(tokens, request=self.rng.choice(["", str(number)]))
         waited_s = time.monotonic() - started_s
         self.judge("match", started_s, CALL_S)
-        self.told["matches"] += 1
+        self.counts["matches"] += 1
         if (
             not match.is_answered
         ):  # at once: after a failure nobody waits for the daemon for a while
-            self.told["unanswered at once" if waited_s < AT_ONCE_S else "unanswered"] += 1
+            self.counts["unanswered at once" if waited_s < AT_ONCE_S else "unanswered"] += 1
         have = self.fetch(match, tokens) if match.lease else 0
         if self.rng.random() < 0.95:  # some forget to: their leases run out
             self.client.release(match, hop_bytes=1e6, hop_s=1e-3, total_s=0.01)
@@ -74,38 +74,38 @@ class SoakClient:
         time.sleep(self.rng.uniform(0.0, 2 * PREFILL_S))
         self.put(tokens, have)
         if self.rng.random() < 0.04:
-            self.foresee(load.prompt(number, load.MAX_TURNS))
+            self.warm_or_pin(load.prompt(number, load.MAX_TURNS))
 
     def fetch(self, match: Match, tokens: Tokens) -> int:
         started_s = time.monotonic()
         if self.rng.random() < 0.05:  # gives up half-way
             for run in self.client.fetch_runs(match):
-                self.told["runs left"] += run.num_blocks
+                self.counts["runs left"] += run.num_blocks
                 return 0
         out = np.zeros((match.decision.reload_blocks, self.spec.block_bytes), np.uint8)
         fetched = self.client.fetch(match, out)
         self.judge("fetch", started_s, FETCH_S)
         expected = load.blocks(self.spec, tokens, 0, fetched.blocks)
         if not np.array_equal(out[: fetched.blocks], expected):
-            self.told["wrong"] += 1
-            self.tell()
+            self.counts["wrong"] += 1
+            self.report()
             sys.exit(WRONG_BYTES)
-        self.told["fetched"] += fetched.blocks
-        self.told["missing"] += match.decision.reload_blocks - fetched.blocks
+        self.counts["fetched"] += fetched.blocks
+        self.counts["missing"] += match.decision.reload_blocks - fetched.blocks
         return fetched.blocks
 
-    def foresee(self, tokens: Tokens) -> None:
-        """A gateway knows something of prompts to come."""
+    def warm_or_pin(self, tokens: Tokens) -> None:
+        """As a gateway does for prompts that will come."""
         wait_s = self.rng.choice([0.0, 0.3])
         started_s = time.monotonic()
         if self.rng.random() < 0.5:
             warmed = self.client.warm(tokens, wait_s=wait_s)
             self.judge("warm", started_s, CALL_S + wait_s)
-            self.told["warmed"] += warmed.warm_blocks
+            self.counts["warmed"] += warmed.warm_blocks
             return
         pinned = self.client.pin(tokens, ttl_s=self.rng.uniform(1.0, PIN_S), name="soak")
         self.judge("pin", started_s, CALL_S)
-        self.told["pinned"] += pinned.blocks
+        self.counts["pinned"] += pinned.blocks
         if pinned and self.rng.random() < 0.5:
             self.client.unpin(pinned)
 
@@ -118,18 +118,18 @@ class SoakClient:
         started_s = time.monotonic()
         result = self.client.put(tokens, new, first=first, last=last, durable=durable)
         self.judge("put", started_s, PUT_S)
-        self.told["stored"] += result.stored
-        self.told["refused"] += result.refused
+        self.counts["stored"] += result.stored
+        self.counts["refused"] += result.refused
 
     def judge(self, what: str, started_s: float, deadline_s: float) -> None:
         took_s = time.monotonic() - started_s
         if self.judges:
             self.slowest_s = max(self.slowest_s, took_s)
-            self.told[f"late {what}"] += took_s > deadline_s + GRACE_S
+            self.counts[f"late {what}"] += took_s > deadline_s + GRACE_S
 
-    def tell(self) -> None:
-        said: dict[str, Any] = {**self.told, "slowest_s": round(self.slowest_s, 3)}
-        print(json.dumps(said), flush=True)
+    def report(self) -> None:
+        counts: dict[str, Any] = {**self.counts, "slowest_s": round(self.slowest_s, 3)}
+        print(json.dumps(counts), flush=True)
 
 
 def main(endpoint: str, seed: str, transport: str, judges: str) -> None:
@@ -141,14 +141,14 @@ def main(endpoint: str, seed: str, transport: str, judges: str) -> None:
 
     signal.signal(signal.SIGTERM, end)
     soak = SoakClient(endpoint, int(seed), transport, judges == "1")
-    tell_s = time.monotonic()
+    report_s = time.monotonic()
     while not ended:
         soak.turn()
-        if time.monotonic() >= tell_s:
-            tell_s = time.monotonic() + TELL_S
-            soak.tell()
+        if time.monotonic() >= report_s:
+            report_s = time.monotonic() + REPORT_S
+            soak.report()
     soak.client.close()
-    soak.tell()
+    soak.report()
 
 
 if __name__ == "__main__":

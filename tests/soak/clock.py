@@ -1,7 +1,7 @@
-"""The wall clock of a soak's daemon and workers: it jumps when a file says so.
+"""The wall clock of a soak's daemon and workers, with an offset from a file.
 
-`CLOCK` names the file, which holds seconds to add. Only what the calendar says jumps: deadlines are
-counted by the monotonic clock, which no operator can set.
+The environment variable `CLOCK` names the file, which has the seconds to add. Deadlines use the
+monotonic clock, which no operator can set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CLOCK: Final = "HICACHE_TEST_CLOCK"
 
 
 def install() -> None:
-    """From now on, in this process."""
+    """Replace time.time in this process."""
     real, file = time.time, Path(os.environ[CLOCK])
 
     def jumped() -> float:

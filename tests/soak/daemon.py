@@ -1,4 +1,4 @@
-"""The daemon of a soak: hicache, but its wall clock jumps and its disk fails when it is told so.
+"""The daemon of a soak: hicache with a wall clock that can jump and a disk that can fail.
 
 python -m tests.soak.daemon serve --config FILE
 """

@@ -1,8 +1,8 @@
-"""What the clients of a soak ask for, and what must come back: all made from numbers.
+"""The prompts of a soak's clients and the expected bytes of their blocks, all made from numbers.
 
 A few models of different block sizes, and conversations that grow turn by turn and share their
-beginnings. A block's bytes follow from its model and its whole prefix, so every client can tell
-what any other one has stored.
+beginnings. A block's bytes are computed from its model and its whole prefix, so every client can
+check what another client has stored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODELS: Final = (
 
 @lru_cache(maxsize=4 * NUM_CONVERSATIONS)
 def conversation(number: int) -> Tokens:
-    """All of a conversation; its family's begin alike."""
+    """A whole conversation. Those of a family share their first blocks."""
     step = SPEC.block_tokens
     family = np.random.default_rng(number % NUM_FAMILIES)
     own = np.random.default_rng(1000 + number)
@@ -56,7 +56,7 @@ def prompt(number: int, turn: int) -> Tokens:
 
 
 def block(spec: NamespaceSpec, tokens: Tokens, index: int) -> Blocks:
-    """What block `index` of this prompt holds: uint8, shape [block_bytes]."""
+    """The bytes of block `index` of this prompt: uint8, shape [block_bytes]."""
     end = (index + 1) * spec.block_tokens
     name = spec.digest() + tokens[:end].tobytes()
     word = np.frombuffer(hashlib.blake2b(name, digest_size=64).digest(), np.uint8)

@@ -1,12 +1,12 @@
-"""What clients that are stopped (SIGSTOP) with everything in their hands cost the others.
+"""What clients that are stopped (SIGSTOP) with leases and slots cost the other clients.
 
     make soak-stopped           python -m tests.soak.stopped [--rounds 6] [--cycles 200]
 
-One is stopped in the middle of a put, one with a lease, one that is being sent frames and does not
-read them. Beside them a client asks, fetches, releases and stores. Rounds with and without the
-stopped ones take turns. Exit status 1 where they cost the 99th percentile of a whole cycle more
-than LIMIT_S. Beside the wall clock it tells the daemon's own processor time for a cycle, which
-other work on the machine hardly changes.
+One is stopped in the middle of a put, one with a lease, one while frames are sent to it. Meanwhile
+another client matches, fetches, releases and stores. Rounds with and without the stopped clients
+alternate. Exit status 1 if they add more than LIMIT_S to the 99th percentile of a whole cycle. The
+daemon's own processor time per cycle is reported as well: other work on the machine hardly changes
+it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.e2e.daemon_process import (
 )
 
 LIMIT_S: Final = 0.010
-HANDS: Final = (("late-put", "writing", "arena"), ("match", "leased", "arena"))
+HELD: Final = (("late-put", "writing", "arena"), ("match", "leased", "arena"))
 NUM_BLOCKS: Final = 4
 
 
@@ -55,8 +55,8 @@ def cycles(client: Client, count: int, first: int) -> list[float]:
 
 
 def stop_some(server: DaemonProcess, stack: ExitStack, number: int) -> None:
-    """Each with a prompt of its own, held for as long as the round lasts."""
-    for position, (what, word, transport) in enumerate(HANDS):
+    """Each with its own prompt, which it holds until the end of the round."""
+    for position, (what, word, transport) in enumerate(HELD):
         tokens = prompt(1_000_000 + 10 * number + position, 6)
         if what == "match":
             store(server.client(), tokens)

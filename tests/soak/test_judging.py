@@ -1,4 +1,4 @@
-"""How a soak judges what it has seen of the daemon's memory."""
+"""How a soak judges its samples of the daemon's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Look = tuple[float, int]
 
 
 def life(num_s: float, grows: float = 0.0, base: int = 40 * MIB) -> list[Look]:
-    """Looks at a daemon from its start on; it grows by this share between its fifth minute and
+    """Samples of a daemon from its start on. It grows by this share between its fifth minute and
     its end."""
     ages = [number * LOOK_S for number in range(int(num_s / LOOK_S))]
     span_s = max(num_s - SETTLED_S, 1.0)
@@ -29,7 +29,7 @@ def test_flat_memory_is_no_trouble() -> None:
 
 
 @pytest.mark.parametrize("share", [0.03, 0.1])
-def test_growth_is_told(share: float) -> None:
+def test_growth_is_reported(share: float) -> None:
     growth, troubles = judged(life(1200, share))
     assert growth is not None
     assert MAX_GROWTH < growth <= share
@@ -37,7 +37,7 @@ def test_growth_is_told(share: float) -> None:
 
 
 def test_what_is_used_for_the_first_time_is_no_growth() -> None:
-    """Nor is what a daemon before had."""
+    """Nor is the memory of an earlier daemon."""
     early = [(age, num - (MIB if age < SETTLED_S else 0)) for age, num in life(1200)]
     assert judged(life(1000, base=10 * MIB) + early) == (0.0, [])
 
@@ -49,5 +49,5 @@ def test_a_peak_for_a_moment_is_no_growth() -> None:
 
 
 def test_a_daemon_that_lived_too_briefly_is_not_judged() -> None:
-    """A burst that lasts for a minute would be its growth."""
+    """A burst of a minute would look like growth."""
     assert judged(life(3 * SETTLED_S - LOOK_S, 0.1)) == (None, [])

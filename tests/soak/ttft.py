@@ -3,10 +3,10 @@
     make soak-ttft              python -m tests.soak.ttft [--requests 200] [--seed N] [--json FILE]
 
 SmolLM2 in bf16 answers prompts that grow turn by turn, through hicache with the client's deadlines
-set to MATCH_S and FETCH_S. The same prompts are answered without hicache before and after, with no
-daemon about. Exit status 1 where the 99th percentile with it is more than 1.02 times that without
-it, plus the deadlines: an inference engine must not be worse off. Wall clock: on a machine that
-others use, compare the columns and not the days.
+set to MATCH_S and FETCH_S. The same prompts are answered without hicache and without a daemon,
+before and after. Exit status 1 if the 99th percentile with hicache is more than 1.02 times that
+without it, plus the deadlines. Times are wall clock: on a machine with other work, compare figures
+of one run only.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ FETCH_S: Final = 0.5
 ALLOWED: Final = 1.02
 FIRST_TOKENS, TURN_TOKENS, MAX_TURNS = 96, 16, 8
 QUIET_S: Final = (0.5, 4.0)
-"""Between two deeds, at least and at most."""
+"""Time between two actions, at least and at most."""
 
 
 class Chaos:
-    """A thread that does one thing after another to the daemon. `deeds` counts them."""
+    """A thread that kills, stops and restarts the daemon at random. `actions` counts by name."""
 
     def __init__(self, server: DaemonProcess, seed: int) -> None:
-        self.deeds: Counter[str] = Counter()
-        self._house, self._rng = server, random.Random(seed)
+        self.actions: Counter[str] = Counter()
+        self._server, self._rng = server, random.Random(seed)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos")
 
@@ -61,58 +61,58 @@ class Chaos:
         self._thread.join()
 
     def _run(self) -> None:
-        deeds: list[Callable[[], None]] = [self.kill, self.stop, self.restart, self.stop_worker]
+        actions: list[Callable[[], None]] = [self.kill, self.stop, self.restart, self.stop_worker]
         while not self._over.wait(self._rng.uniform(*QUIET_S)):
-            deed = self._rng.choice(deeds)
+            action = self._rng.choice(actions)
             with suppress(DaemonAbsent, psutil.NoSuchProcess, ProcessLookupError):
-                deed()
-                self.deeds[deed.__name__] += 1
+                action()
+                self.actions[action.__name__] += 1
 
     def kill(self) -> None:
-        self._house.kill()
+        self._server.kill()
         self._over.wait(self._rng.uniform(0.0, 2.0))
-        self._house.start()
+        self._server.start()
 
     def stop(self) -> None:
-        os.kill(self._house.pid, signal.SIGSTOP)
+        os.kill(self._server.pid, signal.SIGSTOP)
         self._over.wait(self._rng.uniform(0.1, 3.0))
-        os.kill(self._house.pid, signal.SIGCONT)
+        os.kill(self._server.pid, signal.SIGCONT)
 
     def restart(self) -> None:
-        self._house.stop()
-        self._house.start()
+        self._server.stop()
+        self._server.start()
 
     def stop_worker(self) -> None:
-        worker = self._house.worker("disk")
+        worker = self._server.worker("disk")
         os.kill(worker, signal.SIGSTOP)
         self._over.wait(self._rng.uniform(0.1, 3.0))
         os.kill(worker, signal.SIGCONT)
 
 
-def prompts(words: DemoModel, num_requests: int, seed: int) -> list[list[int]]:
-    """Conversations that share a beginning, a turn of each in no order."""
+def prompts(model: DemoModel, num_requests: int, seed: int) -> list[list[int]]:
+    """Conversations that share a beginning, with their turns interleaved at random."""
     rng = random.Random(seed)
-    shared = shared_tokens(words.encode)[:FIRST_TOKENS]
-    said = words.encode(" ".join(line for script in SCRIPTS.values() for line in script))
-    asked: list[list[int]] = []
+    shared = shared_tokens(model.encode)[:FIRST_TOKENS]
+    script = model.encode(" ".join(line for script in SCRIPTS.values() for line in script))
+    requests: list[list[int]] = []
     turns: Counter[int] = Counter()
-    while len(asked) < num_requests:
+    while len(requests) < num_requests:
         number = rng.randrange(8)
         turns[number] = turns[number] % MAX_TURNS + 1
-        own = [said[(number * 37 + n) % len(said)] for n in range(turns[number] * TURN_TOKENS)]
-        asked.append(shared + own)
-    return asked
+        own = [script[(number * 37 + n) % len(script)] for n in range(turns[number] * TURN_TOKENS)]
+        requests.append(shared + own)
+    return requests
 
 
-def measured(model: CachedModel, asked: list[list[int]], what: str) -> tuple[list[float], int]:
+def measured(model: CachedModel, requests: list[list[int]], what: str) -> tuple[list[float], int]:
     """Seconds to the first token of each, and the tokens that were reloaded."""
     seconds, hit_tokens = [], 0
-    for number, tokens in enumerate(asked):
+    for number, tokens in enumerate(requests):
         answer = model.generate(tokens, 1)
         seconds.append(answer.ttft_s)
         hit_tokens += sum(answer.hit_tokens.values())
         if sys.stderr.isatty():
-            print(f"\r{what}: {number + 1} of {len(asked)} ", end="", file=sys.stderr)
+            print(f"\r{what}: {number + 1} of {len(requests)} ", end="", file=sys.stderr)
     return seconds, hit_tokens
 
 
@@ -123,14 +123,14 @@ def figures(seconds: list[float]) -> dict[str, float]:
 
 
 def run(num_requests: int, seed: int) -> dict[str, Any]:
-    words = load_smollm2("bfloat16")
-    torch.set_num_threads(1)  # the daemon has processors of its own, here as elsewhere
-    asked = prompts(words, num_requests, seed)
-    bare = CachedModel(words.model, None)
-    bare.warm_up(asked[-1], TURN_TOKENS)
-    half = len(asked) // 2
+    model = load_smollm2("bfloat16")
+    torch.set_num_threads(1)  # leaves processors to the daemon
+    requests = prompts(model, num_requests, seed)
+    bare = CachedModel(model.model, None)
+    bare.warm_up(requests[-1], TURN_TOKENS)
+    half = len(requests) // 2
     began_s = time.monotonic()
-    without, _ = measured(bare, asked[:half], "without, before")
+    without, _ = measured(bare, requests[:half], "without, before")
     tiers: dict[str, Any] = {"hbm": None, "dram": {"size": "256MiB"}, "disk": {"size": "1GiB"}}
     with DaemonProcess(**tiers, planner={"mode": "measured"}, debug={"check": False}) as server:
         server.expected_errors = ["worker", "disk", "host"]
@@ -138,21 +138,21 @@ def run(num_requests: int, seed: int) -> dict[str, Any]:
         def connect(spec: Any) -> Client:
             return Client(spec, server.endpoint, timeout_s=MATCH_S, fetch_timeout_s=FETCH_S)
 
-        served = CachedModel(words.model, connect)
+        served = CachedModel(model.model, connect)
         with Chaos(server, seed) as chaos:
-            with_it, hit_tokens = measured(served, asked, "with hicache, under chaos")
+            with_it, hit_tokens = measured(served, requests, "with hicache, under chaos")
         served.close()
         if server.process is None:
             server.start()
-    without += measured(bare, asked[half:], "without, after")[0]
+    without += measured(bare, requests[half:], "without, after")[0]
     bound_s = ALLOWED * figures(without)["p99_s"] + MATCH_S + FETCH_S
     return {
         "requests": num_requests,
         "seed": seed,
         "duration_s": round(time.monotonic() - began_s),
-        "prompt_tokens": round(float(np.mean([len(tokens) for tokens in asked]))),
-        "reloaded_share": round(hit_tokens / sum(map(len, asked)), 3),
-        "deeds": dict(chaos.deeds),
+        "prompt_tokens": round(float(np.mean([len(tokens) for tokens in requests]))),
+        "reloaded_share": round(hit_tokens / sum(map(len, requests)), 3),
+        "actions": dict(chaos.actions),
         "deadlines_s": {"match": MATCH_S, "fetch": FETCH_S},
         "without": figures(without),
         "with_hicache": figures(with_it),
