@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 PAGE_BYTES = 4096
+MAX_BLOCK_TOKENS = 4096
+"""A block has no more tokens, in any namespace."""
 MAX_TIER_BYTES = PAGE_BYTES << 31
 
 Ids = npt.NDArray[np.int32]

@@ -34,6 +34,7 @@ from hicache.protocol.endpoint import (
     is_loopback,
     tcp_address,
 )
+from hicache.tiers.block import MAX_BLOCK_TOKENS
 from hicache.tiers.catalog import kinds, near_kind, section_of
 from hicache.tiers.tier import TierKind
 
@@ -478,7 +479,9 @@ class DebugConfig(Section):
 class Config(Section):
     socket: SocketConfig = Field(default=SocketConfig(), description="How clients connect.")
     events: EventsConfig = Field(default=EventsConfig(), description="KV events, for routers.")
-    block_tokens: int = Field(default=16, ge=1, le=4096, description="Tokens per block.")
+    block_tokens: int = Field(
+        default=16, ge=1, le=MAX_BLOCK_TOKENS, description="Tokens per block."
+    )
     tiers: TiersConfig = Field(description="Where blocks live, fastest first.")
     write_policy: Literal["write_back", "write_through", "write_through_selective"] = Field(
         default="write_back",

@@ -29,7 +29,7 @@ from hicache.daemon.serving_config import ServingConfig
 from hicache.daemon.sessions import Session, Sessions, Tracker
 from hicache.daemon.upkeep.health import Condition
 from hicache.daemon.upkeep.kv_publisher import Publisher
-from hicache.daemon.upkeep.observers import Witnesses
+from hicache.daemon.upkeep.observers import Observers
 from hicache.daemon.upkeep.request_sample import Sample
 from hicache.daemon.upkeep.tier_scrub import Scrubbing
 from hicache.engine import plan as p
@@ -125,7 +125,7 @@ class Gate:
         self.limits = limits
         self.outlet = outlet
         self.waiting = Waiting()
-        self.witnesses = Witnesses()
+        self.observers = Observers()
         self.namespaces: dict[bytes, NamespaceSpec] = {}
         self.leased_share = 0.0
         self.page_owners: set[tuple[int, int]] = set()

@@ -42,6 +42,7 @@ from hicache.daemon.upkeep.estimates_file import Keeper
 from hicache.daemon.upkeep.health import Condition
 from hicache.daemon.upkeep.heap import FreedMemory, grow_table_of_names
 from hicache.daemon.upkeep.kv_publisher import Publisher
+from hicache.daemon.upkeep.observers import Observers
 from hicache.daemon.upkeep.refit import Fitter
 from hicache.daemon.upkeep.request_sample import Sample
 from hicache.daemon.upkeep.supervised import Faults
@@ -122,7 +123,8 @@ class Daemon:
         self._recorder = recorder
         smallest_bytes = min(spec.capacity_bytes for spec in parts.tiers)
         sample = Sample(smallest_bytes) if config.what_if else None
-        self.gate.witnesses.present = [w for w in (sample, recorder) if w is not None]
+        observers = {"the sample of requests": sample, "the record of requests": recorder}
+        self.gate.observers = Observers({n: o for n, o in observers.items() if o is not None})
         self._sockets = ServerSockets(config)
         self._router = self._sockets.router
         self._publisher = self._open_publisher()
@@ -204,7 +206,7 @@ class Daemon:
         if self._router in events:
             self._serve_requests()
             self._await_the_next()
-            self.gate.witnesses.tell()
+            self.gate.observers.deliver()
         self.service.between_polls(time.monotonic())
         if self._wants_reload:
             self._wants_reload = False
@@ -243,7 +245,7 @@ class Daemon:
     def _know_bystanders(self) -> list[tuple[Faults, Callable[[float], None]]]:
         """The parts that no request waits for: they are judged, and may fail."""
         condition = self.condition
-        condition.watch("witnesses", lambda now_s: 0.0, self.gate.witnesses.faults)
+        condition.watch("witnesses", lambda now_s: 0.0, *self.gate.observers.faults)
         ticks: list[tuple[Faults, Callable[[float], None]]] = []
         trim = FreedMemory(self._started_s)
         ticks.append((Faults("giving freed memory back"), trim.tick))
@@ -424,7 +426,7 @@ class Daemon:
         if self._fitter is not None:
             self._fitter.close()
         if self._recorder is not None:
-            self.gate.witnesses.tell()
+            self.gate.observers.deliver()
             self._recorder.close()
         self._keeper.close(KEEP_S)
         left_s = max(2.0, self.serving.config.deadlines.shutdown_s / 2)

@@ -102,6 +102,7 @@ def replay(
     tally = ReplayTally()
     policies = [policy if isinstance(policy, str) else policy[name] for name in tiers]
     replayed = ReplayedEngine(tiers, policies, trace.block_tokens, min_return)
+    evicted_before = replayed.evictions()
     for number, request in enumerate(trace.requests):
         if number == first:
             replayed.tally = tally

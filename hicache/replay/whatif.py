@@ -63,7 +63,7 @@ class Sampled:
             TraceRequest(at_s, (end - start) * each, 0, ids[start:end].tobytes())
             for at_s, start, end, each in zip(
                 np.frombuffer(reply["at_s"], "<f8").tolist(),
-                [0, *ends[:-1]],
+                [0, *ends][: len(ends)],
                 ends,
                 block_tokens.tolist(),
                 strict=True,

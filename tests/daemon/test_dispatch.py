@@ -259,27 +259,3 @@ def test_a_quiet_request_is_answered_by_an_error_only(desk: Desk) -> None:
     assert not desk.world.engine.residency.leases.leases, "it was released all the same"
     with pytest.raises(WireError):
         desk.request("abort", s=session.token, ticket=99, quiet=True)
-
-
-def test_witnesses_are_told_in_order_and_once(desk: Desk) -> None:
-    told: list[str] = []
-
-    class Witness:
-        def asked(self, session: Session, tokens: bytes, conversation: str, now_s: float) -> None:
-            told.append(conversation)
-
-        def hinted(
-            self, session: Session, conversation: str, stop: str, answer_tokens: int, now_s: float
-        ) -> None:
-            told.append(f"{stop} {answer_tokens}")
-
-    desk.gate.witnesses.present = [Witness()]
-    session = desk.hello()
-    desk.request("match", s=session.token, tokens=PROMPT, conversation="c")
-    desk.request(
-        "hint", s=session.token, tokens=PROMPT, conversation="c", ended="turn", answer_tokens=7
-    )
-    assert not told, "nobody waits for a record"
-    desk.gate.witnesses.tell()
-    desk.gate.witnesses.tell()
-    assert told == ["c", "turn 7"]

@@ -77,8 +77,8 @@ def test_what_if_agrees_with_replaying_the_record(
     sample = Sample(4096 * 4000, max_blocks)
     session = session_of()
     for now_s, tokens, name in load(num_requests):
-        for witness in (recorder, sample):
-            witness.asked(session, tokens, name, now_s)
+        for observer in (recorder, sample):
+            observer.asked(session, tokens, name, now_s)
     recorder.close()
     trace = read_trace(tmp_path / "trace.jsonl")
     assert len(trace.requests) == num_requests

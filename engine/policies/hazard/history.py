@@ -43,6 +43,7 @@ from hicache.engine.policies.hazard.model import (
     bin_of,
     bins_of,
 )
+from hicache.tiers.block import MAX_BLOCK_TOKENS
 
 MAX_KINDS: Final = 256
 _KIND_LIMITS: Final = (160, 180, 200, 240, MAX_KINDS)
@@ -80,7 +81,9 @@ class Levels(NamedTuple):
     answer: int = 0
 
 
-_MULTIPLIERS: Final = np.random.default_rng(1).integers(1, 1 << 63, 4096, np.uint64) | np.uint64(1)
+_MULTIPLIERS: Final = np.random.default_rng(1).integers(
+    1, 1 << 63, MAX_BLOCK_TOKENS, np.uint64
+) | np.uint64(1)
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -46,7 +46,7 @@ def hint(gate: Gate, asked: Asked[HintRequest]) -> None:
         gate.do(event)
     stop = " ".join(filter(None, (ended, request.finish_reason)))
     noted = session, conversation, stop, request.answer_tokens, asked.now_s
-    gate.witnesses.note(lambda witness: witness.hinted(*noted))
+    gate.observers.note(lambda observer: observer.hinted(*noted))
     if conversation and ended == "conversation":
         conversations.ended(session.namespace, conversation)
     gate.confirm(asked, HintReply(known=bool(known)))

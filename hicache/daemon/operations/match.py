@@ -64,4 +64,4 @@ def match(gate: Gate, asked: Asked[MatchRequest]) -> None:
     conversation = wanted.conversation
     if conversation:
         gate.state(Conversations).went_on(session.namespace, conversation, tokens)
-    gate.witnesses.note(lambda w: w.asked(session, tokens, conversation, asked.now_s))
+    gate.observers.note(lambda o: o.asked(session, tokens, conversation, asked.now_s))

@@ -80,7 +80,7 @@ def explain(gate: Gate, asked: Asked[ExplainRequest]) -> None:
 def what_if(gate: Gate, asked: Asked[WhatIfRequest]) -> None:
     """A sample of the last requests, from which a client computes what other sizes would hit."""
     upkeep = gate.upkeep
-    gate.witnesses.tell()
+    gate.observers.deliver()
     if upkeep.sample is None:
         raise WireError("refused", "what_if is false in the configuration")
     tiers: list[dict[str, Any]] = [

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.daemon.sessions import Session
-from hicache.tiers.block import slot_bytes_for
+from hicache.tiers.block import MAX_BLOCK_TOKENS, slot_bytes_for
 
 MAX_BLOCKS: Final = 1 << 19
 MIN_REQUESTS: Final = 1 << 13
@@ -35,7 +35,9 @@ _FACTOR: Final = 0x9E3779B97F4A7C15
 _INVERSE: Final = pow(_FACTOR, -1, 1 << 64)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 _HALF: Final = np.uint64(32)
-_MULTIPLIERS: Final = np.random.default_rng(2).integers(1, 1 << 63, 4096, np.uint64) * _MIX
+_MULTIPLIERS: Final = (
+    np.random.default_rng(2).integers(1, 1 << 63, MAX_BLOCK_TOKENS, np.uint64) * _MIX
+)
 """One for each token of the largest block there may be."""
 
 

@@ -29,7 +29,7 @@ def asking(*prompts: bytes, **changes: Any) -> dict[str, Any]:
 
 
 def test_each_prompt_gets_what_a_match_would_find(desk: Desk) -> None:
-    """Without a session, and nothing is different afterwards: no lease, no use, no witness."""
+    """Without a session, and nothing is different afterwards: no lease, no use, no record."""
     session = desk.hello()
     store(desk, session, PROMPT, 6)
     before = portrait(desk.world.engine)
