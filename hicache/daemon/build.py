@@ -50,7 +50,7 @@ class Parts:
     media: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     mapped: dict[str, MappedTier] = field(default_factory=dict)
-    codecs: list[Codec] = field(default_factory=list)
+    codecs: dict[str, Codec] = field(default_factory=dict)
     workers: list[WorkerConfig] = field(default_factory=list)
     links: list[tuple[int, int]] = field(default_factory=list)
 
@@ -59,9 +59,12 @@ class Parts:
         """The mapped tiers' arenas by tier name."""
         return {name: tier.arena for name, tier in self.mapped.items()}
 
-    def slot_bytes(self, block_bytes: int) -> tuple[int, ...]:
-        """The size of a block's slot in each tier."""
-        return tuple(slot_bytes_for(codec.stored_bytes(block_bytes)) for codec in self.codecs)
+    def slot_sizes(self, block_bytes: int) -> dict[str, int]:
+        """The size of a block's slot in each tier, in the tiers' order."""
+        return {
+            tier: slot_bytes_for(codec.stored_bytes(block_bytes))
+            for tier, codec in self.codecs.items()
+        }
 
     def shedding(self, do: Callable[[Event[Any]], Any]) -> Shedding:
         """What gives memory of the near tier back; `do` hands events to the cache engine."""
@@ -76,7 +79,7 @@ class Parts:
         self.tiers.append(_spec(row.name, capacity, section, opened.traits))
         self.pools.append(opened.pool)
         self.media[row.name] = opened.words
-        self.codecs.append(codec_of(row.codec))
+        self.codecs[row.name] = codec_of(row.codec)
         if opened.note:
             self.notes[row.name] = opened.note
 

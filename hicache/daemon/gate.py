@@ -99,6 +99,8 @@ class Upkeep:
 class Gate:
     """What a handler may do to the daemon, and what it may read of it.
 
+    `slot_sizes`: what a block of so many bytes takes in each tier, nothing where none stores blocks
+    otherwise than as they are.
     `namespaces`: the specs, by digest; `leased_share`: of memory, as of the last tick;
     `page_owners`: the (group, namespace) pairs for which the GPU worker copies; `written_owners`:
     groups into whose slots it writes now.
@@ -116,6 +118,7 @@ class Gate:
         deadlines: DeadlinesConfig,
         limits: LimitsConfig,
         outlet: Outlet,
+        slot_sizes: Callable[[int], Mapping[str, int]] = lambda block_bytes: {},
     ) -> None:
         self.engine = engine
         self.sessions = sessions
@@ -124,6 +127,7 @@ class Gate:
         self.deadlines = deadlines
         self.limits = limits
         self.outlet = outlet
+        self.slot_sizes = slot_sizes
         self.waiting = Waiting()
         self.observers = Observers()
         self.namespaces: dict[bytes, NamespaceSpec] = {}

@@ -106,11 +106,12 @@ class Daemon:
             config.deadlines,
             config.limits,
             self,
+            parts.slot_sizes,
         )
         self._is_ipc = ipc_path(config.socket.endpoint) is not None
         self.service = Service(self.gate, shares_clock=self._is_ipc)
         do = self.gate.do
-        self.restoring = Restoring(do)
+        self.restoring = Restoring(do, parts.slot_sizes)
         self.scrubbing = Scrubbing(parts.workers, self.mover.scrub, do, self.engine.knows)
         self.condition = Condition(parts, self.engine, self.mover, self._started_s)
         self._tier_events = TierEvents(
@@ -370,7 +371,8 @@ class Daemon:
 
     def describe(self, spec: NamespaceSpec) -> None:
         """See Outlet."""
-        for tier in self.engine.too_small_for(spec.block_bytes):
+        sizes = self.parts.slot_sizes(spec.block_bytes)
+        for tier in self.engine.too_small_for(spec.block_bytes, tuple(sizes.values())):
             log.warning(
                 "%s (%s) is too small for a block of %d bytes: those of %s are kept elsewhere",
                 tier.name,

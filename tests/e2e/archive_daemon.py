@@ -16,7 +16,7 @@ ARCHIVE = TierKind(
     builder="tests.e2e.archive_tier:open_archive",
     event_medium="REMOTE",
     summary="Files in a folder that hosts share.",
-    codec="tests.e2e.sealed_codec:SealedCodec",
+    codec="tests.transfer.media.sealed_codec:SealedCodec",
 )
 
 if __name__ == "__main__":

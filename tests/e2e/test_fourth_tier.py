@@ -28,7 +28,7 @@ from tests.e2e.daemon_process import (
     store,
     wait_for,
 )
-from tests.e2e.sealed_codec import SEAL_BYTES
+from tests.transfer.media.sealed_codec import SEAL_BYTES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -87,6 +87,7 @@ def test_what_memory_gives_up_is_demoted_and_comes_back(server: ArchiveProcess) 
     row = server.tier("archive")
     assert (row["medium"], row["state"]) == ("a shared folder", "up")
     assert row["blocks"] == row["demotions"] >= (PROMPTS - 8) * BLOCKS
+    assert row["used_bytes"] == row["blocks"] * SLOT_BYTES, "a slot holds the block and its seal"
     assert len(server.files) == row["blocks"]
     assert client.match(prompt(0, BLOCKS)).runs == (("archive", BLOCKS),)
     assert read_all(client) == [BLOCKS] * PROMPTS

@@ -41,10 +41,11 @@ class Rig:
         capacity_bytes: int = 32 * MIB,
         on_gpu: bool = False,
         codec: str = "",
+        disk_path: Path | None = None,
     ) -> None:
         self.dram = DramTier(path, "dram-", 16 * MIB)
         self.hbm = HostPool(path, "hbm-", 16 * MIB)
-        self.disk_path = path / "disk"
+        self.disk_path = disk_path or path / "disk"
         disk = DeviceSpec(
             DISK,
             "hicache-disk-0",

@@ -125,6 +125,7 @@ def _open_namespace(gate: Gate, digest: bytes, spec: NamespaceSpec) -> int:
         instead_of,
         spec.flop_per_token,
         spec.flop_per_pair,
+        tuple(gate.slot_sizes(spec.block_bytes).values()),
     )
     number = gate.do(event)
     if digest not in gate.namespaces:

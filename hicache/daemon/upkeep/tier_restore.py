@@ -1,5 +1,5 @@
-"""What a durable tier's worker tells at start goes to the cache engine as it comes, and what
-was used since goes back to the worker now and then.
+"""Persistent tiers after a start: what their workers find stored goes to the cache engine, and what
+was used since goes back to the workers every few minutes.
 
 Used from the daemon's loop only.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from hicache.engine import plan as p
-from hicache.tiers.block import StoredRows, slot_bytes_for
+from hicache.tiers.block import StoredRows
 
 NOTE_S: Final = 300.0
 """How often uses are noted: a daemon that is killed forgets those of the last five minutes."""
@@ -24,27 +24,32 @@ log = logging.getLogger("hicache")
 
 
 class Restoring:
-    """`do` hands an event to the cache engine and its moves on."""
+    """`do` hands an event to the cache engine and its moves on. `slot_sizes`: what a block of so
+    many bytes takes in each tier."""
 
-    def __init__(self, do: Callable[[p.Event[Any]], Any]) -> None:
-        self._do = do
+    def __init__(
+        self, do: Callable[[p.Event[Any]], Any], slot_sizes: Callable[[int], Mapping[str, int]]
+    ) -> None:
+        self._do, self._slot_sizes = do, slot_sizes
         self.zero_s = time.time() - time.monotonic()
-        self._tenth = -1
+        self._tenths: dict[str, int] = {}
         self._look_s = time.monotonic() + NOTE_S
 
     def take(self, tier: str, rows: StoredRows, now_s: float) -> list[tuple[int, bytes]]:
         """Some rows are here. Returns (slot bytes, key) of those that found no place."""
-        number = self._do(p.OpenNamespace(rows.namespace, rows.step // 4, rows.block_bytes))
-        homeless = self._do(p.Restore(tier, number, rows, now_s, self.zero_s))
-        slot_bytes = slot_bytes_for(rows.block_bytes)
-        return [(slot_bytes, key) for key in homeless]
+        sizes = self._slot_sizes(rows.block_bytes)
+        opened = p.OpenNamespace(
+            rows.namespace, rows.step // 4, rows.block_bytes, slot_bytes=tuple(sizes.values())
+        )
+        homeless = self._do(p.Restore(tier, self._do(opened), rows, now_s, self.zero_s))
+        return [(sizes[tier], key) for key in homeless]
 
     def told(self, tier: str, what: str, done: int, total: int, unit: str) -> str:
         """How far it is, for whoever asks; the log hears of every tenth."""
         note = f"{what}: {done / max(1, total):.0%} of {total:,} {unit}"
         tenth = 10 * done // max(1, total)
-        if tenth != self._tenth:
-            self._tenth = tenth
+        if tenth != self._tenths.get(tier):
+            self._tenths[tier] = tenth
             log.info("%s is %s", tier, note)
         return note
 
