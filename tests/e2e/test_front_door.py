@@ -520,9 +520,12 @@ def test_reload_by_signal_and_by_command() -> None:
         def mode() -> Any:
             return server.stats()["planner"]["mode"]
 
-        server.configure(hbm=None, disk=None, planner={"mode": "always_recompute"})
+        retired = {"match": "1s"}
+        recompute = {"mode": "always_recompute"}
+        server.configure(hbm=None, disk=None, planner=recompute, deadlines=retired)
         psutil.Process(server.pid).send_signal(signal.SIGHUP)
         wait_for(lambda: mode() == "always_recompute", "the reload")
+        assert "deadlines.match has no effect" in server.said()
         assert client.match(tokens).decision.name == "recompute"
 
         server.configure(hbm=None, disk=None, dram={"size": "96MiB"}, block_tokens=32)
