@@ -109,11 +109,15 @@ class Residency:
 
     def take_reshaped(self) -> Sequence[Reshaped]:
         """The pages divided into slots of another size since the last call."""
-        found: Sequence[Reshaped] = ()
-        for tier, pool in zip(self.tiers, self.pools, strict=True):
+        for pool in self.pools:
             if pool.reshaped:
-                found = [*found, *(Reshaped(tier.name, *pages) for pages in pool.reshaped)]
-                pool.reshaped.clear()
+                break
+        else:
+            return ()  # nearly always: 0.1 µs for an event, where the loop below takes 0.4
+        found: list[Reshaped] = []
+        for tier, pool in zip(self.tiers, self.pools, strict=True):
+            found += [Reshaped(tier.name, *pages) for pages in pool.reshaped]
+            pool.reshaped.clear()
         return found
 
     def namespace_of(self, node: Node) -> Namespace:
