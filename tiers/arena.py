@@ -75,7 +75,6 @@ class Arena:
         self.path = path
         self.data_bytes = data_bytes
         self.epoch = epoch
-        self.is_owner = False
         self._data_offset = data_offset
         self.huge_pages = False
         self._fd = fd
@@ -318,7 +317,6 @@ class Arena:
 
     def _own(self, huge_pages: bool, pretouch: Progress | None) -> None:
         """Become the owner; writes the header last, when the arena is ready."""
-        self.is_owner = True
         self.huge_pages = huge_pages and self._ask_for_huge_pages()
         if pretouch is not None:
             self._touch(pretouch)

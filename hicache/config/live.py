@@ -27,10 +27,6 @@ class LiveDiff:
     live: tuple[str, ...]
     restart: tuple[str, ...]
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.live or self.restart)
-
 
 def diff_live(old: Config, new: Config) -> LiveDiff:
     """The keys whose values differ; a tier that came or went is one key that needs a restart."""

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from hicache.config import (
     Config,
     ConfigError,
+    LiveDiff,
     Share,
     Surroundings,
     TiersConfig,
@@ -285,7 +286,7 @@ def test_diff_says_what_applies_live() -> None:
     diff = diff_live(old, new)
     assert set(diff.live) == {"tiers.dram.high_watermark", "planner.mode", "debug.check"}
     assert set(diff.restart) == {"tiers.dram.size", "block_tokens", "tiers.hbm"}
-    assert diff_live(old, old).is_empty
+    assert diff_live(old, old) == LiveDiff((), ())
     applied = with_live(old, new)
     assert set(diff_live(old, applied).live) == set(diff.live)
     assert set(diff_live(applied, new).restart) == set(diff.restart)
