@@ -4,7 +4,7 @@
       ├─ decode_request    bytes → MatchRequest, every field checked
       ├─ daemon/operations one handler, registered with `handles(MATCH)`
       ├─ client            one method
-      └─ reference         its rows in the table of docs/protocol.md
+      └─ docs/protocol.md  its row of the table of operations, which is generated
 
 `operations` declares the operations of protocol 1. Whoever decodes requests imports it first.
 """

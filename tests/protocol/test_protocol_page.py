@@ -10,8 +10,9 @@ import pytest
 
 from hicache.protocol.keys import ROOT_KEY, UNCOUNTED, NamespaceSpec, chain_keys, encode_tokens
 from hicache.protocol.messages import ERRORS
-from hicache.protocol.operations import OPERATIONS
+from hicache.protocol.registry import Reply
 from hicache.tiers import arena
+from tests.docs.protocol_reference import PRODUCT, page_with_table, table
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
 
@@ -32,10 +33,24 @@ def section(op: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("op", sorted(OPERATIONS))
+@pytest.mark.parametrize("op", sorted(PRODUCT))
 def test_every_field_is_named_in_its_operations_section(op: str) -> None:
     text = section(op)
-    assert [field for field in OPERATIONS[op].fields if f"`{field}`" not in text] == []
+    assert [field for field in PRODUCT[op].fields if f"`{field}`" not in text] == []
+
+
+@pytest.mark.parametrize("op", sorted(set(PRODUCT) - {"stats"}))
+def test_every_field_of_a_reply_is_named_too(op: str) -> None:
+    """Of `stats` the page says only that it may grow; its table has the fields."""
+    text, reply = section(op), PRODUCT[op].reply
+    own = [name for name in reply.__struct_fields__ if name not in Reply.__struct_fields__]
+    assert [field for field in own if f"`{field}`" not in text and field != "more"] == []
+
+
+def test_the_table_of_operations_is_that_of_the_code() -> None:
+    """`python -m tests.docs.protocol_reference` writes it."""
+    assert page_with_table(PAGE) == PAGE
+    assert table() in PAGE
 
 
 @pytest.mark.parametrize("code", sorted(ERRORS))

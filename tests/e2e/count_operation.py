@@ -1,0 +1,19 @@
+"""An operation that exists only in the tests, 1 of 3: what `count` asks and answers."""
+
+from __future__ import annotations
+
+from hicache.protocol.operations import Count, Name
+from hicache.protocol.registry import Operation, Reply, Request, U32s, declare
+
+
+class CountRequest(Request, tag="count"):
+    tokens: U32s
+    note: Name = ""
+
+
+class CountReply(Reply):
+    blocks: Count
+    note: str
+
+
+COUNT = declare(Operation(CountRequest, CountReply, capability="count"))
