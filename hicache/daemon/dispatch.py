@@ -70,7 +70,7 @@ class Service:
         try:
             request = decode_request(head)
             peer.request_id = request.id
-            operation, _ = self._rows[type(request)]
+            operation, handler = self._rows[type(request)]
             if request.sent_s and self._shares_clock and not operation.runs_late:
                 late_s = now_s - request.sent_s
                 if 0 < request.deadline_s < late_s < MAX_LATE_S:
@@ -78,7 +78,7 @@ class Service:
             if self.is_stopping and not operation.is_admin:
                 raise WireError("stopping", "")
             pid = pid_of() if operation is HELLO else 0
-            self.handle(Asked(peer, request, parts, pid, now_s))
+            self._run(operation, handler, Asked(peer, request, parts, pid, now_s))
             if not operation.is_admin:
                 os.sched_yield()  # ZeroMQ's own thread has the reply to send; the rest can wait
                 plan = gate.engine.catch_up()
@@ -95,8 +95,10 @@ class Service:
 
     def handle(self, asked: Asked[Any]) -> None:
         """Serve one request. Raises WireError for the one error reply that it gets instead."""
+        self._run(*self._rows[type(asked.request)], asked)
+
+    def _run(self, operation: Operation[Any, Any], handler: Handler, asked: Asked[Any]) -> None:
         gate, request = self.gate, asked.request
-        operation, handler = self._rows[type(request)]
         if not operation.is_admin:
             gate.requests[operation.name] += 1
         if operation.needs_session:

@@ -12,7 +12,7 @@ map holds is declared in `operations`. `docs/protocol.md` describes all of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgpack
@@ -56,12 +56,10 @@ class WireError(ValueError):
         self.request_id = request_id
 
 
-_encoder: Final = msgspec.msgpack.Encoder()
-
-
-def pack(message: Mapping[str, Any] | msgspec.Struct) -> bytes:
-    """One message's map as bytes."""
-    return _encoder.encode(message)
+pack: Final[Callable[[Mapping[str, Any] | msgspec.Struct], bytes]] = (
+    msgspec.msgpack.Encoder().encode
+)
+"""One message's map as bytes."""
 
 
 def unpack(data: bytes | memoryview, max_array_len: int = _MAX_REQUEST_ARRAY) -> dict[str, Any]:
