@@ -55,6 +55,7 @@ from tests.client.scripted_daemon import (
     hit,
     refuse,
 )
+from tests.docs.protocol_reference import PRODUCT
 
 TOKENS = list(range(16))
 PLENTY_S = 8.0
@@ -1041,7 +1042,7 @@ def test_both_clients_have_the_same_names() -> None:
 
     assert names(Client) == names(AsyncClient)
     pages = {"register", "load", "save", "unregister"}
-    with_session = {op for op, declared in OPERATIONS.items() if declared.needs_session}
+    with_session = {op for op, declared in PRODUCT.items() if declared.needs_session}
     assert names(Client) >= (with_session - pages - {"commit", "abort", "bye"})
     assert names(Client) >= {"share_pages", "load_pages", "save_pages", "unshare_pages"}
 
