@@ -10,7 +10,7 @@ import yaml
 
 from hicache.cli import cli
 from hicache.config import Surroundings, load_config
-from tests.docs.pages import DOCS, PAGES
+from tests.docs.pages import DOCS, PAGES, ROOT
 from tests.e2e.daemon_process import DaemonProcess, prompt, store
 
 PAGE = (DOCS / "operations.md").read_text()
@@ -78,3 +78,18 @@ def test_every_configuration_that_a_page_shows_in_full_is_valid(tmp_path: Path) 
         file = tmp_path / f"{number}.yaml"
         file.write_text(body)
         load_config(file, Surroundings.of({}, 1000))
+
+
+def test_every_line_of_the_log_that_it_quotes_is_one() -> None:
+    """Its fixed words are in the product; an ellipsis stands for the rest, `disk` for any tier."""
+    code = "\n".join(
+        re.sub(r'"\s*\n\s*f?"', "", file.read_text())
+        for room in ("hicache", "engine", "transfer")
+        for file in (ROOT / room).rglob("*.py")
+    )
+    table = PAGE.split("| line | meaning |")[1].split("\n\n")[0]
+    quoted = [line for row in ROW.findall(table) for line in re.findall(r"`([^`]+)`", row)]
+    assert len(quoted) >= 6
+    for line in quoted:
+        for piece in line.removeprefix("disk ").split("…"):
+            assert piece.strip(" :)") in code, line
