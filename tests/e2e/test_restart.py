@@ -171,7 +171,7 @@ def test_another_size_at_the_next_start() -> None:
             assert client.put(prompt(seed, 8), blocks_of(prompt(seed, 8)), durable=True).durable
         assert server.tier("disk")["blocks"] == sum(hits) + 20 * 8
         said = server.said()
-        assert "of the coldest blocks went" in said
+        assert "of the coldest blocks removed" in said
         assert re.search(r"opening: \d+% of [\d,]+ bytes", said)
 
 
