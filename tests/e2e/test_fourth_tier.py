@@ -272,3 +272,47 @@ def test_what_if_and_replay_know_it(server: ArchiveProcess, tmp_path: Path) -> N
     ran = run("replay", str(trace), "--tiers", "dram=20%,archive=100%", "--json")
     (result,) = json.loads(ran.stdout)["runs"]
     assert result["hit_tokens"]["archive"] > 0
+
+
+def test_it_is_a_second_persistent_tier_below_the_disk() -> None:
+    """Both get what memory gives up, and both are restored; reads come from the faster one, and
+    from the other where that has nothing."""
+    disk = {"size": "128MiB", "batch": "4MiB"}
+    with ArchiveProcess(disk=disk) as server:
+        client = server.client()
+        fill(server, client)
+        least = (PROMPTS - 8) * BLOCKS
+        held = {name: server.tier(name)["blocks"] for name in ("disk", "archive")}
+        assert all(count >= least for count in held.values()), held
+        assert client.match(prompt(0, BLOCKS)).runs == (("disk", BLOCKS),)
+        assert {link["src"] for link in server.stats()["links"]} == {"dram", "disk", "archive"}
+        assert read_all(client) == [BLOCKS] * PROMPTS
+        server.stop()
+        assert len(server.files) == PROMPTS * BLOCKS, "a clean stop writes to both"
+        server.start()
+        wait_for(lambda: server.ask("health")["healthy"], "both tiers")
+        assert [server.tier(n)["blocks"] for n in ("disk", "archive")] == [PROMPTS * BLOCKS] * 2
+        psutil.Process(server.worker("disk")).kill()
+        wait_for(lambda: server.tier("disk")["state"] != "up", "a disk that is down")
+        server.forget_clients()
+        assert read_all(server.client()) == [BLOCKS] * PROMPTS, "the archive has all of it"
+        wait_for(lambda: server.ask("health")["healthy"], "another worker")
+        server.forget_clients()
+        server.stop()
+        server.configure(disk=None)
+        server.start()
+        wait_for(lambda: server.ask("health")["healthy"], "the archive")
+        client = server.client()
+        assert client.match(prompt(0, BLOCKS)).runs == (("archive", BLOCKS),)
+        assert read_all(client) == [BLOCKS] * PROMPTS
+        server.forget_clients()
+        server.stop()
+        server.configure(disk=disk)
+        server.start()
+        wait_for(lambda: server.ask("health")["healthy"], "both tiers")
+        assert server.client().clear() == PROMPTS * BLOCKS
+        wait_for(lambda: not server.files, "an empty archive")
+        wait_for(lambda: not server.tier("disk")["used_bytes"], "an empty disk")
+        server.ask("verify", start=True, bytes_per_s=1e12)
+        devices = server.ask("verify", start=False)["devices"]
+        assert {device["tier"] for device in devices} == {"disk", "archive"}
