@@ -498,10 +498,11 @@ class Use(msgspec.Struct, frozen=True):
 
 
 class TakeUses(Event[list[Use]], frozen=True):
-    """Uses of a persistent tier's blocks that have not been written there, at most `limit`. Empty:
-    all are written, or the tier is down. `again`: search all blocks; otherwise continue with the
-    result of the last search."""
+    """The uses of a persistent tier's blocks that are not noted there: at most `limit` of them.
+    Empty: all are noted, or the tier does not serve. `again` looks through all blocks for more;
+    without it, what was found last is continued."""
 
+    tier: str
     limit: int
     again: bool
 

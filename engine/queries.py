@@ -114,6 +114,10 @@ class Queries:
         """All tiers, the fastest first."""
         return self._residency.tiers
 
+    def has_persistent_tier(self) -> bool:
+        """Whether blocks can be durable at all."""
+        return self._residency.persistent != 0
+
     def restoring_tiers(self) -> set[str]:
         """Tiers whose stored blocks are still being restored."""
         tiers = enumerate(self._residency.tiers)
@@ -155,8 +159,8 @@ class Queries:
         return rows
 
     def queued_bytes(self, link: tuple[int, int]) -> int:
-        """Bytes queued and in flight over a link, of all priorities."""
-        return self._residency.bytes_moving(link, p.Priority.DEMOTION)
+        """Bytes on their way over a link, those of every priority."""
+        return self._residency.moves.bytes_over(link, p.Priority.DEMOTION)
 
     def index_counters(self) -> Mapping[str, int]:
         """Blocks and nodes of the index, and bytes that it takes without its tokens (estimated)."""

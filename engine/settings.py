@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,8 +19,6 @@ class EngineSettings:
     `prior`, `flop_per_s`: the prefill estimate before the first measurement; the machine's FLOP/s
     in a prefill, 0 where not configured.
     `hop_bytes_per_s`: the client's last copy, until it has been measured.
-    `min_return`, `write_bytes_per_s`: an evicted block is written to a persistent tier only if its
-    probability of reuse is at least this, and within this average rate (see WriteGate).
     `max_pinned`: share of each tier that all pins together may hold.
     """
 
@@ -32,6 +29,4 @@ class EngineSettings:
     flop_per_s: float = 0.0
     max_moving_bytes: int = 256 << 20
     hop_bytes_per_s: float = 2e9
-    min_return: float = 0.0
-    write_bytes_per_s: float = math.inf
     max_pinned: float = 0.25

@@ -12,6 +12,7 @@ the tier, so one 31-bit number names any slot of a tier of up to 8 TiB whatever 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,6 +63,8 @@ class TierSpec:
 
     `high_watermark`, `low_watermark`: shares of the capacity; above the first, cold blocks are
     demoted ahead of need until the second is reached.
+    `min_return`, `write_bytes_per_s`: an evicted block is written to this tier, a persistent one,
+    only if its probability of reuse is at least this, and within this average rate.
     """
 
     name: str
@@ -69,6 +72,8 @@ class TierSpec:
     traits: TierTraits
     high_watermark: float = 0.95
     low_watermark: float = 0.90
+    min_return: float = 0.0
+    write_bytes_per_s: float = math.inf
 
     @property
     def mapped(self) -> bool:
@@ -77,6 +82,11 @@ class TierSpec:
     @property
     def persistent(self) -> bool:
         return self.traits.persistent
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether some evicted blocks are not written to it."""
+        return self.min_return > 0 or self.write_bytes_per_s < math.inf
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,8 @@ from typing import Final
 
 import msgspec
 
-from hicache.engine.residency.copies import DISMISSED_S, Residency
+from hicache.engine.residency.candidates import DISMISSED_S
+from hicache.engine.residency.copies import Residency
 
 MAX_FIRST_TOKENS: Final = 8
 """Of a run: enough to distinguish branches, and little of a prompt."""

@@ -8,10 +8,10 @@ The victim is the coldest leaf of its tier by the tier's policy. One of three th
     a block of its worth, or too
     unlikely to be reused (WriteGate)  ──▶ dropped: the block is removed, leaves first
 
-Into a persistent tier the whole path is written, ancestors first (`WriteDown`). A persistent copy's
-record is deleted before its room counts as free. Where evictions by age make no room for a size of
-slots, slabs are emptied for it (`Evacuations`). Leased and pinned copies and copies being read are
-parked: they are no candidates until a lease or a move has ended.
+Into persistent tiers the whole path goes, ancestors first (`WriteBack`). A record there is deleted
+before its room counts as free. Where victims by age make no room for a size of slots, slabs
+are emptied for it (`Evacuations`). Leased copies (pinned ones, too) and copies being read are
+parked, not asked again until a lease or a move has ended.
 
 Races, and who wins:
 1. *Requested while draining.* A match touches the path, which rescues it: draining → ready. The
@@ -24,7 +24,7 @@ Races, and who wins:
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from typing import Final, Protocol
 
 import numpy as np
@@ -43,29 +43,51 @@ MIN_VICTIMS: Final = 8
 """Blocks evicted together where a leaf has them: single blocks would split the tree too finely."""
 
 
-class Durable(Protocol):
-    """The part of WriteDown that the evictor uses."""
+class Writers(Protocol):
+    """What the evictor needs of WriteBack."""
 
-    tier: int | None
+    def num_unselected(self, ids: Ids) -> int:
+        """How many blocks at the end of a node's `ids` are not to be written."""
 
-    def want(self, node: Node) -> None:
-        """Write the path to this node."""
+    def is_due(self, node: Node) -> bool:
+        """Whether the node is still to be written when it leaves memory."""
 
-    def is_hopeless(self, node: Node) -> bool:
-        """Whether the path to this node cannot be written."""
+    def is_refused(self, node: Node) -> bool:
+        """Whether no persistent tier admits the node."""
 
-    def paths(self) -> list[Span]:
-        """The blocks of all paths being written."""
+    def refusing(self, node: Node) -> list[WriteGate]:
+        """The gates that do not admit it."""
+
+    def unselected(self, ids: Ids) -> Ids:
+        """The blocks that are not to be written."""
+
+    def evacuate(self, node: Node, tier: int) -> None:
+        """Write the path to this node to persistent tiers, this one among them."""
+
+    def hopeful(self, node: Node) -> list[int]:
+        """The persistent tiers that the path to this node can get to."""
+
+    def want(self, node: Node, tiers: Iterable[int]) -> None:
+        """Write the path to this node to these tiers."""
+
+    def write_now(self, node: Node) -> bool:
+        """Write the path to this node as far as queues have room now. Whether that is anything."""
+
+    def room_is_coming(self, node: Node) -> bool:
+        """Whether a persistent tier may take the node soon."""
+
+    def paths(self, tier: int) -> list[Span]:
+        """The blocks of all paths on their way to a tier."""
 
 
 class Evictor:
     """Makes room in any tier. Owned by the daemon's one loop."""
 
-    def __init__(
-        self, residency: Residency, max_moving_bytes: int, gate: WriteGate | None = None
-    ) -> None:
+    write_back: Writers
+    """Set once both are there: each needs the other."""
+
+    def __init__(self, residency: Residency, max_moving_bytes: int) -> None:
         self.residency = residency
-        self.gate = gate or WriteGate(None, 0.0, math.inf)
         self.max_moving_bytes = max_moving_bytes
         self.dropped = 0
         self._making_room_in = 0
@@ -118,7 +140,7 @@ class Evictor:
         residency = self.residency
         pool = residency.pools[tier]
         while wanted_bytes > 0 and pool.available(slot_bytes) < count:
-            node = residency.coldest(tier, worth)
+            node = residency.candidates.coldest(tier, worth)
             if node is None:
                 break
             wanted_bytes -= self._give_up(node, tier, wanted_bytes)
@@ -130,9 +152,9 @@ class Evictor:
         staying = pool.used_bytes - residency.draining_bytes[tier]
         if staying + num_bytes <= residency.tiers[tier].high_watermark * pool.capacity_bytes:
             return True
-        node = residency.coldest(tier, worth)
+        node = residency.candidates.coldest(tier, worth)
         if node is not None and node.parent is not None:
-            residency.queue(node)
+            residency.candidates.queue(node)
         return node is not None
 
     def room_is_coming(self, tier: int) -> bool:
@@ -140,15 +162,15 @@ class Evictor:
         match rescued while it was written can be freed once that is done."""
         residency = self.residency
         return residency.draining_bytes[tier] > 0 or any(
-            src == tier and residency.bytes_moving((src, dst), Priority.DEMOTION) > 0
+            src == tier and residency.moves.bytes_over((src, dst), Priority.DEMOTION) > 0
             for src, dst in residency.links
         )
 
     def keep_watermarks(self) -> None:
-        """Above a tier's high watermark, evict cold copies down to the low one. Only a persistent
-        tier drops blocks before their room is needed; others wait until a slower tier can take
-        them. A tier with a ranking policy is kept full above a mapped tier: room kept free there
-        would be filled and emptied again at every hit."""
+        """Above a tier's high watermark, give up cold copies down to the low one. Only a tier
+        whose deletions are moves forgets blocks ahead of need; others wait until a slower tier can
+        take them. A tier whose policy ranks is kept full if a mapped one is below it, which takes
+        what it refuses: room kept free there was filled and emptied again at every hit."""
         residency = self.residency
         self.evacuations.watch()
         for tier, spec in enumerate(residency.tiers):
@@ -156,12 +178,11 @@ class Evictor:
             staying = pool.used_bytes - residency.draining_bytes[tier]
             if staying <= spec.high_watermark * pool.capacity_bytes or not residency.takes(tier):
                 continue
-            if residency.ranks(tier) and self._is_above_a_mapped_one(tier):
+            if residency.candidates.ranks(tier) and self._is_above_a_mapped_one(tier):
                 continue
             excess = int(staying - spec.low_watermark * pool.capacity_bytes)
             if spec.traits.deletion_is_io:
-                # Paths that are being written are not evicted meanwhile.
-                with residency.pinned(self.durable.paths() if self.durable is not None else ()):
+                with residency.pinned(self.write_back.paths(tier)):  # being written, path by path
                     self._give_up_excess(tier, excess)
             elif residency.below(tier) is not None:
                 self._may_drop = False
@@ -173,15 +194,19 @@ class Evictor:
         below = residency.below(tier)
         return below is not None and residency.tiers[below].mapped
 
+    def _is_above_a_persistent_one(self, tier: int) -> bool:
+        below = self.residency.below(tier)
+        return below is not None and bool(self.residency.persistent >> below & 1)
+
     def _give_up_excess(self, tier: int, excess_bytes: int) -> None:
         residency = self.residency
         while excess_bytes > 0:
-            node = residency.coldest(tier)
+            node = residency.candidates.coldest(tier)
             if node is None:
                 break
             excess_bytes -= self._give_up(node, tier, excess_bytes)
             if node is self._spared:
-                residency.queue(node)  # not parked: it may still be dropped when room is needed
+                residency.candidates.queue(node)  # not parked: whoever needs its room may drop it
                 break
         self._spared = None
 
@@ -193,20 +218,25 @@ class Evictor:
         namespace = residency.namespace_of(node)
         count = max(MIN_VICTIMS, -(-wanted_bytes // namespace.slot_bytes[tier]))
         ids = self._takeable_tail(node, tier, count)
+        unselected = self.write_back.num_unselected(ids)
+        if unselected and self._is_above_a_persistent_one(tier):  # what is to be written goes later
+            ids = ids[-unselected:]
         if len(ids) == 0:
-            residency.park(node, tier)
+            residency.candidates.park(node, tier)
             return 0
         if len(ids) < len(node):
-            residency.queue(residency.index.split(node, len(node) - len(ids), namespace.step))
+            residency.candidates.queue(
+                residency.index.split(node, len(node) - len(ids), namespace.step)
+            )
         freed = self._send_away(node, tier, ids)
         if node is self._spared:
             return 0
-        if not freed:  # a candidate again when a lease or a move has ended
-            residency.park(node, tier)
+        if not freed:  # asked again when a lease or a move has ended, not in this round
+            residency.candidates.park(node, tier)
             return 0
-        residency.queue(node)
+        residency.candidates.queue(node)
         if node.parent is not None and node.parent.parent is not None:
-            residency.queue(node.parent)
+            residency.candidates.queue(node.parent)
         return freed * namespace.slot_bytes[tier]
 
     def _forget_plain(self, tier: int, wanted_bytes: int, worth: float) -> int:
@@ -214,15 +244,13 @@ class Evictor:
         this tier, cannot be demoted, and are not leased or read. Stops at the first other victim.
         Returns the bytes freed."""
         residency = self.residency
-        if (
-            residency.tiers[tier].traits.deletion_is_io
-            or residency.moves
-            or residency.below(tier) is not None
-        ):
+        if residency.deletes_by_move >> tier & 1 or residency.moves:
             return 0
-        if residency.dismissed[tier]:
+        if residency.below(tier) is not None:
             return 0
-        policy, blocks, only = residency.policies[tier], residency.blocks, 1 << tier
+        if residency.candidates.dismissed[tier]:
+            return 0
+        policy, blocks, only = residency.candidates.policies[tier], residency.blocks, 1 << tier
         has_pins = blocks.num_pins
         number = slot_bytes = -1
         leaves: list[Node] = []  # of one namespace, dropped whole: removed from the tree together
@@ -255,7 +283,7 @@ class Evictor:
                     count = wanted
             if has_pins and blocks.is_tail_pinned(node.span, node.num_blocks - count):
                 if blocks.is_tail_pinned(node.span, node.num_blocks - 1):
-                    residency.park(node, tier)  # no block of it can be evicted
+                    residency.candidates.park(node, tier)  # nothing of it can go
                     continue
                 policy.add(node)
                 break
@@ -292,7 +320,7 @@ class Evictor:
             ids = ids[int(leased[-1]) + 1 :]
         if residency.moves:
             for position in range(len(ids) - 1, -1, -1):
-                if residency.is_read(int(ids[position]), tier):
+                if residency.moves.is_read(int(ids[position]), tier):
                     return ids[position + 1 :]
         return ids
 
@@ -301,47 +329,54 @@ class Evictor:
         residency = self.residency
         below = residency.below(tier)
         elsewhere = node.staying & ~(1 << tier) & residency.up
-        is_kept = elsewhere or self.gate.admits(node)
-        if below is not None and not node.tiers >> below & 1:
-            if not residency.tiers[below].persistent:
+        is_coming = False
+        if below is not None and not residency.persistent >> below & 1:
+            if not node.tiers >> below & 1:
                 moved = self._demote(node, tier, below, self._worth_below(node, below))
                 if moved:
                     return moved
-            elif not elsewhere and is_kept and not self._is_hopeless(node):
+            is_coming = self.room_is_coming(below) and not self.write_back.is_refused(node)
+        elif below is not None and elsewhere:
+            if self.write_back.write_now(node):
+                residency.drain(ids, tier)
+                residency.free_drained(ids)  # but for those that are read now
+                residency.settle(ids)
+                return len(ids)
+        elif below is not None:
+            hopeful = self.write_back.hopeful(node)
+            if hopeful:
                 residency.drain(ids, tier)
                 residency.settle(ids)
-                self.write_down(node)
+                self.write_back.want(node, hopeful)
                 return len(ids)
+            is_coming = self.write_back.room_is_coming(node)
         if elsewhere:
             return self._give_up_copy(ids, tier)
-        if below is not None and is_kept and self.room_is_coming(below):
+        if is_coming:
             return 0
         if not self._may_drop:
             self._spared = node
             return 0
+        refusing = self.write_back.refusing(node)
         dropped = self.drop(node, tier)
-        if not is_kept:
-            self.gate.refused_blocks += dropped
+        for gate in refusing:
+            gate.refused_blocks += dropped
         return dropped
 
     def _worth_below(self, node: Node, below: int) -> float:
-        """A block's worth in the tier below: unlimited, if it is to be written to a persistent tier
-        through it; else by the policy there, so that it skips that tier, or is dropped, where all
-        blocks held are worth more."""
-        residency = self.residency
-        durable = self.durable
-        if durable is not None and durable.tier is not None:
-            is_written = node.tiers >> durable.tier & 1
-            if not is_written and self.gate.admits(node):
-                return ALWAYS
-        return residency.policies[below].worth(node.kind, node.touched_s)
+        """What a block on its way down is worth in the tier below: anything, where it is to be
+        written to a persistent tier by that way; else what the policy there says of it, so that it
+        skips a tier, or goes, where all that is held is worth more."""
+        if self.write_back.is_due(node):
+            return ALWAYS
+        return self.residency.candidates.policies[below].worth(node.kind, node.touched_s)
 
     def _demote(self, node: Node, tier: int, below: int, worth: float) -> int:
         """Copy the node's tail to the tier below, as far as there is room for its worth. Returns
         the number of blocks draining."""
         residency = self.residency
         namespace = residency.namespace_of(node)
-        queued = residency.bytes_moving((tier, below), Priority.DEMOTION)
+        queued = residency.moves.bytes_over((tier, below), Priority.DEMOTION)
         may_move = max(0, self.max_moving_bytes - queued) // namespace.block_bytes
         ids = node.block_ids()
         absent = residency.where(ids, below, CopyState.ABSENT)
@@ -353,7 +388,7 @@ class Evictor:
         first = ids[0] if room == len(absent) else absent[len(absent) - room]
         cut = int(residency.blocks.depth[first]) - node.depth  # its parent may have been merged in
         if cut:
-            residency.queue(residency.index.split(node, cut, namespace.step))
+            residency.candidates.queue(residency.index.split(node, cut, namespace.step))
         absent = absent[len(absent) - room :]
         slots = residency.pools[below].allocate(namespace.slot_bytes[below], len(absent))
         ids = node.block_ids()
@@ -363,8 +398,7 @@ class Evictor:
         return len(ids)
 
     def _give_up_copy(self, ids: Ids, tier: int) -> int:
-        """Free copies of blocks that have another one: a persistent record is deleted first, other
-        copies are freed at once."""
+        """Another copy stays: a record is deleted first, other copies go at once."""
         residency = self.residency
         if residency.tiers[tier].traits.deletion_is_io:
             namespace = residency.namespace_of(residency.index.node_of(int(ids[0])))
@@ -395,7 +429,7 @@ class Evictor:
         """Whether blocks of the node are leased, moved or being written."""
         residency = self.residency
         ids = leaf.block_ids()
-        moving = any(block in residency.moves_of for block in ids.tolist())
+        moving = any(block in residency.moves.of_block for block in ids.tolist())
         return moving or not leaf.tiers or bool(residency.blocks.leases[ids].any())
 
     def forget(self, leaf: Node, count: int) -> None:
@@ -404,7 +438,9 @@ class Evictor:
         residency = self.residency
         namespace = residency.namespace_of(leaf)
         if count < len(leaf):
-            residency.queue(residency.index.split(leaf, len(leaf) - count, namespace.step))
+            residency.candidates.queue(
+                residency.index.split(leaf, len(leaf) - count, namespace.step)
+            )
         ids = leaf.block_ids()
         self.dropped += len(ids)
         for tier, spec in enumerate(residency.tiers):
@@ -418,12 +454,10 @@ class Evictor:
                 residency.evicted[tier] += len(copies)
         residency.settle(ids)
 
-    def _is_hopeless(self, node: Node) -> bool:
-        return self.durable is None or self.durable.is_hopeless(node)
+    # --- for evacuations ------------------------------------------------------------------------
 
-    def write_down(self, node: Node) -> None:
-        """Write the path to this node to the persistent tier."""
-        assert self.durable is not None, "a persistent tier without its WriteDown"
-        self.durable.want(node)
+    def evacuate(self, node: Node, tier: int) -> None:
+        self.write_back.evacuate(node, tier)
 
-    durable: Durable | None = None
+    def unselected(self, ids: Ids) -> Ids:
+        return self.write_back.unselected(ids)

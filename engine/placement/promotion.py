@@ -8,7 +8,6 @@ promotion takes of it, the coldest blocks of that tier give back. Owned by the d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -25,26 +24,21 @@ from hicache.tiers.block import Ids
 def promote(
     residency: Residency,
     evictor: Evictor,
-    links: Iterable[tuple[int, int]],
     namespace: Namespace,
     ids: Ids,
     max_moving_bytes: int,
 ) -> None:
     """Blocks that were just used move up from the next slower tier, from the front, as far as they
     are worth it there."""
-    for dst in range(len(residency.tiers)):
-        sources = [src for src, to in links if to == dst and src > dst]
-        if not sources or not residency.is_up(dst) or not residency.is_up(sources[0]):
-            continue
-        src = sources[0]
-        if not residency.tiers[src].mapped:  # demand brings those up
+    for src, dst in residency.promotions:
+        if not residency.is_up(dst) or not residency.is_up(src):
             continue
         readable = residency.blocks.tags[ids] >> src & 1
         absent = residency.blocks.state[dst][ids] == CopyState.ABSENT
         wanted = within_share(residency, ids[(readable == 1) & absent], dst)
         if len(wanted) == 0:
             continue
-        budget = max_moving_bytes - residency.bytes_moving((src, dst), Priority.DEMOTION)
+        budget = max_moving_bytes - residency.moves.bytes_over((src, dst), Priority.DEMOTION)
         wanted = wanted[: max(0, budget // namespace.block_bytes)]
         for run, worth in _runs(residency, dst, wanted):
             run = run[
@@ -62,7 +56,7 @@ def _runs(residency: Residency, dst: int, ids: Ids) -> list[tuple[Ids, float]]:
     """The blocks by what they are worth in the tier, front to back."""
     numbers = residency.blocks.node[ids]
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(ids)]
-    policy = residency.policies[dst]
+    policy = residency.candidates.policies[dst]
     runs: list[tuple[Ids, float]] = []
     for first, last in pairwise(starts):
         if first < last:

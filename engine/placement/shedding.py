@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hicache.engine.placement.evictor import Evictor
-from hicache.engine.plan import SetAside, Shed
+from hicache.engine.plan import Regain, SetAside, Shed
 from hicache.engine.residency.copies import Residency
 from hicache.engine.residency.leases import Quarantined
 from hicache.tiers.block import PAGE_BYTES
@@ -73,6 +73,11 @@ def shed(residency: Residency, evictor: Evictor, event: Shed) -> list[int]:
             break
         given += more
     return given
+
+
+def regain(residency: Residency, event: Regain) -> None:
+    """Carry out the event."""
+    residency.pools[residency.number_of(event.tier)].restore(event.first_page)
 
 
 def set_aside(residency: Residency, event: SetAside) -> int:

@@ -58,8 +58,11 @@ class Room(Protocol):
     def room_is_coming(self, tier: int) -> bool:
         """Whether more slots will be free soon."""
 
-    def write_down(self, node: Node) -> None:
-        """Write the path to this node to the durable tier."""
+    def evacuate(self, node: Node, tier: int) -> None:
+        """Write the path to this node to persistent tiers, this one among them."""
+
+    def unselected(self, ids: Ids) -> Ids:
+        """The blocks that are not to be written to persistent tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ class Evacuations:
         departures = self._cheapest(tier, slot_bytes, below)
         if departures is None:
             return
-        if below is not None and not residency.tiers[below].persistent:
+        if below is not None and not residency.persistent >> below & 1:
             if not self._make_room_below(departures.down, below):
                 if self.room.room_is_coming(below):
                     return  # whoever wants this room asks again
@@ -178,18 +181,24 @@ class Evacuations:
         others = residency.up & ~(1 << tier) & 0xFF
         has_other = (tags[going] & ~(tags[going] >> 8) & others) != 0
         spare, down, lost = going[has_other], going[~has_other], _NO_IDS
+        doomed = down
         if below is not None:
-            if (state[below][down] != CopyState.ABSENT).any():
-                return None  # on its way there or leaving there as well: not now
-        elif len(down):
-            lost, down = self._with_all_below(down, limit), _NO_IDS
+            is_persistent = residency.persistent >> below & 1
+            doomed = self.room.unselected(down) if is_persistent else _NO_IDS
+        if len(doomed):
+            lost = self._with_all_below(doomed, limit)
             spare = np.setdiff1d(spare, lost, assume_unique=True)
+            down = np.setdiff1d(down, lost, assume_unique=True)
             if (limit is not None and len(lost) > limit) or self._is_held(lost):
                 return None
+        if below is not None and (state[below][down] != CopyState.ABSENT).any():
+            return None  # on its way there or leaving there as well: not now
         staying = np.concatenate((spare, down))
         if residency.blocks.leases[staying].any():
             return None
-        if residency.moves and any(residency.is_read(block, tier) for block in staying.tolist()):
+        if residency.moves and any(
+            residency.moves.is_read(block, tier) for block in staying.tolist()
+        ):
             return None
         nodes = residency.index.nodes_of(going)
         age_s = sum(node.touched_s for node in nodes) / max(1, len(nodes))
@@ -239,7 +248,8 @@ class Evacuations:
             bool(residency.blocks.leases[ids].any())
             or any(_is_being_written(state[ids]) for state in residency.blocks.state)
             or (
-                bool(residency.moves) and any(block in residency.moves_of for block in ids.tolist())
+                bool(residency.moves)
+                and any(block in residency.moves.of_block for block in ids.tolist())
             )
         )
 
@@ -264,7 +274,7 @@ class Evacuations:
             self._give_up(namespace, ids, range(len(residency.tiers)))
         for namespace, ids in self._by_namespace(departures.down):
             assert below is not None
-            if residency.tiers[below].persistent:
+            if residency.persistent >> below & 1:
                 residency.drain(ids, tier)
                 continue
             slots = residency.pools[below].allocate(namespace.slot_bytes[below], len(ids))
@@ -272,9 +282,9 @@ class Evacuations:
             residency.drain(leaving, tier)
             residency.start(namespace, leaving, tier, below, slots, Priority.DEMOTION)
         residency.settle(np.concatenate((departures.spare, departures.lost, departures.down)))
-        if below is not None and residency.tiers[below].persistent:
+        if below is not None and residency.persistent >> below & 1:
             for node in residency.index.nodes_of(departures.down):
-                self.room.write_down(node)
+                self.room.evacuate(node, below)
 
     def _give_up(self, namespace: Namespace, ids: Ids, tiers: Iterable[int]) -> None:
         """Copies in these tiers go: at once, or after their records, the deepest first."""

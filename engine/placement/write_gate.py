@@ -30,7 +30,9 @@ class WriteGate:
     """`min_return`: a probability; `bytes_per_s`: the budget, infinite where there is none.
     `refused_blocks` were forgotten instead of being written."""
 
-    def __init__(self, history: History | None, min_return: float, bytes_per_s: float) -> None:
+    def __init__(
+        self, history: History | None, min_return: float = 0.0, bytes_per_s: float = math.inf
+    ) -> None:
         self.history = history
         self.min_return = min_return
         self.bytes_per_s = bytes_per_s

@@ -1,4 +1,4 @@
-"""Block keys, computed when a block leaves for a durable tier and not kept per block.
+"""Block keys, computed when a block leaves for a persistent tier and not kept per block.
 
 A key commits to the whole prefix, so a node's keys start from its parent's last. The chains of the
 nodes moved most recently are kept; those of nodes that are no more go soon. A node whose blocks are
@@ -56,15 +56,15 @@ class Identities:
         self.residency = residency
         self.chains: OrderedDict[int, _Chain] = OrderedDict()
         self._num_new = 0
-        self._durable = {tier.name for tier in residency.tiers if tier.persistent}
+        self._persistent = {t.name: n for n, t in enumerate(residency.tiers) if t.persistent}
 
     def fill(self, moves: Iterable[Move]) -> None:
-        """Set `identity` where the source or the destination is durable."""
+        """Set `identity` where the source or the destination is persistent."""
         residency = self.residency
         for move in moves:
             if move.identity is not None:
                 continue
-            if move.src not in self._durable and move.dst not in self._durable:
+            if move.src not in self._persistent and move.dst not in self._persistent:
                 continue
             node = residency.index.node_of(move.block)
             namespace = residency.namespace_of(node)
@@ -72,8 +72,8 @@ class Identities:
             depth = int(residency.blocks.depth[move.block])
             position = depth - node.depth
             hits = int(residency.blocks.hits[move.block])
-            if move.dst in self._durable:
-                residency.blocks.noted_hits[move.block] = hits
+            if move.dst in self._persistent:
+                residency.blocks.noted_hits[self._persistent[move.dst]][move.block] = hits
             move.identity = BlockIdentity(
                 namespace.digest,
                 chain.key(depth),

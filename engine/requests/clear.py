@@ -91,7 +91,9 @@ class Clearing:
             for node in going:
                 kept = max(residency.blocks.num_held(node.span), len(node) - most_blocks)
                 if kept > 0:  # only its end goes
-                    residency.queue(residency.index.split(node, kept, self.namespace.step))
+                    residency.candidates.queue(
+                        residency.index.split(node, kept, self.namespace.step)
+                    )
             if going:
                 num_blocks += sum(map(len, going))
                 self._give_up(going)
@@ -127,7 +129,7 @@ class Clearing:
             return False
         if not all(self._is_going(child) for child in node.children.values()):
             return False
-        blocks, moves_of = self._house.blocks, self._house.moves_of
+        blocks, moves_of = self._house.blocks, self._house.moves.of_block
         if moves_of and any(block in moves_of for block in node.block_ids().tolist()):
             self._is_incomplete = self._is_incomplete or not self._is_going(node)
             return False
@@ -148,7 +150,7 @@ class Clearing:
             if spec.traits.deletion_is_io and residency.is_up(tier):
                 residency.start_giving_up(self.namespace, held, tier)
                 for block in held.tolist():
-                    self._deleting[residency.moves_of[block][-1].id] = (block, tier)
+                    self._deleting[residency.moves.of_block[block][-1].id] = (block, tier)
             else:
                 residency.vacate(held, tier)
         residency.settle(ids)

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.engine.placement.evictor import Evictor
-from hicache.engine.plan import Move, Priority, ReadyRun
-from hicache.engine.planner.cost import LinkCost
+from hicache.engine.plan import CutShort, Loading, Move, Priority, ReadyRun
 from hicache.engine.planner.planner import PlannerSettings, load_limit_s
+from hicache.engine.requests.sources import Sources
 from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import NO_TIER, Namespace, Residency
 from hicache.engine.residency.leases import Lease
@@ -41,17 +41,14 @@ that reads in place, one that releases at the end of its answer."""
 class Fetching:
     """The leases that wait, and the blocks they wait for."""
 
-    def __init__(
-        self, residency: Residency, evictor: Evictor, links: dict[tuple[int, int], LinkCost]
-    ) -> None:
+    def __init__(self, residency: Residency, evictor: Evictor, sources: Sources) -> None:
         self.residency = residency
         self.evictor = evictor
-        self.links = links
+        self.sources = sources
         self.waiters: dict[int, set[int]] = {}
         self.unplaced: dict[int, None] = {}
         self.now_s = 0.0
         self._ended: list[int] = []
-        self._fastest_of: dict[int, Ids] = {}
 
     def fetch(self, lease: Lease, settings: PlannerSettings) -> tuple[list[ReadyRun], float]:
         """Start what has to move. Returns what is readable now and when the rest is expected; the
@@ -80,15 +77,15 @@ class Fetching:
         side, each behind what is queued there."""
         residency = self.residency
         block_bytes = residency.namespaces[lease.namespace].block_bytes
-        src = self.fastest(residency.up)[residency.blocks.tags[ids] & 0xFF]
+        src = self.source_of(lease, ids)
         expected_s = doubt_s = 0.0
         for number in np.unique(src[src != NO_TIER]).tolist():
             link = number, residency.landing[number]
-            cost = self.links.get(link)
+            cost = self.sources.links.get(link)
             if cost is None:
                 continue
             is_absent = residency.blocks.state[link[1]][ids[src == number]] == CopyState.ABSENT
-            num_bytes, ahead = int(is_absent.sum()) * block_bytes, residency.bytes_ahead(link)
+            num_bytes, ahead = int(is_absent.sum()) * block_bytes, residency.moves.bytes_ahead(link)
             seconds = cost.seconds(max(num_bytes, 1), ahead)
             if seconds > expected_s:
                 expected_s, doubt_s = seconds, cost.doubt_s(max(num_bytes, 1), ahead)
@@ -170,7 +167,7 @@ class Fetching:
                 del self.waiters[block]
                 unwanted.extend(
                     move.id
-                    for move in self.residency.moves_of.get(block, ())
+                    for move in self.residency.moves.of_block.get(block, ())
                     if move.priority == Priority.DEMAND
                 )
         return unwanted
@@ -204,14 +201,14 @@ class Fetching:
         given up at the end, so that its copies there can make room for the front."""
         kept = lease.unplaced + (len(lease.ids) - lease.unplaced) // 2
         self.residency.leases.shorten(lease, kept)
-        self.residency.unpark()
+        self.residency.candidates.unpark()
 
     def _place(self, lease: Lease, missing: Positions) -> None:
         """Wait for the lease's `missing` positions: join moves under way, start the others."""
         residency = self.residency
         namespace = residency.namespaces[lease.namespace]
         ids = lease.ids[missing]
-        src = self.fastest(residency.up)[residency.blocks.tags[ids] & 0xFF]
+        src = self.source_of(lease, ids)
         landing = [
             dst if dst != NO_TIER and residency.is_up(dst) else NO_TIER for dst in residency.landing
         ]
@@ -226,7 +223,7 @@ class Fetching:
             is_absent |= (dst == tier) & (residency.blocks.state[tier][ids] == CopyState.ABSENT)
         for block in ids[~is_absent].tolist():
             self.wait(lease, block)
-            for move in residency.moves_of.get(block, ()):
+            for move in residency.moves.of_block.get(block, ()):
                 if move.deadline_s is not None and move.dst is not None:
                     move.deadline_s = max(move.deadline_s, lease.deadline_s)
         missing, src, dst = missing[is_absent], src[is_absent], dst[is_absent]
@@ -255,7 +252,7 @@ class Fetching:
         if len(slots):
             ids = lease.ids[positions[: len(slots)]]
             residency.start(namespace, ids, src, dst, slots, Priority.DEMAND, lease.deadline_s)
-            residency.progress_s.setdefault(link, lease.started_s)
+            residency.moves.progress_s.setdefault(link, lease.started_s)
             for block in ids.tolist():
                 self.wait(lease, block)
         return len(slots)
@@ -273,13 +270,43 @@ class Fetching:
         for tier in range(len(residency.tiers)):
             if residency.is_readable(tier, by_worker=lease.by_worker):
                 usable |= 1 << tier
-        readable: Ids = self.fastest(residency.up & usable)[residency.blocks.tags[ids] & 0xFF]
+        readable: Ids = self.sources.table(residency.up & usable)[residency.blocks.tags[ids] & 0xFF]
         return readable
 
-    def fastest(self, usable: int) -> Ids:
-        """The fastest of these tiers in each set of bits, NO_TIER where there is none."""
-        table = self._fastest_of.get(usable)
-        if table is None:
-            fastest = [self.residency.fastest(bits & usable) for bits in range(256)]
-            table = self._fastest_of[usable] = np.array(fastest, np.int32)
-        return table
+    def loading(self, event: Loading) -> None:
+        """See Loading."""
+        lease = self.residency.leases.leases.get(event.lease)
+        if lease is not None:
+            lease.not_loaded.add(event.first)
+
+    def cut_short(self, event: CutShort) -> None:
+        """See CutShort."""
+        lease = self.residency.leases.leases.get(event.lease)
+        if lease is not None:
+            lease.failed_at = min(lease.failed_at, event.num_blocks)
+
+    def is_still_at(self, lease: Lease, run: ReadyRun) -> bool:
+        """Whether a run that was readable still is: its tier may have gone down."""
+        residency = self.residency
+        tier = residency.number_of(run.tier)
+        ids = lease.ids[run.first : run.first + len(run.slots)]
+        is_readable = bool((residency.blocks.tags[ids] >> tier & 1).all())
+        return is_readable and np.array_equal(residency.blocks.slot[tier][ids], run.slots)
+
+    def readable_now(self, lease: Lease, first: int, last: int) -> list[ReadyRun]:
+        """Where the blocks at positions `first … last-1` of a lease can be read by the client or
+        worker that fetches it, up to the first that cannot."""
+        ids = lease.ids[first:last]
+        tiers = self.readable_tier(lease, ids)
+        gaps = np.flatnonzero(tiers == NO_TIER)
+        end = int(gaps[0]) if len(gaps) else len(ids)
+        runs = self.ready_runs(ids[:end], tiers[:end])
+        return [ReadyRun(run.first + first, run.tier, run.slots) for run in runs]
+
+    def source_of(self, lease: Lease, ids: Ids) -> Ids:
+        """Per block of a lease the tier to read it from, NO_TIER where there is none."""
+        residency = self.residency
+        block_bytes = residency.namespaces[lease.namespace].block_bytes
+        order = self.sources.order(len(ids) * block_bytes, self.now_s)
+        source: Ids = self.sources.table(residency.up, order)[residency.blocks.tags[ids] & 0xFF]
+        return source

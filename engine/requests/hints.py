@@ -47,13 +47,13 @@ class Hints:
             )
             residency.index.mark(nodes, list(self.history.marks(runs)), namespace.step)
             for node in nodes:
-                residency.queue(node)
+                residency.candidates.queue(node)
         if not nodes:
             return
         own = _own_part(nodes[-1])
-        is_learnt = any(map(residency.ranks, range(len(residency.tiers))))
+        is_learnt = any(map(residency.candidates.ranks, range(len(residency.tiers))))
         if event.ended == "conversation" and not is_learnt:
-            residency.dismiss(own)
+            residency.candidates.dismiss(own)
         if not event.keep:
             self._give_up_unasked(own)
 

@@ -15,16 +15,17 @@ import numpy as np
 
 from hicache.engine import plan as p
 from hicache.engine.index.radix import Path
-from hicache.engine.placement.write_back import WriteDown
+from hicache.engine.placement.write_back import WriteBack
 from hicache.engine.planner.cost import LinkCost, LoadCost, PrefillCost
 from hicache.engine.planner.counters import Ledger
 from hicache.engine.planner.decision_log import DecisionLog
 from hicache.engine.planner.planner import Hit, Planner
 from hicache.engine.planner.reload_time import ClientCopy, LastCopy, QueuedLink, Route, reload_over
 from hicache.engine.policies.hazard.history import History, symbols_of
+from hicache.engine.requests.sources import Order, Sources
 from hicache.engine.residency.block_ids import Span, ids_along, in_few
 from hicache.engine.residency.blocks import LEAVING_SHIFT, CopyState
-from hicache.engine.residency.copies import NO_TIER, TRAVELLING_BYTES, Namespace, Residency
+from hicache.engine.residency.copies import NO_TIER, Namespace, Residency
 from hicache.engine.residency.leases import Lease
 from hicache.engine.settings import EngineSettings
 
@@ -78,7 +79,8 @@ class Matching:
         residency: Residency,
         estimates: Estimates,
         planner: Planner,
-        writedown: WriteDown,
+        sources: Sources,
+        write_back: WriteBack,
         ledger: Ledger,
         settings: EngineSettings,
         history: History | None = None,
@@ -86,7 +88,8 @@ class Matching:
         self.residency = residency
         self.estimates = estimates
         self.planner = planner
-        self.writedown = writedown
+        self.sources = sources
+        self.write_back = write_back
         self.ledger = ledger
         self.settings = settings
         self.history = history
@@ -104,7 +107,7 @@ class Matching:
                 residency.touch(path, event.now_s)
                 path = residency.index.match(namespace.root, event.tokens, namespace.step)
                 break
-        runs, hit_blocks = self.runs(path)
+        runs, hit_blocks = self.runs(path, event.now_s)
         hit = self._hit(event, namespace, path, runs, hit_blocks)
         decision = self.planner.decide(hit)
         if hit.reload_doubt_s:
@@ -125,7 +128,7 @@ class Matching:
             residency.index.cut(path, namespace.step)
             residency.touch(path, now_s)
             path = residency.index.match(namespace.root, tokens, namespace.step)
-        _, held = self.runs(path)
+        _, held = self.runs(path, now_s)
         return in_few(path.spans(0, held))
 
     def score(self, event: p.MatchPrompt) -> p.Scored:
@@ -135,9 +138,10 @@ class Matching:
         namespace = residency.namespaces[event.namespace]
         path = residency.index.match(namespace.root, event.tokens, namespace.step)
         if any(node.leaving for node in path.nodes):
-            runs, hit_blocks = self._in_runs(self._staying_if_asked(path))
+            pieces = list(self._staying_if_asked(path))
+            runs, hit_blocks = self._in_runs(pieces, self._order(path, pieces, event.now_s))
         else:
-            runs, hit_blocks = self.runs(path)
+            runs, hit_blocks = self.runs(path, event.now_s)
         hit = self._hit(event, namespace, path, runs, hit_blocks)
         return p.Scored(tuple(runs), hit_blocks, self.planner.forecast(hit))
 
@@ -151,7 +155,7 @@ class Matching:
         for tier, spec in enumerate(residency.tiers):
             if spec.traits.deletion_is_io:  # a record that is being deleted cannot be called back
                 for place in np.flatnonzero(leaving >> tier & 1).tolist():
-                    if residency.is_deleted(int(ids[place]), tier):
+                    if residency.moves.is_deleted(int(ids[place]), tier):
                         held[place] ^= 1 << tier
         ends = [*(np.flatnonzero(held[1:] != held[:-1]) + 1).tolist(), len(held)]
         start = 0
@@ -235,41 +239,55 @@ class Matching:
     def _touch(self, path: Path, namespace: Namespace, now_s: float) -> None:
         """The path is used: youngest, and written down if one hit more makes it worth it."""
         residency = self.residency
-        hits = residency.blocks.hits
         last = path.nodes[-1]
         residency.touch(path, now_s)
         if self.history is not None and last.parent is not None:
-            residency.queue(last)  # its kind may have changed
-        durable = self.writedown.tier
-        if self.settings.write_policy == "write_through_selective" and durable is not None:
-            wanted = last.tiers and not last.tiers >> durable & 1
-            is_worth_it = hits[int(last.block_ids()[0])] >= self.settings.selective_hits
-            if wanted and is_worth_it and self.writedown.evictor.gate.admits(last):
-                self.writedown.want(last)
-                self.writedown.advance()
+            residency.candidates.queue(last)  # its kind may have changed
+        is_selective = self.settings.write_policy == "write_through_selective"
+        if is_selective and last.tiers and self.write_back.write_through(last):
+            self.write_back.advance()
 
-    def runs(self, path: Path) -> tuple[list[p.TierRun], int]:
-        """The readable prefix of a path, grouped by each block's fastest tier."""
+    def runs(self, path: Path, now_s: float) -> tuple[list[p.TierRun], int]:
+        """The readable prefix of a path, grouped by the tier that each block is read from."""
         residency = self.residency
         bits = [node.staying for node in path.nodes]
-        if bits and bits.count(bits[0]) == len(bits):  # by far the most frequent, and the longest
+        if not bits:
+            return [], 0
+        if bits.count(bits[0]) == len(bits):  # by far the most frequent, and the longest
             tier = residency.fastest(bits[0])
+            if self.sources.has_choice and tier != NO_TIER:
+                order = self._order(path, [(bits[0], path.num_blocks)], now_s)
+                tier = self.sources.cheapest(bits[0], order)
             if tier == NO_TIER:
                 return [], 0
             return [p.TierRun(residency.tiers[tier].name, path.num_blocks)], path.num_blocks
         counts = [node.num_blocks for node in path.nodes]
         if path.partial:
             counts[-1] = path.partial
-        return self._in_runs(zip(bits, counts, strict=True))
+        pieces = list(zip(bits, counts, strict=True))
+        return self._in_runs(pieces, self._order(path, pieces, now_s))
 
-    def _in_runs(self, pieces: Iterable[tuple[int, int]]) -> tuple[list[p.TierRun], int]:
+    def _order(self, path: Path, pieces: Iterable[tuple[int, int]], now_s: float) -> Order:
+        """Where to read what memory does not hold, by what that is expected to take."""
+        if not self.sources.has_choice:
+            return ()
+        memory = ~self.residency.persistent
+        num_blocks = sum([count for bits, count in pieces if not bits & memory])
+        if not num_blocks:
+            return ()
+        namespace = self.residency.namespace_of(path.nodes[0])
+        return self.sources.order(num_blocks * namespace.block_bytes, now_s)
+
+    def _in_runs(
+        self, pieces: Iterable[tuple[int, int]], order: Order
+    ) -> tuple[list[p.TierRun], int]:
         """The readable part at the front of (tiers, number of blocks), by each one's fastest."""
         residency = self.residency
         runs: list[p.TierRun] = []
         total, before = 0, 0
         for bits, count in pieces:
             if bits != before or not runs:
-                tier = residency.fastest(bits)
+                tier = self.sources.cheapest(bits, order) if order else residency.fastest(bits)
                 if tier == NO_TIER:
                     break
                 before = bits
@@ -368,11 +386,8 @@ class Matching:
         residency, src = self.residency, link[0]
         if src == link[1]:
             return None
-        cost = self.estimates.links[link]
-        ahead, late_s = residency.bytes_ahead(link), 0.0
-        if ahead:
-            due_s = cost.seconds(min(ahead, TRAVELLING_BYTES))
-            late_s = max(residency.silent_s(link, event.now_s) - due_s, 0.0)
+        queued = self.sources.queued(link, event.now_s)
+        if queued.ahead_bytes:
             state = residency.blocks.state[link[1]]
             position, coming = event.skip_blocks, 0
             for run in hit.runs:
@@ -381,8 +396,8 @@ class Matching:
                     for span in path.spans(position, last):
                         coming += int((state[span] == CopyState.FILLING).sum())
                 position = last
-            ahead -= min(ahead, coming * namespace.block_bytes)
-        return QueuedLink(cost, ahead, late_s)
+            queued.ahead_bytes -= min(queued.ahead_bytes, coming * namespace.block_bytes)
+        return queued
 
 
 def _slice_runs(runs: Sequence[p.TierRun], first: int, last: int) -> list[p.TierRun]:

@@ -63,7 +63,7 @@ class Pinning:
         if len(lost):
             residency.settle(lost)
         if num_ended:
-            residency.unpark()
+            residency.candidates.unpark()
         return num_ended > 0
 
     def expire(self, now_s: float) -> None:

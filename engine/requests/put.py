@@ -20,7 +20,8 @@ import numpy as np
 from hicache.engine import plan as p
 from hicache.engine.index.radix import Path
 from hicache.engine.placement.evictor import Evictor
-from hicache.engine.placement.write_back import WriteDown
+from hicache.engine.placement.path_writer import PathWriter
+from hicache.engine.placement.write_back import WriteBack
 from hicache.engine.policies.hazard.ghost import Mark
 from hicache.engine.policies.hazard.history import History, symbols_of
 from hicache.engine.requests.fetch import Positions
@@ -45,16 +46,16 @@ class Storing:
         self,
         residency: Residency,
         evictor: Evictor,
-        writedown: WriteDown,
+        write_back: WriteBack,
         settings: EngineSettings,
         history: History | None = None,
     ) -> None:
         self.residency = residency
         self.evictor = evictor
-        self.writedown = writedown
+        self.write_back = write_back
         self.settings = settings
         self.history = history
-        self._durable_waits: dict[int, Lease] = {}
+        self._durable_waits: dict[int, tuple[Lease, PathWriter]] = {}
 
     def put(self, event: p.Put) -> p.Placed:
         residency = self.residency
@@ -78,7 +79,7 @@ class Storing:
         tier, slots = self._place(namespace, wanted, marks, event)
         for pin in pinned:
             residency.blocks.unpin(pin)
-        residency.unpark()
+        residency.candidates.unpark()
         refused = wanted - len(slots)
         if len(slots) == 0:
             coming = any(map(self.evictor.room_is_coming, range(len(residency.tiers))))
@@ -153,7 +154,7 @@ class Storing:
         for tier in mapped:
             if residency.pools[tier].available(namespace.slot_bytes[tier]) >= count:
                 return tier, residency.pools[tier].allocate(namespace.slot_bytes[tier], count)
-            if marks and residency.ranks(tier):
+            if marks and residency.candidates.ranks(tier):
                 ranking.append(tier)
                 if self._make_room(tier, namespace.slot_bytes[tier], count, marks, event):
                     return tier, residency.pools[tier].allocate(namespace.slot_bytes[tier], count)
@@ -170,7 +171,7 @@ class Storing:
         """Room for the last `count` blocks of a put, as far down as they are worth it."""
         if self.history is None:
             return self.evictor.make_room(tier, slot_bytes, count)
-        policy = self.residency.policies[tier]
+        policy = self.residency.candidates.policies[tier]
         first = event.last - count
         ends = [(end, kind) for end, kind, *_ in marks if end > first] or [(event.last, -1)]
         room = 0
@@ -200,14 +201,17 @@ class Storing:
         residency.settle(ticket.ids)
         if len(done):
             last = residency.index.node_of(int(done[-1]))
-            is_through = self.settings.write_policy == "write_through"
-            if event.durable or (is_through and self.evictor.gate.admits(last)):
-                self.writedown.want(last)
-            if event.durable and self.writedown.tier is not None:
-                self._wait_until_durable(ticket, done, event.now_s)
+            if self.settings.write_policy == "write_through":
+                self.write_back.write_through(last)
+            writer = self.write_back.first()
+            if event.durable and writer is not None:
+                writer.want(last)
+                self._wait_until_durable(ticket, done, writer, event.now_s)
         return len(done)
 
-    def _wait_until_durable(self, ticket: Ticket, ids: Ids, now_s: float) -> None:
+    def _wait_until_durable(
+        self, ticket: Ticket, ids: Ids, writer: PathWriter, now_s: float
+    ) -> None:
         """Lease the blocks meanwhile: an id given to another block would answer for this one."""
         book = self.residency.leases
         decision = p.ReloadDecision("reload", len(ids), "durable", 0.0, 0.0, 0.0)
@@ -222,7 +226,7 @@ class Storing:
             decision,
         )
         book.open(lease)
-        self._durable_waits[ticket.id] = lease
+        self._durable_waits[ticket.id] = lease, writer
 
     def abort(self, event: p.Abort) -> int:
         residency = self.residency
@@ -250,23 +254,25 @@ class Storing:
         return len(held.slots)
 
     def durable_now(self) -> list[int]:
-        """Tickets whose blocks have all reached the durable tier."""
-        tier = self.writedown.tier
-        if tier is None:
-            return []
+        """Tickets whose blocks are all in a persistent tier: the fastest that took blocks at their
+        commit, or, where that has stopped, the fastest that takes them now."""
         book = self.residency.leases
-        if not self.residency.takes(tier):  # nothing is on its way there any more
-            for lease in self._durable_waits.values():
-                book.close(lease.id)
-            self._durable_waits.clear()
+        tags = self.residency.blocks.tags
+        first = self.write_back.first() if self._durable_waits else None
         durable = []
-        for ticket, lease in list(self._durable_waits.items()):
-            if lease.id not in book.leases:  # expired, or its owner is gone
-                del self._durable_waits[ticket]
-            elif (self.residency.blocks.tags[lease.ids] >> tier & 1).all():
+        for ticket, (lease, writer) in list(self._durable_waits.items()):
+            is_open = lease.id in book.leases  # else it has expired, or its owner is gone
+            if is_open and not writer.takes and first is not None:
+                writer = first
+                writer.want(self.residency.index.node_of(int(lease.ids[-1])))
+                writer.advance()
+                self._durable_waits[ticket] = lease, writer
+            is_durable = is_open and bool((tags[lease.ids] >> writer.tier & 1).all())
+            if is_durable and writer.takes:
                 durable.append(ticket)
+            if is_durable or not is_open or not writer.takes:
                 del self._durable_waits[ticket]
                 book.close(lease.id)
         if durable:
-            self.residency.unpark()
+            self.residency.candidates.unpark()
         return durable

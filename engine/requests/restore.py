@@ -147,8 +147,8 @@ class Restoration:
             ids = np.concatenate((ids, node.block_ids()))
             self._date(node, used_s[num_known:fitting], step)
         gaining = ids[lacking]
-        blocks.noted_hits[gaining] = hits[:fitting][lacking]
-        blocks.hits[gaining] = np.maximum(blocks.hits[gaining], blocks.noted_hits[gaining])
+        noted = blocks.noted_hits[tier][gaining] = hits[:fitting][lacking]
+        blocks.hits[gaining] = np.maximum(blocks.hits[gaining], noted)
         blocks.fill(tier, gaining, slots)
         blocks.change(tier, gaining, CopyState.READY)
         return ids, gaining
@@ -165,7 +165,7 @@ class Restoration:
         path = Path([] if parent.is_root else [parent], 0, parent.depth + len(parent))
         node = residency.index.extend(namespace.root, path, tokens[: count * step], step)
         span, blocks = node.span, residency.blocks
-        blocks.hits[span] = blocks.noted_hits[span] = hits[:count]
+        blocks.hits[span] = blocks.noted_hits[tier][span] = hits[:count]
         blocks.fill(tier, span, slots)
         blocks.change(tier, span, CopyState.READY)
         ids = node.block_ids()

@@ -14,26 +14,30 @@ from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import Residency
 from hicache.tiers.block import Ids
 
+_NO_IDS = np.empty(0, np.int32)
+
 
 class Uses:
-    """What of the tier's blocks the tier does not know the uses of. `tier`: the durable one."""
+    """Of each persistent tier, the blocks whose uses are not noted there."""
 
-    def __init__(self, residency: Residency, identities: Identities, tier: int | None) -> None:
+    def __init__(self, residency: Residency, identities: Identities) -> None:
         self.residency = residency
         self.identities = identities
-        self.tier = tier
-        self._due: Ids = np.empty(0, np.int32)
+        self._due: dict[int, Ids] = {}
 
     def take(self, event: p.TakeUses) -> list[p.Use]:
         """See TakeUses. What is told counts as noted."""
-        tier, residency = self.tier, self.residency
-        if tier is None or not residency.takes(tier):
+        residency = self.residency
+        tier = residency.number_of(event.tier)
+        if not residency.takes(tier):
             return []
         blocks = residency.blocks
+        noted_hits = blocks.noted_hits[tier]
+        due = self._due.get(tier, _NO_IDS)
         if event.again:
-            is_due = (blocks.hits != blocks.noted_hits) & (blocks.state[tier] == CopyState.READY)
-            self._due = np.flatnonzero(is_due).astype(np.int32)
-        some, self._due = self._due[: event.limit], self._due[event.limit :]
+            is_due = (blocks.hits != noted_hits) & (blocks.state[tier] == CopyState.READY)
+            due = np.flatnonzero(is_due).astype(np.int32)
+        some, self._due[tier] = due[: event.limit], due[event.limit :]
         some = some[(blocks.state[tier][some] == CopyState.READY) & (blocks.node[some] >= 0)]
         uses = []
         for block in some.tolist():
@@ -41,5 +45,5 @@ class Uses:
             slot_bytes = residency.namespace_of(node).slot_bytes[tier]
             key, hits = self.identities.key_of(block), int(blocks.hits[block])
             uses.append(p.Use(slot_bytes, key, hits, node.touched_s))
-        blocks.noted_hits[some] = blocks.hits[some]
+        noted_hits[some] = blocks.hits[some]
         return uses

@@ -109,12 +109,11 @@ class Warming:
         promote(
             residency,
             self.evictor,
-            residency.links,
             residency.namespaces[lease.namespace],
             came,
             self.evictor.max_moving_bytes,
         )
-        residency.unpark()
+        residency.candidates.unpark()
 
     def end_all(self) -> None:
         """The daemon stops, so that nobody will ask; or those who did ask lack memory."""
@@ -160,7 +159,7 @@ class Warming:
         is to be had, or no way: then it ends with what has been begun."""
         residency = self.residency
         ids = lease.ids[cold]
-        src = self.fetching.fastest(residency.up)[residency.blocks.tags[ids] & 0xFF]
+        src = self.fetching.source_of(lease, ids)
         cuts = np.flatnonzero(src[1:] != src[:-1]) + 1
         for first, last in pairwise([0, *cuts.tolist(), len(ids)]):
             tier = int(src[first])

@@ -76,7 +76,9 @@ class BlockTable:
         self.depth = np.empty(0, np.int32)
         self.leases = np.empty(0, np.int32)
         self.hits = np.empty(0, np.uint32)
-        self.noted_hits = np.empty(0, np.uint32)  # those that the durable tier knows of
+        self.noted_hits = {  # by persistent tier: the hits that are written beside the block there
+            number: np.empty(0, np.uint32) for number, tier in enumerate(tiers) if tier.persistent
+        }
         self.tags = np.empty(0, np.uint16)
         self.state: list[npt.NDArray[np.uint8]] = [np.empty(0, np.uint8) for _ in tiers]
         self.slot: list[Ids] = [np.empty(0, np.int32) for _ in tiers]
@@ -242,9 +244,10 @@ class BlockTable:
 
     def num_bytes(self) -> int:
         """Memory of all per-block state."""
-        arrays = (self.node, self.depth, self.leases, self.hits, self.noted_hits, self.tags)
+        arrays = self.node, self.depth, self.leases, self.hits, self.tags
+        noted = sum(a.nbytes for a in self.noted_hits.values())
         per_tier = sum(a.nbytes for a in self.state) + sum(a.nbytes for a in self.slot)
-        return sum(a.nbytes for a in arrays) + per_tier
+        return sum(a.nbytes for a in arrays) + noted + per_tier
 
     def live_ids(self) -> Ids:
         """All ids in use."""
@@ -253,9 +256,11 @@ class BlockTable:
     def _grow(self, count: int) -> None:
         old = self.ids.size
         new = max(1024, old + count, old + old // 4)
-        for name in ("node", "depth", "leases", "hits", "noted_hits", "tags"):
+        for name in ("node", "depth", "leases", "hits", "tags"):
             setattr(self, name, _extended(getattr(self, name), new))
         self.node[old:] = -1
+        for tier, noted in self.noted_hits.items():
+            self.noted_hits[tier] = _extended(noted, new)
         self.state = [_extended(array, new) for array in self.state]
         self.slot = [_extended(array, new) for array in self.slot]
         self.ids.grow(new)

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
@@ -27,18 +26,15 @@ from hicache.engine.index.node import Node
 from hicache.engine.index.radix import Index, Path
 from hicache.engine.placement.backoff import Backoff
 from hicache.engine.plan import Move, Outcome, Priority, Reshaped
-from hicache.engine.policies.base import ALWAYS, EvictionPolicy
+from hicache.engine.policies.base import EvictionPolicy
 from hicache.engine.residency.block_ids import Span
 from hicache.engine.residency.blocks import BlockTable, CopyState
+from hicache.engine.residency.candidates import Candidates
 from hicache.engine.residency.leases import LeaseBook
+from hicache.engine.residency.moves import MovesInFlight
 from hicache.tiers.block import Ids, SlotAllocator, TierSpec
 
-TRAVELLING_BYTES = 32 << 20
-"""The most bytes in flight over one link (`transfer/move_queue.py`)."""
 NO_TIER = 255
-DISMISSED_S: Final = -1.0
-"""The time of last use of a block that is not expected to be used again: before all others."""
-MAX_DISMISSED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +68,30 @@ class Residency:
         self.tiers = tuple(tiers)
         self.pools = tuple(pools)
         self.links = frozenset(links)
-        self._lower = [  # the tiers linked from each tier, the fastest first
+        self.promotions = [  # links up from memory that clients map: demand brings up the rest
+            (min(sources), dst)
+            for dst in range(len(tiers))
+            if (sources := [a for a, b in self.links if b == dst < a and tiers[a].mapped])
+        ]
+        self.persistent = sum(1 << number for number, tier in enumerate(tiers) if tier.persistent)
+        self.deletes_by_move = sum(
+            1 << number for number, tier in enumerate(tiers) if tier.traits.deletion_is_io
+        )
+        self._lower = [  # those linked from each tier in memory, the fastest first
             tuple(sorted(dst for src, dst in self.links if src == tier < dst))
+            if not self.persistent >> tier & 1
+            else ()
             for tier in range(len(tiers))
         ]
         self.blocks = BlockTable(tiers, pools)
         self.index = Index(self.blocks)
         self.leases = LeaseBook(self.blocks)
-        self.policies = [new_policy(number) for number in range(len(tiers))]
+        self.candidates = Candidates([new_policy(number) for number in range(len(tiers))])
         self.namespaces: list[Namespace] = []
         self.up = 0
         self.restoring = 0
         self.backoff = Backoff()
-        self.moves: dict[int, Move] = {}
-        self.outbox: list[Move] = []
-        self.moves_of: dict[int, list[Move]] = {}
-        self.num_moving = {link: [0, 0, 0] for link in self.links}
-        self.progress_s: dict[tuple[int, int], float] = {}
+        self.moves = MovesInFlight([tier.name for tier in tiers], self.links)
         self.draining_bytes = [0] * len(tiers)
         self.num_draining: list[Counter[int]] = [Counter() for _ in tiers]  # by slot size
         self.promoted = [0] * len(tiers)
@@ -97,9 +100,6 @@ class Residency:
         self.corrupt = [0] * len(tiers)
         self._numbers = {tier.name: number for number, tier in enumerate(tiers)}
         self.landing = tuple(self._landing_of(src) for src in range(len(tiers)))
-        self._move_serial = 0
-        self.dismissed: list[dict[Node, None]] = [{} for _ in tiers]
-        self._parked: list[set[Node]] = [set() for _ in tiers]
 
     # --- queries ------------------------------------------------------------------------------
 
@@ -140,7 +140,8 @@ class Residency:
         return (bits & -bits).bit_length() - 1 if bits else NO_TIER
 
     def below(self, tier: int) -> int | None:
-        """The next slower tier that takes blocks and is linked from this one."""
+        """The next slower tier that takes blocks and is linked from this one. None for a persistent
+        tier: what it gives up is forgotten there."""
         for lower in self._lower[tier]:
             if self.takes(lower):
                 return lower
@@ -152,26 +153,9 @@ class Residency:
         spec = self.tiers[tier]
         return spec.mapped or (by_worker and not spec.persistent)
 
-    def ranks(self, tier: int) -> bool:
-        """Whether the tier's policy currently ranks blocks by worth, so that it refuses some."""
-        return self.policies[tier].worth(-1, 0.0) != ALWAYS
-
     def num_held(self, tier: int) -> int:
         """The number of ready copies in this tier and in those above it."""
         return int(self.blocks.counts[: tier + 1, CopyState.READY].sum())
-
-    def bytes_moving(self, link: tuple[int, int], at_most: Priority) -> int:
-        """Bytes in the link's queue of this priority or a more urgent one."""
-        return sum(self.num_moving[link][: at_most + 1])
-
-    def bytes_ahead(self, link: tuple[int, int]) -> int:
-        """Bytes that a new demand waits for: other demands, and moves of any priority in flight."""
-        demand, *others = self.num_moving[link]
-        return demand + min(sum(others), TRAVELLING_BYTES)
-
-    def silent_s(self, link: tuple[int, int], now_s: float) -> float:
-        """For how long a link with waiting demands has copied nothing."""
-        return now_s - self.progress_s.get(link, now_s)
 
     def where(self, ids: Ids, tier: int, state: CopyState) -> Ids:
         """The blocks of `ids` whose copy in `tier` is in `state`."""
@@ -204,9 +188,9 @@ class Residency:
         for block, src_slot, dst_slot in zip(
             ids.tolist(), src_slots.tolist(), slots.tolist(), strict=True
         ):
-            self._issue(
+            self.moves.issue(
                 Move(
-                    id=self._next_move(),
+                    id=self.moves.next_id(),
                     block=block,
                     src=names[0],
                     src_slot=src_slot,
@@ -220,16 +204,16 @@ class Residency:
                     deadline_s=deadline_s,
                 )
             )
-        self.num_moving[src, dst][priority] += len(ids) * namespace.block_bytes
+        self.moves.num_bytes[src, dst][priority] += len(ids) * namespace.block_bytes
 
     def start_giving_up(self, namespace: Namespace, ids: Ids, tier: int) -> None:
         """Drain persistent copies, and delete their records: only then is their room free."""
         self.drain(self.where(ids, tier, CopyState.READY), tier)
         name = self.tiers[tier].name
         for block, slot in zip(ids.tolist(), self.blocks.slot[tier][ids].tolist(), strict=True):
-            self._issue(
+            self.moves.issue(
                 Move(
-                    id=self._next_move(),
+                    id=self.moves.next_id(),
                     block=block,
                     src=name,
                     src_slot=slot,
@@ -248,15 +232,11 @@ class Residency:
         """Apply one outcome to its copies; the caller settles the blocks. Returns the move, None if
         it is unknown.
 
-        With `arrived`, blocks that were copied into a tier are only appended to it, by tier;
-        `arrive` then makes a whole batch ready at once."""
-        move = self.moves.pop(outcome.move, None)
+        With `arrived`, blocks that came into a tier are only noted there, by tier: `arrive` makes
+        all of a batch ready at once."""
+        move = self.moves.end(outcome.move)
         if move is None:
             return None
-        others = self.moves_of[move.block]
-        others.remove(move)
-        if not others:
-            del self.moves_of[move.block]
         src = self._numbers[move.src]
         changed = self._numbers[move.dst] if move.dst is not None else src
         if outcome.rejected:
@@ -272,12 +252,7 @@ class Residency:
                 self.rescue(ids, src)
             return move
         dst = self._numbers[move.dst]
-        moving = self.num_moving[src, dst]
-        moving[move.priority] -= move.block_bytes
-        if any(moving):
-            self.progress_s[src, dst] = now_s
-        else:
-            self.progress_s.pop((src, dst), None)
+        self.moves.arrived((src, dst), move, now_s)
         if outcome.ok:
             if arrived is None:
                 self.blocks.change(dst, ids, CopyState.READY)
@@ -289,31 +264,25 @@ class Residency:
             if outcome.corrupt:
                 self.vacate(ids, src)
                 self.corrupt[src] += 1
-            elif self.blocks.state[src][move.block] == CopyState.DRAINING:
-                self.rescue(ids, src)  # no slower tier can take it now
+            elif self._has_nowhere_to_go(move.block, src):
+                self.rescue(ids, src)
         return move
+
+    def _has_nowhere_to_go(self, block: int, tier: int) -> bool:
+        """Whether a draining copy has lost its last destination."""
+        is_draining = self.blocks.state[tier][block] == CopyState.DRAINING
+        return bool(is_draining) and not self.moves.is_read(block, tier)
 
     def arrive(self, arrived: Mapping[int, Sequence[int]]) -> None:
         """filling → ready for blocks that have come, by tier."""
         for dst, blocks in arrived.items():
             self.blocks.change(dst, np.array(blocks, np.int32), CopyState.READY)
 
-    def is_read(self, block: int, tier: int) -> bool:
-        """Whether a move in flight reads (or deletes) the block's copy in the tier."""
-        name = self.tiers[tier].name
-        return any(move.src == name for move in self.moves_of.get(block, ()))
-
-    def is_deleted(self, block: int, tier: int) -> bool:
-        """Whether the block's record in the tier is being deleted, which cannot be cancelled."""
-        name = self.tiers[tier].name
-        moves = self.moves_of.get(block, ())
-        return any(move.src == name and move.dst is None for move in moves)
-
     def is_going(self, block: int) -> bool:
         """Whether every readable copy of the block is a record that is being deleted."""
         tag = int(self.blocks.tags[block])
         readable = [tier for tier in range(len(self.tiers)) if tag >> tier & 1]
-        return all(self.is_deleted(block, tier) for tier in readable)
+        return all(self.moves.is_deleted(block, tier) for tier in readable)
 
     def drain(self, ids: Ids, tier: int) -> None:
         """ready → draining: freed once another copy stays and no move reads it."""
@@ -346,7 +315,7 @@ class Residency:
             for block in self.where(ids, tier, CopyState.DRAINING).tolist():
                 tag = int(self.blocks.tags[block])
                 staying = tag & 0xFF & ~(tag >> 8)
-                if staying & self.up and not self.is_read(block, tier):
+                if staying & self.up and not self.moves.is_read(block, tier):
                     slot_bytes = self._namespace_of_block(block).slot_bytes[tier]
                     drained.setdefault(slot_bytes, []).append(block)
             for blocks in drained.values():
@@ -396,50 +365,9 @@ class Residency:
                 if piece.parent is not None:
                     while self.index.try_merge(piece, step):
                         pass
-                    self.queue(piece)
+                    self.candidates.queue(piece)
             if above is not None and above.parent is not None:
-                self.queue(above)
-
-    def queue(self, node: Node) -> None:
-        """Add the node as a candidate in the tiers in which it is a leaf."""
-        staying = node.staying
-        holding = node.holding
-        for tier in range(len(self.tiers)):
-            if staying >> tier & 1 and not holding[tier]:
-                self.policies[tier].add(node)
-                if node.touched_s == DISMISSED_S:
-                    self.dismissed[tier][node] = None
-
-    def dismiss(self, nodes: Sequence[Node]) -> None:
-        """These are not expected to be used again: evict them before all others, whatever the
-        policy, unless they are used. Ancestors first."""
-        for node in nodes:
-            node.touched_s = DISMISSED_S
-        for tier, dismissed in enumerate(self.dismissed):
-            if len(dismissed) > MAX_DISMISSED:
-                dismissed.clear()  # a long list without evictions: leave them to the policy
-            dismissed.update((node, None) for node in nodes if node.staying >> tier & 1)
-
-    def coldest(self, tier: int, worth: float = ALWAYS) -> Node | None:
-        """The next candidate for eviction, see `EvictionPolicy.pop`."""
-        dismissed = self.dismissed[tier]
-        while dismissed:
-            node, _ = dismissed.popitem()
-            if node.parent is not None and node.touched_s == DISMISSED_S:
-                return node
-        return self.policies[tier].pop(worth)
-
-    def park(self, node: Node, tier: int) -> None:
-        """Put a candidate that cannot be evicted now (leased, read) aside until `unpark`."""
-        self._parked[tier].add(node)
-
-    def unpark(self) -> None:
-        """Leases or moves have ended: queue parked candidates again."""
-        for tier, parked in enumerate(self._parked):
-            for node in parked:
-                if node.parent is not None:
-                    self.policies[tier].add(node)
-            parked.clear()
+                self.candidates.queue(above)
 
     @contextmanager
     def pinned(self, spans: Sequence[Span]) -> Iterator[None]:
@@ -464,7 +392,7 @@ class Residency:
         self.index.unlink(leaves, step)
         if not parent.holding[tier] and parent.parent is not None:
             if parent.tiers:
-                self.queue(parent)
+                self.candidates.queue(parent)
             else:
                 self._forget_if_empty(parent, step)
 
@@ -481,7 +409,7 @@ class Residency:
             parent = self.index.remove(node, step)
             node = parent
         if node.parent is not None:
-            self.queue(node)
+            self.candidates.queue(node)
 
     def _is_filling(self, ids: Ids) -> bool:
         return any((state[ids] != CopyState.ABSENT).any() for state in self.blocks.state)
@@ -490,7 +418,7 @@ class Residency:
         ids = node.block_ids()
         for tier in range(len(self.tiers)):
             if node.leaving >> tier & 1:
-                kept = [block for block in ids.tolist() if not self.is_deleted(block, tier)]
+                kept = [block for block in ids.tolist() if not self.moves.is_deleted(block, tier)]
                 self.rescue(np.array(kept, np.int32), tier)
         self.settle(ids)
 
@@ -502,15 +430,6 @@ class Residency:
             slot_bytes = self._namespace_of_block(int(ids[0])).slot_bytes[tier]
             self.num_draining[tier][slot_bytes] += sign * len(ids)
             self.draining_bytes[tier] += sign * len(ids) * slot_bytes
-
-    def _next_move(self) -> int:
-        self._move_serial += 1
-        return self._move_serial
-
-    def _issue(self, move: Move) -> None:
-        self.moves[move.id] = move
-        self.moves_of.setdefault(move.block, []).append(move)
-        self.outbox.append(move)
 
     def validate(self) -> None:
         """Check all invariants."""
@@ -546,4 +465,4 @@ class Residency:
             assert (move.block, dst) not in filling, "two moves into one place"
             filling.add((move.block, dst))
             moving[src, dst][move.priority] += move.block_bytes
-        assert moving == self.num_moving
+        assert moving == self.moves.num_bytes

@@ -485,8 +485,9 @@ class Config(Section):
     tiers: TiersConfig = Field(description="Where blocks live, fastest first.")
     write_policy: Literal["write_back", "write_through", "write_through_selective"] = Field(
         default="write_back",
-        description="When a new block also goes to slower tiers: when pushed out, at once, "
-        "or once it has been hit selective_hits times.",
+        description="When a block is written to persistent tiers: when memory evicts it, as soon "
+        "as it is stored, or once it has been hit selective_hits times and not otherwise: blocks "
+        "with fewer hits are dropped when memory evicts them and at a stop.",
     )
     selective_hits: int = Field(
         default=2, ge=1, description="Hits before write_through_selective writes."

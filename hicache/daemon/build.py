@@ -136,8 +136,6 @@ def engine_settings(config: Config) -> EngineSettings:
     """The cache engine's own piece of the configuration."""
     planner = config.planner
     default = PrefillPrior()
-    disk = config.tiers.disk
-    budget = disk.write_budget_bytes_per_day if disk is not None else None
     return EngineSettings(
         write_policy=config.write_policy,
         selective_hits=config.selective_hits,
@@ -156,8 +154,6 @@ def engine_settings(config: Config) -> EngineSettings:
             is_guess=planner.prior_per_token_s is None,
         ),
         flop_per_s=planner.prior_flop_rate or 0.0,
-        min_return=disk.min_return if disk is not None else 0.0,
-        write_bytes_per_s=math.inf if budget is None else budget / 86400,
         max_moving_bytes=config.limits.max_queued_bytes,
         max_pinned=config.limits.max_pinned,
     )
@@ -178,7 +174,7 @@ def new_engine(config: Config, parts: Parts) -> CacheEngine:
     """A cache engine over these parts."""
     tiers: list[TierConfig] = [getattr(config.tiers, spec.name) for spec in parts.tiers]
     settings = engine_settings(config)
-    is_gated = settings.min_return > 0 or settings.write_bytes_per_s < math.inf
+    is_gated = any(spec.is_gated for spec in parts.tiers)
     chosen = [policy_named(tier.eviction) for tier in tiers]
     new_policy, history = policies_of(chosen, wants_model=is_gated)
     return CacheEngine(
@@ -239,4 +235,13 @@ def _links(tiers: Sequence[TierSpec], workers: Sequence[WorkerConfig]) -> list[t
 
 
 def _spec(name: str, capacity: int, tier: TierConfig, traits: TierTraits) -> TierSpec:
-    return TierSpec(name, capacity, traits, tier.high_watermark, tier.low_watermark)
+    budget = getattr(tier, "write_budget_bytes_per_day", None)
+    return TierSpec(
+        name,
+        capacity,
+        traits,
+        tier.high_watermark,
+        tier.low_watermark,
+        min_return=getattr(tier, "min_return", 0.0),
+        write_bytes_per_s=math.inf if budget is None else budget / 86400,
+    )

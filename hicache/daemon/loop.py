@@ -226,7 +226,7 @@ class Daemon:
         self.service.tick(now_s)
         self.shedding.tick(now_s, self.serving.config.limits.min_available)
         if self.mover.unsent_bytes() < MAX_UNSENT_BYTES:
-            self._note(self.restoring.uses(now_s))
+            self._note(self.restoring.uses(self.scrubbing.devices.values(), now_s))
         self.condition.loop.turn(now_s)
         self.condition.tell_reluctance()
         for faults, tick in self._bystanders:
@@ -365,9 +365,10 @@ class Daemon:
         outcomes, self._undispatched = self._undispatched, []
         self._tier_events.moves_done(outcomes, time.monotonic())
 
-    def _note(self, uses: Sequence[p.Use]) -> None:
-        for device in self.scrubbing.devices if uses else ():
-            self.mover.note(device, uses, self.restoring.zero_s)
+    def _note(self, uses: Mapping[str, Sequence[p.Use]]) -> None:
+        for device, tier in self.scrubbing.devices.items():
+            if uses[tier]:
+                self.mover.note(device, uses[tier], self.restoring.zero_s)
 
     def describe(self, spec: NamespaceSpec) -> None:
         """See Outlet."""
@@ -419,7 +420,7 @@ class Daemon:
             self._turn(min(TICK_S, give_up_s - now_s))
         if left:
             log.warning("stopped with %d writes to disk still to do: shutdown was too short", left)
-        self._note(self.restoring.all_uses())
+        self._note(self.restoring.all_uses(self.scrubbing.devices.values()))
 
     def _close(self) -> None:
         self._router.close()

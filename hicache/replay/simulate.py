@@ -131,16 +131,14 @@ class ReplayedEngine:
         traits = [row.traits if row.traits.persistent else _MAPPED for row in rows]
         traits[0] = _MAPPED
         specs = [
-            TierSpec(row.name, tiers[row.name] * PAGE_BYTES, each)
+            TierSpec(row.name, tiers[row.name] * PAGE_BYTES, each, min_return=min_return)
             for row, each in zip(rows, traits, strict=True)
         ]
         near = next((number for number, row in enumerate(rows) if row.is_near), 0)
         links = [(near, n) for n in range(len(rows)) if n != near]
         links += [(there, here) for here, there in links]
         pools = [SlotPool(spec.capacity_bytes, spec.capacity_bytes) for spec in specs]
-        settings = EngineSettings(
-            planner=PlannerSettings(mode="always_reload"), min_return=min_return
-        )
+        settings = EngineSettings(planner=PlannerSettings(mode="always_reload"))
         chosen = [policy_named(name) for name in policies]
         new_policy, history = policies_of(chosen, wants_model=min_return > 0)
         self.engine = CacheEngine(specs, pools, links, settings, lambda: 1.0, new_policy, history)

@@ -139,7 +139,7 @@ class SyntheticTree:
     def hit(self, tokens: bytes) -> tuple[Path, list[p.TierRun], list[Span]]:
         """Path, residency runs and block ids (as indices into the arrays) of a prompt."""
         path = self.server.index.match(self.root, tokens, self.step)
-        runs, _ = self.engine.matching.runs(path)
+        runs, _ = self.engine.matching.runs(path, 0.0)
         return path, runs, path.spans(0, path.num_blocks)
 
     def make_room(self, num_tokens: int, times: int = 1) -> tuple[float, float]:

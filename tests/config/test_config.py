@@ -22,7 +22,8 @@ from hicache.config import (
     shown_values,
     with_live,
 )
-from hicache.daemon.build import engine_settings
+from hicache.daemon.build import engine_settings, tier_specs
+from hicache.tiers.block import TierSpec, TierTraits
 
 ROOT = Path(__file__).resolve().parents[2]
 AROUND = Surroundings(home="/home/op", endpoint="ipc:///run/user/7/hicache/hicache.sock")
@@ -262,7 +263,8 @@ def test_a_disks_writes_have_a_budget() -> None:
     config = read(disk)
     assert config.tiers.disk is not None
     assert config.tiers.disk.write_budget_bytes_per_day == 200 << 30
-    assert engine_settings(config).write_bytes_per_s == (200 << 30) / 86400
+    (spec,) = tier_specs(config, [TierSpec("disk", 9 << 30, TierTraits(persistent=True))])
+    assert spec.write_bytes_per_s == (200 << 30) / 86400
     less = read(disk.replace("200GiB/day", "8GiB/h, min_return: 0.2"))
     assert set(diff_live(config, less).live) == {
         "tiers.disk.write_budget",

@@ -30,6 +30,7 @@ from hicache.tiers.block import TierTraits
 from tests.engine.policies.registry import every_policy
 from tests.engine.world import (
     BLOCK_BYTES,
+    FOUR_TIERS,
     MAPPED,
     ON_DISK,
     ONE_TIER,
@@ -71,12 +72,12 @@ class EngineMachine(RuleBasedStateMachine):
             EngineSettings(
                 write_policy=self.policy,  # type: ignore[arg-type]
                 planner=reload,
-                min_return=self.min_return,
-                write_bytes_per_s=self.write_bytes_per_s,
                 max_pinned=self.max_pinned,
             ),
             self.slab_bytes,
             self.eviction,
+            self.min_return,
+            self.write_bytes_per_s,
         )
         if self.num_namespaces > 1:
             self.world.open(OTHER_DIGEST, 2 * BLOCK_BYTES, self.slot_bytes)
@@ -253,15 +254,15 @@ class EngineMachine(RuleBasedStateMachine):
             st.lists(st.sampled_from(sorted(self.world.in_flight)), min_size=1, unique=True)
         )
         if how == "corrupt":
-            some = [n for n in some if self.world.in_flight[n].src == "disk"]
+            some = [n for n in some if self.world.in_flight[n].src in self.world.records]
             some = [n for n in some if self.world.in_flight[n].dst is not None]
             for number in some:
-                identity = self.world.in_flight[number].identity
-                assert identity is not None
-                self.world.rows.pop(identity.key, None)
+                move = self.world.in_flight[number]
+                assert move.identity is not None
+                self.world.records[move.src].pop(move.identity.key, None)
         if how == "full":
             moves = self.world.in_flight
-            some = [n for n in some if (moves[n].dst or moves[n].src) == "disk"]
+            some = [n for n in some if (moves[n].dst or moves[n].src) in self.world.records]
         if some:
             self.world.finish(
                 *some, ok=how == "ok", corrupt=how == "corrupt", rejected=how == "full"
@@ -301,7 +302,7 @@ class EngineMachine(RuleBasedStateMachine):
         asked = {k for k, lease in held.leases.items() if lease.decision.reason not in ours}
         assert asked == set(self.leases)
 
-    @rule(tier=st.sampled_from(["hbm", "dram", "disk"]))
+    @rule(tier=st.sampled_from(["hbm", "dram", "disk", "shelf"]))
     def lose(self, tier: str) -> None:
         names = [t.name for t in self.world.engine.residency.tiers]
         if tier in names and tier != "dram" and tier not in self.down:
@@ -325,8 +326,8 @@ class EngineMachine(RuleBasedStateMachine):
     def tell_more(self, times: int) -> None:
         """A durable tier that is back tells some of what it holds, while others store and read."""
         for _ in range(times):
-            if self.world.is_telling:
-                self.world.tell_more()
+            if self.world.untold:
+                self.world.tell_more(min(self.world.untold))
 
     @rule(tokens=prompts, namespace=namespaces, data=st.data())
     def reshape(self, tokens: bytes, namespace: int, data: st.DataObject) -> None:
@@ -339,7 +340,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         node = data.draw(st.sampled_from(path.nodes))
         if len(node) > 1 and data.draw(st.booleans()):
-            residency.queue(
+            residency.candidates.queue(
                 residency.index.split(node, data.draw(st.integers(1, len(node) - 1)), STEP)
             )
         else:
@@ -443,7 +444,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.world.do(p.Tick(self.world.now_s))
             self.world.finish_all()
         assert not residency.moves
-        assert not residency.moves_of
+        assert not residency.moves.of_block
         assert not residency.leases.leases
         assert not self.world.engine.fetching.waiters
         assert not self.world.engine.fetching.unplaced
@@ -478,6 +479,25 @@ class GatedMachine(EngineMachine):
     eviction = "hazard"
     min_return = 0.3
     write_bytes_per_s = BLOCK_BYTES / 600
+
+
+class TwoPersistentMachine(EngineMachine):
+    """A slow tier that hosts share beside the disk: both are written, read, lost and restored."""
+
+    tiers = FOUR_TIERS
+
+
+class SelectiveTwoPersistentMachine(TwoPersistentMachine):
+    policy = "write_through_selective"
+
+
+class ThroughTwoPersistentMachine(TwoPersistentMachine):
+    """A budget for each of two persistent tiers, and sizes of slots that differ in all of them."""
+
+    policy = "write_through"
+    write_bytes_per_s = BLOCK_BYTES / 600
+    num_namespaces = 2
+    slot_bytes = (3 * BLOCK_BYTES, 2 * BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES)
 
 
 class UnmappedHbmMachine(EngineMachine):
@@ -546,6 +566,9 @@ MACHINES = [
     WriteThroughMachine,
     SelectiveMachine,
     GatedMachine,
+    TwoPersistentMachine,
+    SelectiveTwoPersistentMachine,
+    ThroughTwoPersistentMachine,
     UnmappedHbmMachine,
     PinnedMachine,
     OneTierMachine,
@@ -559,7 +582,7 @@ MACHINES = [
 ]
 
 
-QUICK = (EngineMachine, OneTierMachine, WriteThroughMachine, PinnedMachine)
+QUICK = (EngineMachine, TwoPersistentMachine, OneTierMachine, WriteThroughMachine, PinnedMachine)
 
 
 @pytest.mark.parametrize(

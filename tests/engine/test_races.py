@@ -828,6 +828,64 @@ def test_write_through_selective() -> None:
     assert w.tiers_of(a) == ["dram+disk", "dram+disk"]
 
 
+def test_what_is_not_selected_is_forgotten_when_memory_gives_it_up() -> None:
+    """1. A is hit twice: it is written. B, four blocks, is hit once for its first two, and C never.
+    2. Memory gives all of them up for D. 3. Only A is found again.
+    """
+    w = world(
+        (("dram", 8, MAPPED), ("disk", 64, ON_DISK)),
+        write_policy="write_through_selective",
+        selective_hits=2,
+    )
+    a, b, c, d = tokens_of(1), tokens_of(2, 2, 2, 2), tokens_of(3, 3, 3), tokens_of(*range(10, 18))
+    for prompt in (a, b, c):
+        w.store(prompt)
+    for _ in range(2):
+        w.release(w.match(a + END).lease)
+    w.finish_all()
+    w.release(w.match(tokens_of(2, 2) + END).lease)
+    w.store(d)
+    assert not w.in_flight
+    assert w.tiers_of(a) == ["disk"]
+    assert w.tiers_of(b) == w.tiers_of(c) == []
+    assert set(w.rows) == set(keys_of(a))
+
+
+def test_of_a_path_the_selected_front_is_written_when_memory_gives_it_up() -> None:
+    """1. The front of a path is hit twice while the disk is away. 2. Memory gives the path up: its
+    end is forgotten, its front is written, and is a hit.
+    """
+    w = world(
+        (("dram", 8, MAPPED), ("disk", 64, ON_DISK)),
+        write_policy="write_through_selective",
+        selective_hits=2,
+    )
+    a = tokens_of(1, 2, 3, 4)
+    w.store(a)
+    w.lose("disk")
+    for _ in range(2):
+        w.release(w.match(a[: 2 * STEP] + END).lease)
+    w.recover("disk")
+    for number in range(10, 18):
+        w.store(tokens_of(number))
+        w.finish_all()
+    assert w.tiers_of(a) == ["disk", "disk"]
+
+
+def test_a_clean_stop_writes_what_is_selected() -> None:
+    """1. A is selected while the disk is away, B is not. 2. A clean stop writes A."""
+    w = world(DRAM_DISK, write_policy="write_through_selective", selective_hits=1)
+    a, b = tokens_of(1), tokens_of(2)
+    w.store(a)
+    w.store(b)
+    w.lose("disk")
+    w.match(a + END)
+    w.recover("disk")
+    while w.do(p.Flush(w.now_s)):
+        w.finish_all()
+    assert set(w.rows) == set(keys_of(a))
+
+
 def test_the_link_down_is_saturated_above_the_watermark() -> None:
     """1. Hbm is full beyond its watermark; the link to dram takes one block at a time.
     2. Nobody needs the room: cold blocks wait for the link, none is forgotten.

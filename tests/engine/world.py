@@ -6,6 +6,7 @@ a slot reused too early, a copy of the wrong block, or a miss of a stored one is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -36,7 +37,12 @@ MAX_TOLD = 3
 MAPPED = TierTraits(mapped=True)
 UNMAPPED = TierTraits()
 ON_DISK = TierTraits(persistent=True, deletion_is_io=True, keeps_whole_prefixes=True)
+SHELF = TierTraits(
+    persistent=True, deletion_is_io=True, keeps_whole_prefixes=True, shared_between_hosts=True
+)
+"""A tier that exists only in tests."""
 THREE_TIERS = (("hbm", 6, MAPPED), ("dram", 8, MAPPED), ("disk", 12, ON_DISK))
+FOUR_TIERS = (*THREE_TIERS, ("shelf", 16, SHELF))
 ONE_TIER = (("dram", 8, MAPPED),)
 TWO_TIERS = (("hbm", 6, UNMAPPED), ("dram", 8, MAPPED))
 
@@ -59,10 +65,16 @@ class World:
         settings: EngineSettings | None = None,
         slab_bytes: int = BLOCK_BYTES,
         eviction: str = "lru",
+        min_return: float = 0.0,
+        write_bytes_per_s: float = math.inf,
     ) -> None:
-        specs = [TierSpec(name, slots * BLOCK_BYTES, traits) for name, slots, traits in tiers]
+        gate: dict[str, float] = {"min_return": min_return, "write_bytes_per_s": write_bytes_per_s}
+        specs = [
+            TierSpec(name, slots * BLOCK_BYTES, traits, **(gate if traits.persistent else {}))
+            for name, slots, traits in tiers
+        ]
         pools = [SlotPool(spec.capacity_bytes, slab_bytes) for spec in specs]
-        links = [(a, b) for a in range(len(specs)) for b in range(len(specs)) if abs(a - b) == 1]
+        links = _links(specs)
         new_policy, history = policies_of([every_policy()[eviction]] * len(specs))
         self.engine = CacheEngine(
             specs, pools, links, settings or EngineSettings(), lambda: 0.99, new_policy, history
@@ -70,10 +82,9 @@ class World:
         self.now_s = 1.0
         self.contents: dict[tuple[str, int], bytes] = {}
         self.slot_sizes: dict[tuple[str, int], int] = {}
-        self.rows: dict[bytes, Row] = {}
+        self.records: dict[str, dict[bytes, Row]] = {s.name: {} for s in specs if s.persistent}
         self.orphans: list[bytes] = []
-        self.untold: Iterator[list[bytes]] = iter(())
-        self.is_telling = False
+        self.untold: dict[str, Iterator[list[bytes]]] = {}
         self.digests: dict[int, bytes] = {}
         self.in_flight: dict[int, p.Move] = {}
         self.arrived: dict[int, list[p.ReadyRun]] = {}
@@ -93,6 +104,7 @@ class World:
         moves = plan.moves + (later.moves if later else [])
         self.engine.identify(moves)
         for move in moves:
+            assert not (move.src in self.records and move.dst in self.records), "disk to disk"
             self.in_flight[move.id] = move
         if isinstance(plan.answer, p.Arrivals):
             for lease, runs in plan.answer.arrived.items():
@@ -116,6 +128,11 @@ class World:
             for page in range(slot, slot + slot_bytes // PAGE_BYTES):
                 known = self.slot_sizes.setdefault((tier, page), slot_bytes)
                 assert known == slot_bytes, f"{tier}: page {page} was reshaped without a word"
+
+    @property
+    def rows(self) -> dict[bytes, Row]:
+        """What the disk holds."""
+        return self.records["disk"]
 
     # --- shorthands ---------------------------------------------------------------------------
 
@@ -230,19 +247,20 @@ class World:
         identity = move.identity
         if move.dst is None:
             assert identity is not None
-            self.rows.pop(identity.key, None)
+            self.records[move.src].pop(identity.key, None)
             return
-        if move.src == "disk":
+        if move.src in self.records:
             assert identity is not None
             content = identity.key
-            assert content in self.rows, "a read of a record that is not there"
+            assert content in self.records[move.src], "a read of a record that is not there"
         else:
             content = self._read_slot(move.src, move.src_slot, move.src_slot_bytes)
             if identity is not None:
                 assert content == identity.key, "another block stands in the source slot"
-        if move.dst == "disk":
+        if move.dst in self.records:
             assert identity is not None
-            self.rows[identity.key] = row(
+            rows = self.records[move.dst]
+            rows[identity.key] = row(
                 identity.key,
                 identity.parent,
                 identity.tokens,
@@ -251,7 +269,7 @@ class World:
                 int(self.now_s) + ZERO_S,
                 identity.namespace,
             )
-            if identity.parent != ROOT and identity.parent not in self.rows:
+            if identity.parent != ROOT and identity.parent not in rows:
                 self.orphans.append(identity.key)
         else:
             self._write_slot(move.dst, move.dst_slot, move.dst_slot_bytes, content)
@@ -273,7 +291,7 @@ class World:
 
     def lose(self, tier: str) -> None:
         """The tier's worker dies: its moves fail, then the engine hears of it."""
-        self.is_telling = self.is_telling and tier != "disk"
+        self.untold.pop(tier, None)
         mine = [n for n, move in self.in_flight.items() if tier in (move.src, move.dst)]
         for number in mine:
             del self.in_flight[number]
@@ -281,34 +299,34 @@ class World:
         assert not any(tier in (m.src, m.dst) for m in self.in_flight.values())
 
     def recover(self, tier: str) -> None:
-        """The worker is back; a durable tier tells all it holds."""
+        """The worker is back; a persistent tier tells all it holds."""
         self.begin_recovery(tier)
-        while tier == "disk" and self.tell_more():
-            pass
+        while tier in self.untold:
+            self.tell_more(tier)
 
     def begin_recovery(self, tier: str) -> None:
-        """The worker is back; what a durable tier holds is still to be told."""
-        is_durable = tier == "disk"
-        self.do(p.TierUp(tier, self.now_s, is_restoring=is_durable))
-        if is_durable:
-            self.untold = self._tell(list(self.rows.values()))
-            self.is_telling = True
+        """The worker is back; what a persistent tier holds is still to be told."""
+        is_persistent = tier in self.records
+        self.do(p.TierUp(tier, self.now_s, is_restoring=is_persistent))
+        if is_persistent:
+            self.untold[tier] = self._tell(list(self.records[tier].values()), tier)
 
-    def tell_more(self) -> bool:
+    def tell_more(self, tier: str = "disk") -> bool:
         """Some rows more. False when there were none left: the tier is restored."""
-        homeless = next(self.untold, None)
+        homeless = next(self.untold[tier], None)
         for key in homeless or ():
-            self.rows.pop(key, None)
-        self.is_telling = homeless is not None
-        if not self.is_telling:
-            self.do(p.Restored("disk", self.now_s))
-        return self.is_telling
+            self.records[tier].pop(key, None)
+        if homeless is None:
+            del self.untold[tier]
+            self.do(p.Restored(tier, self.now_s))
+        return homeless is not None
 
-    def restore(self, rows: Iterable[Row]) -> list[bytes]:
-        """Tell the engine of rows on disk. Returns the keys of the homeless and of the orphans."""
-        return [key for homeless in self._tell(list(rows)) for key in homeless]
+    def restore(self, rows: Iterable[Row], tier: str = "disk") -> list[bytes]:
+        """Tell the engine of rows of a persistent tier. Returns the keys of the homeless and of the
+        orphans."""
+        return [key for homeless in self._tell(list(rows), tier) for key in homeless]
 
-    def _tell(self, rows: list[Row]) -> Iterator[list[bytes]]:
+    def _tell(self, rows: list[Row], tier: str) -> Iterator[list[bytes]]:
         """As a worker does it: a few rows at a time. Yields those that are to be removed."""
         forests: dict[tuple[bytes, int, int], StoredForest] = {}
         for row in rows:
@@ -319,9 +337,20 @@ class World:
         for forest in forests.values():
             for told in forest.in_order(first, len(rows), MAX_TOLD):
                 number = numbers[told.namespace]
-                yield self.do(p.Restore("disk", number, told, self.now_s, float(ZERO_S)))
+                yield self.do(p.Restore(tier, number, told, self.now_s, float(ZERO_S)))
             first += len(forest)
             yield forest.orphans
+
+
+def _links(specs: Sequence[TierSpec]) -> list[tuple[int, int]]:
+    """As in a daemon: memory side by side, and each persistent tier with the slowest memory."""
+    near = max(number for number, spec in enumerate(specs) if not spec.persistent)
+    links = []
+    for number, spec in enumerate(specs):
+        if number != near:
+            other = near if spec.persistent else number + 1
+            links += [(number, other), (other, number)]
+    return links
 
 
 def row(

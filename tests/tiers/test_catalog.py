@@ -23,7 +23,6 @@ ALLOWED: Final = {
     "hicache/config/machine.py": "memory and GPUs of the machine, as its own kinds use them",
     "hicache/config/models.py": "the sections themselves: `hbm: auto`",
     "hicache/connectors/vllm": "vLLM has words of its own for where blocks come from",
-    "hicache/daemon/build.py": "the write budget is the disk's",
     "hicache/demo": "the demo shows three tiers and chooses their configuration",
     "tiers/catalog.py": "the rows",
 }

@@ -121,7 +121,7 @@ def commit(gate: Gate, asked: Asked[CommitRequest]) -> None:
         _write_parts(gate, asked, indices, tier, slot_of)
     committed = gate.do(p.Commit(request.ticket, indices, asked.now_s, request.durable))
     gate.state(PutCounts).blocks["stored"] += committed
-    if request.durable and committed and gate.engine.writedown.tier is not None:
+    if request.durable and committed and gate.engine.queries.has_persistent_tier():
         deadline_s = gate.deadline_s(asked)
         waiting = WaitingCommit(asked.peer, request.ticket, committed, deadline_s)
         gate.waiting.commits[request.ticket] = waiting

@@ -251,8 +251,8 @@ def _what_came(record: Record) -> str:
 
 def gate_row(engine: CacheEngine) -> dict[str, Any]:
     """What is written to disk now of what memory gives up; empty where all of it is."""
-    gate = engine.gate
-    if gate.is_open:
+    gate = next(iter(engine.gates().values()), None)
+    if gate is None or gate.is_open:
         return {}
     return {"demanded_return": gate.demanded, "refused_blocks": gate.refused_blocks}
 

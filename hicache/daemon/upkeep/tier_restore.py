@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from hicache.engine import plan as p
@@ -53,15 +53,14 @@ class Restoring:
             log.info("%s is %s", tier, note)
         return note
 
-    def uses(self, now_s: float) -> list[p.Use]:
-        """What is to be noted in this tick."""
+    def uses(self, tiers: Iterable[str], now_s: float) -> dict[str, list[p.Use]]:
+        """What is to be noted in this tick, by tier."""
         again = now_s >= self._look_s
         if again:
             self._look_s = now_s + NOTE_S
-        uses: list[p.Use] = self._do(p.TakeUses(NOTED_AT_ONCE, again))
-        return uses
+        return {tier: self._do(p.TakeUses(tier, NOTED_AT_ONCE, again)) for tier in tiers}
 
-    def all_uses(self) -> list[p.Use]:
+    def all_uses(self, tiers: Iterable[str]) -> dict[str, list[p.Use]]:
         """What is to be noted before the end. By key, as it lies there: neighbours share pages."""
-        uses: list[p.Use] = self._do(p.TakeUses(1 << 31, again=True))
-        return sorted(uses, key=lambda use: use.key)
+        uses = {tier: self._do(p.TakeUses(tier, 1 << 31, again=True)) for tier in tiers}
+        return {tier: sorted(some, key=lambda use: use.key) for tier, some in uses.items()}

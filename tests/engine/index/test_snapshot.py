@@ -12,7 +12,8 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 from hicache.engine import plan as p
 from hicache.engine.index.node import Node
 from hicache.engine.index.snapshot import MAX_FIRST_TOKENS, TreePage, TreeRun, page
-from hicache.engine.residency.copies import DISMISSED_S, Residency
+from hicache.engine.residency.candidates import DISMISSED_S
+from hicache.engine.residency.copies import Residency
 from hicache.tiers.block import PAGE_BYTES
 from tests.engine.index.tree_picture import portrait
 from tests.engine.test_core_stateful import (

@@ -74,8 +74,8 @@ def test_a_shorter_balance_demands_more() -> None:
 
 def gated_world(min_return: float) -> World:
     reload = PlannerSettings(mode="always_reload")
-    settings = EngineSettings(planner=reload, min_return=min_return)
-    return World(DRAM_AND_DISK, settings, eviction="lfu")
+    settings = EngineSettings(planner=reload)
+    return World(DRAM_AND_DISK, settings, eviction="lfu", min_return=min_return)
 
 
 def fill(world: World) -> None:
@@ -93,7 +93,7 @@ def test_what_does_not_return_is_not_written() -> None:
     for world in (closed, opened):
         fill(world)
     assert closed.engine.residency.pools[1].used_bytes == 0
-    assert closed.engine.evictor.dropped == closed.engine.gate.refused_blocks > 0
+    assert closed.engine.evictor.dropped == closed.engine.gates()["disk"].refused_blocks > 0
     assert opened.engine.residency.pools[1].used_bytes >= 16 * BLOCK_BYTES
     assert opened.engine.evictor.dropped == 0
 

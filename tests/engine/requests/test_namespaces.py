@@ -63,7 +63,7 @@ def test_a_block_takes_in_each_tier_what_was_said_of_it() -> None:
     w.finish_all()
     runs = [*fetched.ready, *w.arrived.get(matched.lease, [])]
     assert w.read(0, runs, a, other) == 2
-    (use, *_) = w.do(p.TakeUses(10, again=True))
+    (use, *_) = w.do(p.TakeUses("disk", 10, again=True))
     assert use.slot_bytes == BLOCK_BYTES
 
 

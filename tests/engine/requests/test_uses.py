@@ -28,7 +28,7 @@ def hit(w: World, *blocks: int) -> None:
 
 
 def taken(w: World, limit: int = 100, again: bool = True) -> dict[bytes, p.Use]:
-    return {use.key: use for use in w.do(p.TakeUses(limit, again))}
+    return {use.key: use for use in w.do(p.TakeUses("disk", limit, again))}
 
 
 def test_uses_are_told_once() -> None:
