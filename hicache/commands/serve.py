@@ -92,18 +92,18 @@ def serve(file: Path, endpoint: str | None, record: Path | None, record_size: in
         sys.exit(2)
 
     from hicache.daemon.loop import Daemon
-    from hicache.daemon.socket_lock import AlreadyServed, Instance
+    from hicache.daemon.socket_lock import AlreadyServed, SocketLock
     from hicache.daemon.upkeep.trace import TraceRecorder
     from hicache.tiers.arena import ArenaError
 
     parts = None
     try:
-        instances = [Instance(config.socket.endpoint)]
+        locks = [SocketLock(config.socket.endpoint)]
         if config.events.endpoint is not None:
-            instances.append(Instance(config.events.endpoint, "events.endpoint"))
+            locks.append(SocketLock(config.events.endpoint, "events.endpoint"))
         parts = assemble(config, probe.gpus, _Progress())
         recorder = TraceRecorder(record, record_size) if record is not None else None
-        daemon = Daemon(config, parts, instances, load, recorder)
+        daemon = Daemon(config, parts, locks, load, recorder)
     except (AlreadyServed, ArenaError, ConfigError, ValueError, OSError) as error:
         if parts is not None:
             parts.close()

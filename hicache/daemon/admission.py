@@ -1,4 +1,4 @@
-"""Which namespaces a daemon with these tiers can hold."""
+"""Checks whether a daemon with these tiers can hold a namespace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hicache.tiers.block import MAX_BLOCK_TOKENS
 
 
 def check_spec(spec: NamespaceSpec, engine: CacheEngine) -> None:
-    """Raises WireError('spec') with the reason why it cannot be held."""
+    """Raises WireError('spec') with the reason where the namespace cannot be held."""
     if len(spec.groups) > 1:
         raise WireError("spec", "protocol 1 holds models with one layer group, not several")
     if spec.groups[0].window:

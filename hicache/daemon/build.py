@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a daemon: tiers, workers, cache engine. Wiring, no policy.
+"""Builds a daemon's parts from a configuration: tiers, workers, cache engine. Wiring, no policy.
 
 Tiers come from the catalogue (tiers/catalog.py): a kind's row says what opens it.
 """
@@ -42,8 +42,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class Parts:
-    """What a daemon is made of. Tiers fastest first; `media` says in words what each one is,
-    `mapped` holds those with an arena, `codecs` how each one stores blocks."""
+    """A daemon's parts. Tiers fastest first; `media` describes each one for people, `mapped` holds
+    those with an arena, `codecs` each one's codec."""
 
     tiers: list[TierSpec] = field(default_factory=list)
     pools: list[SlotPool] = field(default_factory=list)
@@ -67,14 +67,14 @@ class Parts:
         }
 
     def shedding(self, do: Callable[[Event[Any]], Any]) -> Shedding:
-        """What gives memory of the near tier back; `do` hands events to the cache engine."""
+        """The near tier's shedding; `do` passes events to the cache engine."""
         near = near_kind().name
         number = next(n for n, spec in enumerate(self.tiers) if spec.name == near)
         is_pinned = any(worker.spec.traits.pins_arena for worker in self.workers)
         return Shedding(near, self.arenas[near], self.pools[number], is_pinned, do)
 
     def add(self, row: TierKind, section: TierConfig, opened: OpenedTier) -> None:
-        """One more tier, slower than those before it."""
+        """Add a tier, slower than those before it."""
         capacity = opened.pool.capacity_bytes
         self.tiers.append(_spec(row.name, capacity, section, opened.traits))
         self.pools.append(opened.pool)
@@ -90,14 +90,12 @@ class Parts:
 
 
 def assemble(config: Config, gpus: Gpus, progress: Progress) -> Parts:
-    """Make the tiers (memory is allocated and touched here, with progress) on a machine with these
-    GPUs.
-
-    Raises ArenaError with a sentence when the memory cannot be had; nothing is left behind then.
-    """
+    """Open the tiers on a machine with these GPUs; memory is allocated and mapped here, with
+    progress. Raises ArenaError with a sentence when memory cannot be allocated, and leaves nothing
+    behind."""
     parts = Parts()
     with contextlib.ExitStack() as undo:
-        undo.callback(parts.close)  # at Ctrl-C, too: touching the memory takes a while
+        undo.callback(parts.close)  # also on Ctrl-C: mapping the memory takes long
         _open_tiers(parts, config, gpus, progress)
         undo.pop_all()
     parts.links = _links(parts.tiers, parts.workers)
@@ -105,8 +103,8 @@ def assemble(config: Config, gpus: Gpus, progress: Progress) -> Parts:
 
 
 def remove_dead_arenas(config: Config) -> dict[str, int]:
-    """Give back the memory of daemons that were killed, before free memory is counted: but for what
-    this one will take over. Returns the bytes of that, by folder."""
+    """Free the memory of daemons that were killed, before free memory is counted, except arenas
+    that this daemon will take over. Returns the bytes of these, by folder."""
     kept: dict[str, int] = {}
     wanted = [
         (section.path, row.name, section.size_bytes, getattr(section, "huge_pages", False))
@@ -118,7 +116,7 @@ def remove_dead_arenas(config: Config) -> dict[str, int]:
         for position, (folder, tier, num_bytes, huge_pages) in enumerate(wanted):
             is_named_so = path.parent == Path(folder) and path.name.startswith(_prefix(tier))
             if is_named_so and is_adoptable(path, num_bytes, huge_pages=huge_pages):
-                del wanted[position]  # one of each is enough
+                del wanted[position]  # one arena for each tier
                 kept[folder] = kept.get(folder, 0) + path.stat().st_blocks * 512
                 return True
         return False
@@ -133,7 +131,7 @@ def _prefix(tier: str) -> str:
 
 
 def engine_settings(config: Config) -> EngineSettings:
-    """The cache engine's own piece of the configuration."""
+    """The cache engine's part of the configuration."""
     planner = config.planner
     default = PrefillPrior()
     return EngineSettings(
@@ -160,7 +158,7 @@ def engine_settings(config: Config) -> EngineSettings:
 
 
 def paces_of(config: Config) -> dict[str, tuple[float, float]]:
-    """Bytes per second from and to each tier that has a worker: what `debug` allows."""
+    """Tier → limits of bytes per second from and to it (`debug`), for tiers with a worker."""
     present = config.tiers.present()
     return {row.name: _paces(config, row.name) for row, _ in present if not row.is_near}
 
@@ -198,7 +196,7 @@ def tier_specs(config: Config, specs: Sequence[TierSpec]) -> list[TierSpec]:
 
 
 def _open_tiers(parts: Parts, config: Config, gpus: Gpus, progress: Progress) -> None:
-    """Every tier that is configured, the near one first: the others' workers map its arena."""
+    """Open every configured tier, the near one first, since the others' workers map its arena."""
     near, present = near_kind(), config.tiers.present()
     opened: dict[str, OpenedTier] = {}
     for row, section in sorted(present, key=lambda pair: not pair[0].is_near):

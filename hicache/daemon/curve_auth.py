@@ -1,12 +1,12 @@
-"""Who may connect to a `tcp://` endpoint with CURVE keys: the clients whose public keys lie in
+"""CURVE authentication of a `tcp://` endpoint: admits the clients whose public keys are in
 `socket.curve_allowed_clients_dir`.
 
-    client ──handshake──▶ ZeroMQ's own thread ──ZAP question──▶ Doorkeeper ──▶ yes or no
+    client ──handshake──▶ ZeroMQ's thread ──ZAP request──▶ CurveAuth ──▶ yes or no
 
-Everything runs in the daemon's loop, between two polls: there is one question per connection and
-none per message. The folder is looked at again for each question, so a key that is put there or
-taken away counts from the next connection on (one that is open stays open). Without an answer
-nobody is let in: the socket asks for the domain to be enforced.
+Everything runs in the daemon's loop, between two polls: there is one request per connection, none
+per message. The folder is checked at each request, so an added or removed key counts from the next
+connection on (open connections stay open). Without a reply ZeroMQ refuses the connection: the
+socket enforces its ZAP domain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hicache.protocol.curve import read_pair, read_public
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 COMPLAINT_S: Final = 5.0
-"""A stranger that keeps trying is not written down each time."""
+"""Refused connections are logged at most this often."""
 
 log = logging.getLogger("hicache")
 
@@ -33,7 +33,7 @@ _Signature = tuple[tuple[str, int, int], ...]
 
 
 def check_keys(config: SocketConfig) -> list[Problem]:
-    """What is wrong with the key files, before anything is started; empty without CURVE."""
+    """Problems of the key files, found before the start; empty without CURVE."""
     problems = []
     if config.curve_secret_key_file and config.curve_allowed_clients_dir:
         try:
@@ -51,15 +51,15 @@ def read_allowed(folder: Path) -> dict[bytes, str]:
     """The public keys in a folder's `*.key` files, each with its file's name. Raises ValueError
     with a sentence if there is none, or if one cannot be used."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder")
+        raise ValueError(f"{folder} is not a folder")
     allowed = {read_public(file): file.stem for file in sorted(folder.glob("*.key"))}
     if not allowed:
-        raise ValueError(f"{folder} holds no client's public key (NAME.key): nobody could connect")
+        raise ValueError(f"{folder} has no client's public key (NAME.key): no client could connect")
     return allowed
 
 
-class Doorkeeper:
-    """Answers ZeroMQ's questions (ZAP, RFC 27). Raises ValueError if a key file cannot be used."""
+class CurveAuth:
+    """Answers ZeroMQ's ZAP requests (RFC 27). Raises ValueError if a key file cannot be used."""
 
     def __init__(self, context: zmq.Context[Any], key_file: str, allowed_dir: str) -> None:
         self._secret = read_pair(key_file)[1]
@@ -67,29 +67,29 @@ class Doorkeeper:
         self._allowed = read_allowed(self._folder)
         self._signature = self._sign()
         self._complained_s = -COMPLAINT_S
-        self.faults = Faults("the doorkeeper")
+        self.faults = Faults("CURVE authentication")
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(ZAP_ENDPOINT)
 
     def guard(self, router: zmq.Socket[bytes]) -> None:
-        """Make a socket a CURVE server; before it binds."""
+        """Make a socket a CURVE server. Call it before it binds."""
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         router.setsockopt(zmq.ZAP_DOMAIN, b"hicache")
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def answer(self) -> None:
-        """Answer every question that waits."""
+        """Answer all waiting requests."""
         while self.socket.poll(0):
             question = self.socket.recv_multipart()
             is_known = False
             try:
                 is_known = self._lets_in(question)
-            except (OSError, ValueError, IndexError) as error:  # its folder, or what it was asked
-                self.faults.met(error, time.monotonic())
+            except (OSError, ValueError, IndexError) as error:  # the folder, or the request
+                self.faults.record_failure(error, time.monotonic())
             else:
-                self.faults.over()
+                self.faults.record_success()
             verdict = (b"200", b"OK") if is_known else (b"400", b"this key is not listed")
             self.socket.send_multipart([*question[:2], *verdict, b"", b""])
 
@@ -107,18 +107,18 @@ class Doorkeeper:
         return key in self._allowed
 
     def _read_again(self, signature: _Signature) -> None:
-        """A file that cannot be used lets nobody in, and keeps nobody else out."""
+        """Read all keys again. An unusable file is skipped with a warning."""
         self._allowed = {}
         for file in sorted(self._folder.glob("*.key")):
             try:
                 self._allowed[read_public(file)] = file.stem
             except ValueError as error:
-                log.warning("this client is not let in: %s", error)
+                log.warning("this client is not admitted: %s", error)
         self._signature = signature
-        log.info("clients let in now: %s", ", ".join(self._allowed.values()) or "none")
+        log.info("clients admitted now: %s", ", ".join(self._allowed.values()) or "none")
 
     def _sign(self) -> _Signature:
-        """Changes when a file is added, replaced, rewritten or removed."""
+        """A value that changes when a file is added, replaced, rewritten or removed."""
         try:
             stats = [(file.name, file.stat()) for file in sorted(self._folder.glob("*.key"))]
         except OSError:
@@ -130,7 +130,7 @@ class Doorkeeper:
         if now_s - self._complained_s >= COMPLAINT_S:
             self._complained_s = now_s
             log.warning(
-                "a client from %s was not let in: its public key is not in %s",
+                "a client from %s was refused: its public key is not in %s",
                 address,
                 self._folder,
             )

@@ -1,11 +1,11 @@
-"""From a message to its handler, and from events of the cache engine to those who wait.
+"""Passes messages to their handlers, and the cache engine's results to waiting requests.
 
     message ──▶ decode_request ──▶ too late? stopping? ──▶ session ──▶ the operation's handler
                                                                        (daemon/operations/)
 
-No sockets and no workers here: they are the gate's outlet, and time comes in. The loop calls
-`serve` for every message, `news` for what the cache engine reports of moves, and `tick` when time
-passed. Used from the daemon's loop only.
+Without sockets, workers and clock: the gate's outlet stands for the first two, and time is passed
+in. The loop calls `serve` for every message, `news` with the results of moves, and `tick` when time
+has passed. Used from the daemon's loop only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hicache.protocol.operations import HELLO, OPERATIONS, decode_request
 from hicache.protocol.registry import Operation, Request
 
 MAX_LATE_S = 3600.0
-"""A message that seems to be later than this was sent by another clock."""
+"""A message that seems later than this was sent with another clock."""
 
 log = logging.getLogger("hicache")
 
@@ -39,7 +39,7 @@ def _unsupported(gate: Gate, asked: Asked[Any]) -> None:
 
 
 def _rows() -> dict[type[Request], tuple[Operation[Any, Any], Handler]]:
-    """The one table of operations: every one that is declared, with its handler."""
+    """The table of all declared operations and their handlers."""
     for module in pkgutil.iter_modules(operations.__path__):
         importlib.import_module(f"{operations.__name__}.{module.name}")
     return {
@@ -64,8 +64,8 @@ class Service:
     def serve(
         self, peer: Peer, head: bytes | memoryview, parts: Sequence[Part], pid_of: Callable[[], int]
     ) -> None:
-        """One message of a client, one reply. Raises nothing: every error is a reply. `pid_of` says
-        whose process sent it."""
+        """Serve one message of a client, with one reply. Never raises: every error is a reply.
+        `pid_of` returns the sender's pid."""
         gate, now_s = self.gate, time.monotonic()
         try:
             request = decode_request(head)
@@ -80,7 +80,7 @@ class Service:
             pid = pid_of() if operation is HELLO else 0
             self._run(operation, handler, Asked(peer, request, parts, pid, now_s))
             if not operation.is_admin:
-                os.sched_yield()  # ZeroMQ's own thread has the reply to send; the rest can wait
+                os.sched_yield()  # let ZeroMQ's thread send the reply before the bookkeeping
                 plan = gate.engine.catch_up()
                 if plan is not None:
                     gate.outlet.dispatch(plan)
@@ -88,13 +88,13 @@ class Service:
             gate.errors[error.code] += 1
             request_id = peer.request_id or error.request_id
             gate.outlet.send(peer, error_reply(request_id, error.code, error.message))
-        except Exception:  # a fault of this daemon: the client gets a miss, the log the traceback
+        except Exception:  # a bug in this daemon: the client gets a miss, the log the traceback
             gate.errors["internal"] += 1
             log.exception("a request could not be served")
             gate.outlet.send(peer, error_reply(peer.request_id, "internal"))
 
     def handle(self, asked: Asked[Any]) -> None:
-        """Serve one request. Raises WireError for the one error reply that it gets instead."""
+        """Serve one request. Raises WireError for an error reply."""
         self._run(*self._rows[type(asked.request)], asked)
 
     def _run(self, operation: Operation[Any, Any], handler: Handler, asked: Asked[Any]) -> None:
@@ -110,10 +110,10 @@ class Service:
         except p.UnknownTicket:
             raise WireError("unknown_ticket", "", request.id) from None
 
-    # --- what was waited for --------------------------------------------------------------------
+    # --- waiting requests -----------------------------------------------------------------------
 
     def news(self, arrivals: p.Arrivals, now_s: float) -> None:
-        """Blocks arrived, were freed, or became durable: answer the requests that wait for that."""
+        """Blocks arrived, were freed, or became persistent: answer requests that wait for that."""
         fetch.blocks_arrived(self.gate, arrivals)
         put.became_durable(self.gate, arrivals.durable)
         warm.warmings_ended(self.gate, arrivals)
@@ -121,7 +121,7 @@ class Service:
             put.try_puts(self.gate, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Answer what is overdue with what there is, end silent sessions, let leases expire."""
+        """Answer overdue requests with what has come, end silent sessions, expire leases."""
         gate = self.gate
         self._limit_leases(now_s)
         for session in gate.sessions.silent(now_s):
@@ -134,7 +134,7 @@ class Service:
         self._clearances.tick(now_s)
 
     def between_polls(self, now_s: float) -> None:
-        """A step of what goes on for more than one turn of the loop."""
+        """Do a step of work that takes more than one turn of the loop."""
         gate = self.gate
         if self._clearances.is_stepping and self._clearances.go_on(now_s) and gate.waiting.puts:
             put.try_puts(gate, now_s)
@@ -144,7 +144,7 @@ class Service:
             fetch.end_overdue_fetches(gate, now_s)
 
     def longest_wait_s(self, wait_s: float, now_s: float, send_more_s: float) -> float:
-        """How long the loop may sleep, at most `wait_s`; `send_more_s` where a client has to read
+        """How long the loop may sleep, at most `wait_s`; `send_more_s` while a client has to read
         before more is sent to it."""
         waiting = self.gate.waiting
         if self._clearances.is_stepping:

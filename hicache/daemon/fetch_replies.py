@@ -1,12 +1,12 @@
-"""The answers of a fetch: blocks readable now are named (arena) or sent (frames), piece by piece.
+"""Sends a fetch's replies: readable blocks are named (arena) or sent (frames), piece by piece.
 
 Frames are copies that stay in this process until the client has read them, and a client may be slow
-or never read at all. So at most `max_unread_bytes` of them are on their way to a session; the rest
-stays where it is, leased, and follows as the client reads. What has not been sent by the fetch's
-deadline is a miss. Used from the daemon's loop only.
+or never read at all. So at most `max_unread_bytes` of them are in flight to a session; the rest
+stays in its slots, leased, and is sent as the client reads. Blocks that were not sent by the
+fetch's deadline are misses. Used from the daemon's loop only.
 
-    told   [ sent, read ][ sent, unread ][ unsent            ]
-             ZeroMQ let go  in ZeroMQ      in its slots, leased
+    blocks  [ sent, read ][ sent, unread ][ unsent            ]
+              freed         in ZeroMQ       in its slots, leased
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hicache.protocol.operations import FetchReply, ReadyRun
 
 
 class FetchReplies:
-    """Sends the answers of fetches."""
+    """Sends the replies of fetches."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -29,14 +29,14 @@ class FetchReplies:
     def add(
         self, fetch: WaitingFetch, session: Session, runs: Sequence[p.ReadyRun], is_last: bool
     ) -> bool:
-        """These runs can be read now; after the last no more will come. Returns whether the fetch
-        has its final reply."""
+        """These runs can be read now; `is_last`: no more will come. Returns whether the final reply
+        was sent."""
         fetch.unsent.extend(runs)
         fetch.is_complete |= is_last
         return self.send(fetch, session)
 
     def send(self, fetch: WaitingFetch, session: Session) -> bool:
-        """Send what can be sent now. Returns whether the fetch has its final reply."""
+        """Send what can be sent now. Returns whether the final reply was sent."""
         while True:
             parts: list[Part] = []
             if fetch.by_worker:
@@ -53,7 +53,7 @@ class FetchReplies:
                 return True
 
     def end(self, fetch: WaitingFetch, session: Session) -> None:
-        """The final reply, now: what has been sent is all that the client gets."""
+        """Send the final reply now, without the blocks that have not been sent."""
         fetch.unsent.clear()
         fetch.is_complete = True
         self.send(fetch, session)
@@ -79,7 +79,7 @@ class FetchReplies:
         return ready
 
     def _copied(self, fetch: WaitingFetch, session: Session) -> tuple[list[ReadyRun], list[Part]]:
-        """One message's blocks: half of what may be unread, since the newest is not counted."""
+        """One message's blocks: half of the limit, since the newest message is not counted."""
         ready: list[ReadyRun] = []
         parts: list[Part] = []
         size = session.spec.block_bytes
@@ -92,7 +92,7 @@ class FetchReplies:
             now = p.ReadyRun(run.first, run.tier, run.slots[:room])
             if not self._gate.engine.is_still_at(
                 fetch.lease, now
-            ):  # the lease or the tier has gone
+            ):  # the lease has ended, or the tier is down
                 fetch.unsent.clear()
                 break
             if room < len(run.slots):
@@ -102,7 +102,7 @@ class FetchReplies:
             fetch.mark(now)
             ready.append((now.first, now.tier, b"", b"", len(now.slots)))
             arena = self._gate.arenas[now.tier]
-            # A copy: the slot may get another block before ZeroMQ has sent this one.
+            # Copied: the slot may get another block before ZeroMQ has sent this one.
             parts.extend(arena.view(slot, size).tobytes() for slot in now.slots.tolist())
         return ready, parts
 

@@ -1,9 +1,9 @@
-"""What a handler gets: the request (`Asked`), and the one object through which it acts (`Gate`).
+"""A handler's arguments: the request (`Asked`), and the object through which it acts (`Gate`).
 
     @handles(MATCH)
     def match(gate: Gate, asked: Asked[MatchRequest]) -> None:
         matched = gate.do(p.MatchPrompt(…))              an event for the cache engine
-        gate.engine.queries.lease_of(…)                  a question to it
+        gate.engine.queries.lease_of(…)                  a query of it
         gate.reply(asked.peer, MatchReply(…))            the answer, now or later
         raise WireError("refused", "a sentence")         or an error reply instead
         gate.waiting.puts.append(WaitingPut(…))          or an answer by a deadline
@@ -27,7 +27,7 @@ from hicache.daemon.build import Parts
 from hicache.daemon.pending import Part, Peer, Waiting
 from hicache.daemon.serving_config import ServingConfig
 from hicache.daemon.sessions import Session, Sessions, Tracker
-from hicache.daemon.upkeep.health import Condition
+from hicache.daemon.upkeep.health import Health
 from hicache.daemon.upkeep.kv_publisher import Publisher
 from hicache.daemon.upkeep.observers import Observers
 from hicache.daemon.upkeep.request_sample import Sample
@@ -45,7 +45,7 @@ State = TypeVar("State")
 
 
 class Asked(msgspec.Struct, Generic[Q]):
-    """A request with where it came from. `pid` is 0 where the socket does not tell it."""
+    """A request and its sender. `pid` is 0 where the socket does not provide it."""
 
     peer: Peer
     request: Q
@@ -56,7 +56,7 @@ class Asked(msgspec.Struct, Generic[Q]):
 
     @property
     def session(self) -> Session:
-        """The session of the request. Operations that need none have none."""
+        """The request's session. Only for operations that need a session."""
         assert self.in_session is not None, "this operation is declared without a session"
         return self.in_session
 
@@ -67,13 +67,13 @@ class Asked(msgspec.Struct, Generic[Q]):
 
 
 class Outlet(Protocol):
-    """Where things leave the daemon: replies to clients, moves to workers."""
+    """Sends replies to clients, and moves to workers."""
 
     def send(
         self, peer: Peer, message: Mapping[str, Any] | Reply, parts: Sequence[Part] = ()
     ) -> Tracker | None:
-        """Send one message. With parts it returns what says when ZeroMQ has let go of them, or
-        None where they could not be sent."""
+        """Send one message. With parts, returns a tracker of when ZeroMQ frees them, or None where
+        they could not be sent."""
 
     def dispatch(self, plan: p.Plan[Any]) -> None:
         """Carry out a plan."""
@@ -84,11 +84,11 @@ class Outlet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """The parts of the daemon that operators' operations read or start."""
+    """The parts of the daemon that operators' operations use."""
 
     parts: Parts
     mover: Mover
-    condition: Condition
+    health: Health
     scrubbing: Scrubbing
     serving: ServingConfig
     publisher: Publisher | None
@@ -97,13 +97,12 @@ class Upkeep:
 
 
 class Gate:
-    """What a handler may do to the daemon, and what it may read of it.
+    """A handler's access to the daemon.
 
-    `slot_sizes`: what a block of so many bytes takes in each tier, nothing where none stores blocks
-    otherwise than as they are.
-    `namespaces`: the specs, by digest; `leased_share`: of memory, as of the last tick;
-    `page_owners`: the (group, namespace) pairs for which the GPU worker copies; `written_owners`:
-    groups into whose slots it writes now.
+    `slot_sizes`: block bytes → slot size in each tier; empty where no tier has a codec.
+    `namespaces`: the specs, by digest; `leased_share`: the share of memory leased as of the last
+    tick; `page_owners`: the (group, namespace) pairs that the GPU worker copies for;
+    `written_owners`: groups whose slots it is writing now.
     """
 
     upkeep: Upkeep
@@ -140,23 +139,23 @@ class Gate:
         self._states: dict[Any, Any] = {}
 
     def do(self, event: p.Event[Answer]) -> Answer:
-        """Hand one event to the cache engine, and its moves to the mover."""
+        """Pass an event to the cache engine, and its plan to the outlet. Returns the answer."""
         plan = self.engine.handle(event)
         self.outlet.dispatch(plan)
         return plan.answer
 
     def reply(self, peer: Peer, reply: Reply, parts: Sequence[Part] = ()) -> Tracker | None:
-        """Answer a request."""
+        """Reply to a request."""
         reply.id = peer.request_id
         return self.outlet.send(peer, reply, parts)
 
     def confirm(self, asked: Asked[Any], reply: Reply) -> None:
-        """Answer a request, unless it is `quiet`."""
+        """Reply to a request, unless it is `quiet`."""
         if not asked.request.quiet:
             self.reply(asked.peer, reply)
 
     def refuse(self, peer: Peer, code: str, sentence: str) -> None:
-        """Answer a request with an error after its handler has returned."""
+        """Send an error reply, after the request's handler has returned."""
         self.errors[code] += 1
         self.outlet.send(peer, error_reply(peer.request_id, code, sentence))
 
@@ -166,23 +165,23 @@ class Gate:
         raise WireError("refused", sentence)
 
     def state(self, kind: Callable[[Gate], State]) -> State:
-        """What an operation keeps between requests: the daemon's one `kind(gate)`."""
+        """An operation's state between requests: the daemon's only `kind(gate)`."""
         found: State | None = self._states.get(kind)
         if found is None:
             found = self._states[kind] = kind(self)
         return found
 
     def deadline_s(self, asked: Asked[Any]) -> float:
-        """When the answer must leave: when the caller stops waiting, or at the configured limit if
-        that is sooner."""
+        """When the reply must be sent: at the caller's deadline, or at the configured limit if that
+        is earlier."""
         key = operation_of(asked.request).deadline
         assert key, "an operation whose answer waits is declared with a deadline"
         limit_s: float = getattr(self.deadlines, f"{key}_s")
-        # A little before the caller gives up, so that what came is not lost on the way.
+        # A little before the caller's deadline, so that the reply arrives in time.
         return asked.now_s + 0.95 * min(asked.request.deadline_s or limit_s, limit_s)
 
     def check_tokens(self, tokens: bytes) -> None:
-        """Raises WireError('too_large')."""
+        """Raises WireError('too_large') for a prompt longer than the limit."""
         if len(tokens) > 4 * self.limits.max_prompt_tokens:
             raise WireError(
                 "too_large",
@@ -191,8 +190,8 @@ class Gate:
             )
 
     def check_leases(self) -> None:
-        """Raises WireError('refused') where there are as many leases as the limits allow, or they
-        hold as much of memory."""
+        """Raises WireError('refused') where the number of leases, or their share of memory, has
+        reached its limit."""
         if self.engine.queries.num_leases() >= self.limits.max_leases:
             self.turn_away("leases", f"{self.limits.max_leases} leases are open (max_leases)")
         if self.leased_share > self.limits.max_leased:
@@ -200,15 +199,15 @@ class Gate:
             self.turn_away("leased memory", f"leases hold {share} of memory (limits.max_leased)")
 
     def free_if_over(self, owner: int, now_s: float) -> None:
-        """Free a group's slots if its sessions have ended and nothing can write there any more:
-        no process of it, and not the GPU worker."""
+        """Free a group's slots if its sessions have ended, and neither one of its processes nor the
+        GPU worker can still write them."""
         is_over = all(group.number != owner for group in self.sessions.groups.values())
         can_write = self.written_owners[owner] or self.sessions.has_writer_left(owner)
         if is_over and not can_write:
             self.do(p.WriterGone(owner, now_s))
 
     def configure(self, deadlines: DeadlinesConfig, limits: LimitsConfig) -> None:
-        """Apply what can change while serving."""
+        """Apply a live change of the configuration."""
         self.deadlines, self.limits = deadlines, limits
         self.sessions.max_sessions = limits.max_sessions
         self.sessions.session_ttl_s = limits.session_ttl_s
@@ -222,8 +221,8 @@ HANDLERS: Final[dict[str, Handler]] = {}
 def handles(
     operation: Operation[Q, R],
 ) -> Callable[[Callable[[Gate, Asked[Q]], None]], Callable[[Gate, Asked[Q]], None]]:
-    """Register the decorated function as the operation's handler. It replies once, now or later,
-    or raises WireError for the one error reply."""
+    """Register the decorated function as the operation's handler. It must reply exactly once, now
+    or later, or raise WireError for an error reply."""
 
     def register(handler: Callable[[Gate, Asked[Q]], None]) -> Callable[[Gate, Asked[Q]], None]:
         assert operation.name not in HANDLERS, operation.name

@@ -1,8 +1,7 @@
 """The daemon's one loop: socket → event → plan → mover → reply. Wiring, no policy.
 
-Single-threaded: everything of the cache engine, the sessions and the mover happens here, between
-two polls. It never opens a disk environment and never touches CUDA (workers do), and never waits
-for anything but the poll.
+Single-threaded: the cache engine, the sessions and the mover run here, between two polls. It never
+opens a disk environment and never calls CUDA (workers do), and blocks only in the poll.
 
     ROUTER ──▶ Service ──▶ CacheEngine ──▶ Mover ──▶ workers
        ▲          │                          │
@@ -36,10 +35,10 @@ from hicache.daemon.pending import Part, Peer
 from hicache.daemon.server_sockets import ServerSockets
 from hicache.daemon.serving_config import ServingConfig
 from hicache.daemon.sessions import Sessions
-from hicache.daemon.socket_lock import Instance, peer_pid
+from hicache.daemon.socket_lock import SocketLock, peer_pid
 from hicache.daemon.tier_events import TierEvents
-from hicache.daemon.upkeep.estimates_file import Keeper
-from hicache.daemon.upkeep.health import Condition
+from hicache.daemon.upkeep.estimates_file import EstimatesFile
+from hicache.daemon.upkeep.health import Health
 from hicache.daemon.upkeep.heap import FreedMemory, grow_table_of_names
 from hicache.daemon.upkeep.kv_publisher import Publisher
 from hicache.daemon.upkeep.observers import Observers
@@ -60,13 +59,13 @@ TICK_S: Final = 0.1
 _READABLE: Final = int(zmq.POLLIN)
 _FIRST_PART, _LAST_PART = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 SEND_MORE_S: Final = 0.002
-"""How often a client is looked at that has to read before more is sent to it."""
+"""The interval of checks of whether a client has read, so that more can be sent to it."""
 KEEP_S: Final = 2.0
-"""How long the last writing of what was learned may take."""
+"""How long the last write of the estimates may take."""
 MAX_UNSENT_BYTES: Final = 4 << 20
-"""Uses are not noted while a worker has so much still to read."""
+"""Uses are not sent while more than this is unsent to workers."""
 MAX_DRAIN: Final = 64
-"""Requests served between two polls, so that workers and timers get their turn."""
+"""The most requests served between two polls, so that workers and timers are not delayed."""
 
 log = logging.getLogger("hicache")
 
@@ -78,14 +77,14 @@ class Daemon:
         self,
         config: Config,
         parts: Parts,
-        instances: Sequence[Instance],
+        locks: Sequence[SocketLock],
         load: Callable[[str], LoadedConfig],
         recorder: TraceRecorder | None = None,
     ) -> None:
         self.parts = parts
         self.serving = ServingConfig(config, load, self._apply)
         self._started_s = time.monotonic()
-        self._instances = instances
+        self._locks = locks
         self._is_stopping = False
         self._wants_reload = False
         self._wake_read, self._wake_write = socket.socketpair()
@@ -113,9 +112,9 @@ class Daemon:
         do = self.gate.do
         self.restoring = Restoring(do, parts.slot_sizes)
         self.scrubbing = Scrubbing(parts.workers, self.mover.scrub, do, self.engine.knows)
-        self.condition = Condition(parts, self.engine, self.mover, self._started_s)
+        self.health = Health(parts, self.engine, self.mover, self._started_s)
         self._tier_events = TierEvents(
-            self.service, self.mover, self.condition, self.restoring, self.scrubbing
+            self.service, self.mover, self.health, self.restoring, self.scrubbing
         )
         gpus = [worker.device for worker in parts.workers if worker.spec.traits.maps_pages]
         self.gate.state(GpuPages).serve(gpus, self.mover)
@@ -132,33 +131,33 @@ class Daemon:
         self.gate.upkeep = Upkeep(
             parts,
             self.mover,
-            self.condition,
+            self.health,
             self.scrubbing,
             self.serving,
             self._publisher,
             sample,
-            is_private=self._is_ipc or bool(self._sockets.doorkeepers),
+            is_private=self._is_ipc or bool(self._sockets.curve_auths),
         )
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
-        for keeper in self._sockets.doorkeepers:
-            self._poller.register(keeper.socket, zmq.POLLIN)
+        for auth in self._sockets.curve_auths:
+            self._poller.register(auth.socket, zmq.POLLIN)
         self._poller.register(self.mover.fileno(), zmq.POLLIN)
         self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
         self._watched: set[int] = set()
         self._news_s = self._started_s
-        self._keeper = Keeper(config, self.engine.memory)
+        self._estimates_file = EstimatesFile(config, self.engine.memory)
         self.shedding = parts.shedding(do)
         self._set_aside_what_is_written()
-        self._bystanders = self._know_bystanders()
+        self._bystanders = self._watch_parts()
 
     # --- the loop -------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Serve until a signal or `stop`, then drain and close. Blocks.
 
-        A fault in the loop itself ends the daemon, in order as far as that goes: clients see
-        misses, and what was acknowledged as durable is found by the next daemon."""
+        A bug in the loop itself ends the daemon, as cleanly as possible: clients get misses, and
+        the next daemon finds what was acknowledged as durable."""
         try:
             self._serve_until_stopped()
             self._drain()
@@ -175,7 +174,7 @@ class Daemon:
         self.mover.start(now_s)
         grow_table_of_names()
         gc.collect()
-        gc.freeze()  # what is made at start stays: the collector need not walk it again and again
+        gc.freeze()  # the objects made at start stay: the collector need not scan them
         next_tick_s = now_s
         while not self._is_stopping:
             now_s = time.monotonic()
@@ -187,10 +186,10 @@ class Daemon:
 
     def stop(self) -> None:
         """End the loop soon; safe in a signal handler."""
-        self._is_stopping = self.condition.is_stopping = self.service.is_stopping = True
+        self._is_stopping = self.health.is_stopping = self.service.is_stopping = True
 
     def _turn(self, wait_s: float) -> None:
-        """One poll, and everything that was ready."""
+        """Poll once, and handle everything that is ready."""
         wait_s = self.service.longest_wait_s(wait_s, time.monotonic(), SEND_MORE_S)
         events = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         self._news_s = time.monotonic()
@@ -198,12 +197,12 @@ class Daemon:
             news = self.mover.on_readable(time.monotonic())
             self._tier_events.take(news, time.monotonic())
         for pidfd in self._watched & events.keys():
-            self._bury(pidfd)
+            self._process_died(pidfd)
         if self._wake_read.fileno() in events:
             self._wake_read.recv(4096)
-        for keeper in self._sockets.doorkeepers:
-            if keeper.socket in events:
-                keeper.answer()
+        for auth in self._sockets.curve_auths:
+            if auth.socket in events:
+                auth.answer()
         if self._router in events:
             self._serve_requests()
             self._await_the_next()
@@ -214,12 +213,12 @@ class Daemon:
             self.serving.reload_or_log()
         self._flush_refused()
 
-    def _bury(self, pidfd: int) -> None:
+    def _process_died(self, pidfd: int) -> None:
         """A client's process is dead."""
         for session in self.sessions.of_dead(pidfd):
-            log.info("client %s (pid %d) is gone", session.client or "?", session.pid)
+            log.info("client %s (pid %d) has ended", session.client or "?", session.pid)
             hello.end_session(self.gate, session, time.monotonic())
-        hello.writers_gone(self.gate, self.sessions.bury(pidfd), time.monotonic())
+        hello.writers_gone(self.gate, self.sessions.process_died(pidfd), time.monotonic())
 
     def _tick(self, now_s: float) -> None:
         self._tier_events.take(self.mover.tick(now_s), time.monotonic())
@@ -227,50 +226,50 @@ class Daemon:
         self.shedding.tick(now_s, self.serving.config.limits.min_available)
         if self.mover.unsent_bytes() < MAX_UNSENT_BYTES:
             self._note(self.restoring.uses(self.scrubbing.devices.values(), now_s))
-        self.condition.loop.turn(now_s)
-        self.condition.tell_reluctance()
+        self.health.loop.turn(now_s)
+        self.health.log_refusals()
         for faults, tick in self._bystanders:
             faults.guard(partial(tick, now_s))
         if self.serving.config.debug.check:
             self.engine.validate()
 
     def _set_aside_what_is_written(self) -> None:
-        """Clients of the daemon before this one may not know yet that it is gone."""
+        """Quarantine slots that clients of the previous daemon may still write."""
         for tier, arena in self.parts.arenas.items():
             owner = self.sessions.inherit({pid for _, _, pid in arena.inherited})
             if owner:
                 pages = [(first, count) for first, count, _ in arena.inherited]
                 slabs = self.gate.do(p.SetAside(tier, pages, owner))
-                log.info("%s: %d slabs may be written by clients of before", tier, slabs)
+                log.info("%s: clients of the last daemon may still write %d slabs", tier, slabs)
 
-    def _know_bystanders(self) -> list[tuple[Faults, Callable[[float], None]]]:
-        """The parts that no request waits for: they are judged, and may fail."""
-        condition = self.condition
-        condition.watch("witnesses", lambda now_s: 0.0, *self.gate.observers.faults)
+    def _watch_parts(self) -> list[tuple[Faults, Callable[[float], None]]]:
+        """The parts that no request waits for, which are watched and may fail."""
+        health = self.health
+        health.watch("witnesses", lambda now_s: 0.0, *self.gate.observers.faults)
         ticks: list[tuple[Faults, Callable[[float], None]]] = []
         trim = FreedMemory(self._started_s)
         ticks.append((Faults("giving freed memory back"), trim.tick))
-        if self._sockets.doorkeepers:
-            faults_of = [keeper.faults for keeper in self._sockets.doorkeepers]
-            condition.watch("doorkeeper", lambda now_s: 0.0, *faults_of)
+        if self._sockets.curve_auths:
+            faults_of = [auth.faults for auth in self._sockets.curve_auths]
+            health.watch("doorkeeper", lambda now_s: 0.0, *faults_of)
         if self._publisher is not None:
-            hand_of_events = self._publisher.hand
+            events_thread = self._publisher.work_thread
             ticks.append((Faults("telling events"), self._publisher.tick))
-            condition.watch("events", hand_of_events.owes_s, hand_of_events.faults, ticks[-1][0])
+            health.watch("events", events_thread.owes_s, events_thread.faults, ticks[-1][0])
         if self._fitter is not None:
             ticks.append((Faults("fitting"), self._fitter.tick))
-            condition.watch("fit", self._fitter.owes_s, self._fitter.faults, ticks[-1][0])
-        if (hand := self._keeper.hand) is not None:
-            ticks.append((Faults("keeping estimates"), self._keeper.tick))
-            condition.watch("estimates", hand.owes_s, hand.faults, ticks[-1][0])
+            health.watch("fit", self._fitter.owes_s, self._fitter.faults, ticks[-1][0])
+        if (thread := self._estimates_file.work_thread) is not None:
+            ticks.append((Faults("keeping estimates"), self._estimates_file.tick))
+            health.watch("estimates", thread.owes_s, thread.faults, ticks[-1][0])
         if self._recorder is not None:
-            hand_of_record = self._recorder.hand
+            record_thread = self._recorder.work_thread
             ticks.append((Faults("recording"), self._recorder.tick))
-            condition.watch("record", hand_of_record.owes_s, hand_of_record.faults, ticks[-1][0])
+            health.watch("record", record_thread.owes_s, record_thread.faults, ticks[-1][0])
         return ticks
 
     def _watch_processes(self) -> None:
-        """Poll the pidfds of the processes behind the sessions of now."""
+        """Poll the pidfds of the processes of the current sessions."""
         wanted = set(self.sessions.pidfds())
         if wanted != self._watched:
             for gone in self._watched - wanted:
@@ -282,17 +281,17 @@ class Daemon:
     # --- requests -------------------------------------------------------------------------------
 
     def _open_publisher(self) -> Publisher | None:
-        """Where the configuration says so. On tcp with the same keys as the clients' socket. It has
-        a ZeroMQ context of its own, so that subscribers cost the clients nothing."""
+        """The KV-event publisher, if configured. On tcp with the same keys as the clients' socket.
+        It has a separate ZeroMQ context, so that subscribers do not slow clients down."""
         config = self.serving.config.events
         if config.endpoint is None:
             return None
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         tiers = [spec.name for spec in self.parts.tiers]
         is_tcp = ipc_path(config.endpoint) is None
-        keeper = self._sockets.new_doorkeeper(context) if is_tcp else None
+        auth = self._sockets.new_curve_auth(context) if is_tcp else None
         epoch, changes = self.gate.epoch, self.engine.changes
-        return Publisher(context, config.endpoint, config.hwm, changes, tiers, epoch, keeper)
+        return Publisher(context, config.endpoint, config.hwm, changes, tiers, epoch, auth)
 
     def _serve_requests(self) -> None:
         router = self._router
@@ -306,19 +305,19 @@ class Daemon:
                 pid_of = partial(self._pid_of, head)
                 self.service.serve(Peer(routing_id, 0), head.buffer, parts, pid_of)
             if not int(router.get(zmq.EVENTS)) & _READABLE:
-                return  # asked, since an exception for "nothing there" costs more than a request
+                return  # checked first: an exception would cost more than a request
 
     def _await_the_next(self) -> None:
-        """An inference engine's requests come in rows (match, fetch, release). Looking for the next
-        one a little while, before going to sleep, saves each of them the wake-up of this process:
-        a third of a match's round trip."""
+        """Busy-poll for the next request before sleeping. An inference engine's requests come in
+        series (match, fetch, release), and waking this process up takes a third of a match's round
+        trip."""
         router, busy_poll_s = self._router, self.serving.config.socket.busy_poll_s
         give_up_s = time.monotonic() + busy_poll_s
         while (now_s := time.monotonic()) < give_up_s and not self._is_stopping:
             if int(router.get(zmq.EVENTS)) & _READABLE:
                 self._serve_requests()
                 if now_s - self._news_s > TICK_S / 10:
-                    return  # workers and timers get their turn
+                    return  # let workers and timers run
                 give_up_s = time.monotonic() + busy_poll_s
             else:
                 os.sched_yield()
@@ -329,8 +328,8 @@ class Daemon:
     def send(
         self, peer: Peer, message: Mapping[str, Any] | Reply, parts: Sequence[Part] = ()
     ) -> zmq.MessageTracker | None:
-        """See Outlet. A peer that is gone or does not read loses the message and counts its request
-        as a miss at its deadline."""
+        """See Outlet. If the peer has ended or does not read, the message is lost, and the client
+        counts its request as a miss at its deadline."""
         try:
             if parts:
                 end = zmq.Frame(parts[-1], track=True, copy=False, copy_threshold=0)
@@ -339,7 +338,7 @@ class Daemon:
                 tracker: zmq.MessageTracker = end.tracker
                 return tracker
             packed = pack(message)
-            send = zmq.backend.Socket.send  # past a wrapper that costs as much again
+            send = zmq.backend.Socket.send  # without pyzmq's wrapper, which takes as long again
             send(self._router, peer.routing_id, _FIRST_PART)
             send(self._router, packed, _LAST_PART)
         except zmq.ZMQError:
@@ -349,8 +348,8 @@ class Daemon:
     # --- moves ----------------------------------------------------------------------------------
 
     def dispatch(self, plan: p.Plan[Any]) -> None:
-        """See Outlet. The plan's answer is sent afterwards. Pages that were cut into slots anew
-        come first: from the first move on, other bytes may stand there (race 2 of the arena)."""
+        """See Outlet. The plan's answer is sent afterwards. Generations of reshaped pages are
+        raised first: the moves may write other bytes there (race 2 of the arena)."""
         for pages in plan.reshaped:
             if pages.tier in self.gate.arenas:
                 self.gate.arenas[pages.tier].raise_range(pages.first_page, pages.num_pages)
@@ -361,7 +360,7 @@ class Daemon:
             self._undispatched += [p.Outcome(m.id, False, error="refused") for m in refused]
 
     def _flush_refused(self) -> None:
-        """Moves that never left come back as failed, after the event that wanted them is over."""
+        """Report moves that could not be sent as failed, after the event that started them."""
         outcomes, self._undispatched = self._undispatched, []
         self._tier_events.moves_done(outcomes, time.monotonic())
 
@@ -375,7 +374,7 @@ class Daemon:
         sizes = self.parts.slot_sizes(spec.block_bytes)
         for tier in self.engine.too_small_for(spec.block_bytes, tuple(sizes.values())):
             log.warning(
-                "%s (%s) is too small for a block of %d bytes: those of %s are kept elsewhere",
+                "%s (%s) is too small for a block of %d bytes: %s uses the other tiers",
                 tier.name,
                 format_size(tier.capacity_bytes),
                 spec.block_bytes,
@@ -386,7 +385,7 @@ class Daemon:
                 self.mover.describe(worker.device, spec.digest(), spec.to_wire())
 
     def _apply(self, config: Config) -> None:
-        """A configuration that differs in what can change while serving."""
+        """Apply a changed configuration, as far as it can change live."""
         self.engine.configure(engine_settings(config), tier_specs(config, self.parts.tiers))
         self.gate.configure(config.deadlines, config.limits)
         for tier, paces in paces_of(config).items():
@@ -407,7 +406,7 @@ class Daemon:
         signal.signal(signal.SIGHUP, hang_up)
 
     def _drain(self) -> None:
-        """Refuse requests; write down what the durable tier lacks, within `shutdown_s`."""
+        """Refuse requests; write what the persistent tiers lack, within `shutdown_s`."""
         give_up_s = time.monotonic() + self.serving.config.deadlines.shutdown_s
         left = -1
         while (now_s := time.monotonic()) < give_up_s:
@@ -419,7 +418,7 @@ class Daemon:
             self._watch_processes()
             self._turn(min(TICK_S, give_up_s - now_s))
         if left:
-            log.warning("stopped with %d writes to disk still to do: shutdown was too short", left)
+            log.warning("stopped before %d writes to disk: shutdown_s was too short", left)
         self._note(self.restoring.all_uses(self.scrubbing.devices.values()))
 
     def _close(self) -> None:
@@ -431,15 +430,15 @@ class Daemon:
         if self._recorder is not None:
             self.gate.observers.deliver()
             self._recorder.close()
-        self._keeper.close(KEEP_S)
+        self._estimates_file.close(KEEP_S)
         left_s = max(2.0, self.serving.config.deadlines.shutdown_s / 2)
         self.mover.close(left_s)
         for name, error in self.mover.last_words().items():
-            log.warning("the last thing that %s said: %s", name, error)
+            log.warning("the last error of %s: %s", name, error)
         self.sessions.close_all()
         self._sockets.close()
         self.parts.close()
-        for instance in self._instances:
+        for instance in self._locks:
             instance.close()
         signal.set_wakeup_fd(-1)
         self._wake_read.close()

@@ -1,8 +1,7 @@
-"""Requests that cannot be answered yet: fetches, puts without room, commits that want the disk,
-warmings whose end is waited for.
+"""Requests that cannot be answered yet: fetches, puts without room, durable commits, warmings.
 
-Each has a deadline; when it passes the request gets what there is by then. Exactly one final reply
-leaves for every request. Used from the daemon's loop only.
+Each has a deadline, at which it gets what has come by then. Every request gets exactly one final
+reply. Used from the daemon's loop only.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import msgspec
 from hicache.engine.plan import ReadyRun
 
 Part = bytes | memoryview
-"""Of a message, behind its map: one block's bytes."""
+"""One block's bytes, a part of a message after its map."""
 
 
 class Peer(msgspec.Struct):
-    """Where a reply goes, and for which request."""
+    """The client to reply to, and the request's number."""
 
     routing_id: bytes
     request_id: int
@@ -29,9 +28,9 @@ class Peer(msgspec.Struct):
 
 @dataclass(slots=True)
 class WaitingFetch:
-    """`arrived` marks the lease's blocks that the client has been told of; `unsent` could be told
-    of, were it not for what the client has still to read; `is_complete`: no more will come;
-    `by_worker`: it is told which blocks the GPU worker can read, and gets none of them."""
+    """`arrived` marks the lease's blocks that were reported to the client; `unsent`: runs that wait
+    until the client has read earlier ones; `is_complete`: no more will come; `by_worker`: it gets
+    the runs that the GPU worker can read, without their bytes."""
 
     peer: Peer
     session: bytes
@@ -43,19 +42,19 @@ class WaitingFetch:
     by_worker: bool = False
 
     def mark(self, run: ReadyRun) -> None:
-        """The client is told of these."""
+        """Mark a run as reported to the client."""
         count = len(run.slots)
         self.arrived[run.first : run.first + count] = b"\1" * count
 
     def prefix_blocks(self) -> int:
-        """How many blocks from the front have arrived without a gap."""
+        """The number of blocks from the front that have arrived without a gap."""
         gap = self.arrived.find(0)
         return len(self.arrived) if gap < 0 else gap
 
 
 @dataclass(slots=True)
 class WaitingPut:
-    """A put for which room may come. `event` is asked again whenever something was freed."""
+    """A put for which room may come. `event` is repeated whenever blocks were freed."""
 
     peer: Peer
     session: bytes
@@ -65,7 +64,7 @@ class WaitingPut:
 
 @dataclass(slots=True)
 class WaitingCommit:
-    """A durable commit: `committed` blocks are visible and on their way to the durable tier."""
+    """A durable commit: `committed` blocks are visible and are being written."""
 
     peer: Peer
     ticket: int
@@ -75,7 +74,7 @@ class WaitingCommit:
 
 @dataclass(slots=True)
 class Waiting:
-    """Everything that waits, by what it waits for."""
+    """All waiting requests, by kind."""
 
     fetches: dict[int, WaitingFetch] = field(default_factory=dict)
     puts: list[WaitingPut] = field(default_factory=list)
@@ -86,28 +85,28 @@ class Waiting:
         return len(self.fetches) + len(self.puts) + len(self.commits) + len(self.warms)
 
     def put_bytes(self) -> int:
-        """What the prompts of waiting puts take."""
+        """Bytes of the prompts of waiting puts."""
         return sum(len(put.event.tokens) for put in self.puts)
 
     @property
     def is_sending(self) -> bool:
-        """Whether a fetch waits for its client to read."""
+        """Whether a fetch waits until its client has read."""
         return any(fetch.unsent for fetch in self.fetches.values())
 
     def next_fetch_deadline_s(self) -> float:
-        """The earliest one, infinity when there is none. The others may be answered a little late:
-        nobody computes meanwhile."""
+        """The earliest deadline of a fetch, infinity when there is none. Other requests may be
+        answered a little late, since no inference engine waits for them to compute."""
         return min([fetch.deadline_s for fetch in self.fetches.values()], default=inf)
 
     def overdue_fetches(self, now_s: float) -> list[WaitingFetch]:
-        """Taken out."""
+        """Remove and return them."""
         late = [fetch for fetch in self.fetches.values() if fetch.deadline_s <= now_s]
         for fetch in late:
             del self.fetches[fetch.lease]
         return late
 
     def overdue_commits(self, now_s: float) -> list[WaitingCommit]:
-        """Taken out."""
+        """Remove and return them."""
         late = [commit for commit in self.commits.values() if commit.deadline_s <= now_s]
         for commit in late:
             del self.commits[commit.ticket]

@@ -1,34 +1,34 @@
-"""The clients' socket, and who may connect to it."""
+"""The clients' socket, and its authentication."""
 
 from __future__ import annotations
 
 import zmq
 
 from hicache.config import Config
-from hicache.daemon.curve_auth import Doorkeeper
+from hicache.daemon.curve_auth import CurveAuth
 from hicache.daemon.socket_lock import listen
 
 
 class ServerSockets:
-    """`router` listens where the configuration says. Raises OSError where it cannot. With CURVE
-    keys `doorkeepers` holds those that have to answer ZeroMQ whether a key is allowed."""
+    """`router` listens at the configured endpoint. Raises OSError where it cannot. With CURVE keys
+    `curve_auths` holds the objects that answer ZeroMQ's ZAP requests."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.doorkeepers: list[Doorkeeper] = []
+        self.curve_auths: list[CurveAuth] = []
         self.router = self._open()
 
-    def new_doorkeeper(self, context: zmq.Context[zmq.Socket[bytes]]) -> Doorkeeper | None:
-        """With CURVE keys only. It must be there before a socket of the context listens, or a
-        client could connect unchecked."""
+    def new_curve_auth(self, context: zmq.Context[zmq.Socket[bytes]]) -> CurveAuth | None:
+        """The authentication of a context's sockets; None without CURVE keys. Create it before a
+        socket of the context listens: else a client could connect unchecked."""
         config = self._config.socket
         if config.curve_secret_key_file and config.curve_allowed_clients_dir:
-            keeper = Doorkeeper(
+            auth = CurveAuth(
                 context, config.curve_secret_key_file, config.curve_allowed_clients_dir
             )
-            self.doorkeepers.append(keeper)
-            return keeper
+            self.curve_auths.append(auth)
+            return auth
         return None
 
     def _open(self) -> zmq.Socket[bytes]:
@@ -39,12 +39,12 @@ class ServerSockets:
         router.setsockopt(zmq.RCVHWM, self._config.socket.hwm)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        keeper = self.new_doorkeeper(self._context)
-        if keeper is not None:
-            keeper.guard(router)
+        auth = self.new_curve_auth(self._context)
+        if auth is not None:
+            auth.guard(router)
         listen(router, self._config.socket.endpoint)
         return router
 
     def close(self) -> None:
-        """What has not been sent is lost."""
+        """Close the sockets; unsent messages are lost."""
         self._context.destroy(linger=0)

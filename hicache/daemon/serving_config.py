@@ -1,4 +1,4 @@
-"""The configuration that is in force, and reading it again while the daemon serves."""
+"""The current configuration, and its reload while the daemon serves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ log = logging.getLogger("hicache")
 
 
 class ServingConfig:
-    """`load` reads the file of this name, or the file of the start where it is empty; `apply` gives
-    a changed configuration to the parts that use it."""
+    """`load` reads the named file, or the one used at the start if the name is empty; `apply`
+    passes a changed configuration to the parts that use it."""
 
     def __init__(
         self,
@@ -25,8 +25,8 @@ class ServingConfig:
         self._load, self._apply = load, apply
 
     def reload(self, file: str = "") -> LiveDiff:
-        """Apply what can change live; the rest keeps its value until a restart. Raises ConfigError
-        with every mistake of the file, having changed nothing."""
+        """Apply what can change live; other keys keep their values until a restart. Raises
+        ConfigError with every mistake of the file, and changes nothing."""
         config = self._load(file).config
         changed = diff_live(self.config, config)
         if changed.live:
@@ -35,7 +35,7 @@ class ServingConfig:
         return changed
 
     def reload_or_log(self) -> None:
-        """For a signal: no mistake in the file ends the daemon."""
+        """Reload on a signal: mistakes in the file are logged."""
         try:
             changed = self.reload()
         except (ConfigError, OSError, ValueError, RecursionError) as error:

@@ -1,14 +1,14 @@
-"""Who is connected: sessions, the groups they form, and the processes behind them.
+"""Connected clients: sessions, their groups, and their processes.
 
-A session belongs to a group (one inference engine's instance: its scheduler and ranks share the
+A session belongs to a group (one instance of an inference engine: its scheduler and ranks share the
 group's token). Leases and tickets belong to the group. Sessions are named by tokens, not by ZeroMQ
 routing ids, which change when a socket reconnects.
 
-Who is alive: on `ipc` the peer's pid comes from the socket, never from the message, and a pidfd
-tells of its death within milliseconds. Where the pid is not visible (tcp, another pid namespace)
-a session that is silent for `session_ttl_s` is taken for dead. A process that lives may have
-dropped a client without a goodbye: when sessions run out, `idle` ones that hold nothing are ended
-too. What their process may still write stays set aside until it is dead (`_Process.owners`).
+Liveness: on `ipc` the peer's pid comes from the socket, never from the message, and a pidfd reports
+its death within milliseconds. Where the pid is not visible (tcp, another pid namespace), a session
+that is silent for `session_ttl_s` is taken as dead. A living process may have dropped a client
+without `bye`: when sessions run out, `idle` ones that hold nothing are ended, too. Slots that their
+process may still write stay quarantined until it is dead (`_Process.owners`).
 Used from the daemon's loop only.
 """
 
@@ -26,13 +26,13 @@ from hicache.protocol.messages import SESSION_BYTES, WireError
 from hicache.protocol.operations import MatchReply
 
 MAX_REMEMBERED_MATCHES: Final = 1024
-"""Per session: somebody who asks again does so while it waits, not thousands of requests later."""
+"""Per session. A client repeats a request soon, not thousands of requests later."""
 
 
 @dataclass(slots=True)
 class RememberedMatch:
-    """A match's answer, to be given again when the same request id asks the same. `tokens` is a
-    digest: a long prompt has half a megabyte."""
+    """A match's answer, which a repeated request with the same id gets again. `tokens` is a digest:
+    a long prompt has half a megabyte."""
 
     tokens: bytes
     skip_blocks: int
@@ -42,7 +42,7 @@ class RememberedMatch:
 
 @dataclass(slots=True)
 class Group:
-    """One inference engine's instance. `number` is the owner of its leases in the cache engine."""
+    """One instance of an inference engine. `number` owns its leases in the cache engine."""
 
     number: int
     token: bytes
@@ -50,7 +50,7 @@ class Group:
 
 
 class Tracker(Protocol):
-    """Tells whether ZeroMQ has let go of a message's parts."""
+    """Tracks whether ZeroMQ has freed a message's parts."""
 
     @property
     def done(self) -> bool: ...
@@ -58,8 +58,8 @@ class Tracker(Protocol):
 
 @dataclass(slots=True)
 class Unread:
-    """Block bytes sent to one client that ZeroMQ still has. The newest message is not counted:
-    ZeroMQ lets go of a message's end only when it takes up the next one."""
+    """Block bytes sent to one client that ZeroMQ still holds. The newest message is not counted:
+    ZeroMQ frees a message's end only when it sends the next one."""
 
     _sent: deque[tuple[Tracker, int]] = field(default_factory=deque)
     _num_bytes: int = 0
@@ -71,7 +71,7 @@ class Unread:
         self._sent.append((tracker, num_bytes))
 
     def num_bytes(self) -> int:
-        """How many, now."""
+        """The unread bytes now."""
         while len(self._sent) > 1 and self._sent[0][0].done:
             self._num_bytes -= self._sent.popleft()[1]
         return self._num_bytes
@@ -93,7 +93,7 @@ class Session:
     unread: Unread = field(default_factory=Unread)
 
     def remember(self, request: str, match: RememberedMatch) -> None:
-        """Keep a match's answer for its request id; the oldest are forgotten."""
+        """Keep a match's answer by its request id; the oldest are dropped."""
         self.matches[request] = match
         self.matches.move_to_end(request)
         while len(self.matches) > MAX_REMEMBERED_MATCHES:
@@ -102,8 +102,8 @@ class Session:
 
 @dataclass(slots=True)
 class _Process:
-    """A peer's process: its pidfd tells of its death. `owners`: groups into whose slots it may yet
-    write although its session has ended."""
+    """A peer's process, watched by its pidfd. `owners`: groups whose slots it may still write
+    although its session has ended."""
 
     pidfd: int
     tokens: set[bytes] = field(default_factory=set)
@@ -129,7 +129,7 @@ class Sessions:
         return iter(self.by_token.values())
 
     def check_room(self) -> None:
-        """Raises WireError('refused') when there are as many sessions as the limit allows."""
+        """Raises WireError('refused') when the number of sessions has reached its limit."""
         if len(self.by_token) >= self.max_sessions:
             raise WireError(
                 "refused",
@@ -147,7 +147,7 @@ class Sessions:
         pid: int,
         now_s: float,
     ) -> Session:
-        """A new session. An unknown or empty group token starts a group of its own."""
+        """Open a session. An unknown or empty group token starts another group."""
         group = self.groups.get(group_token)
         if group is None:
             self._serial += 1
@@ -166,13 +166,13 @@ class Sessions:
         """The session of a request. Raises WireError('unknown_session')."""
         session = self.by_token.get(token)
         if session is None:
-            raise WireError("unknown_session", "no such session here: say hello again")
+            raise WireError("unknown_session", "this session is unknown: send hello again")
         session.last_seen_s = now_s
         return session
 
     def close(self, session: Session, *, may_write: bool = False) -> Group | None:
-        """Forget a session. Returns its group if that has ended with it. `may_write`: its process
-        lives, and nobody knows whether it still writes into slots of the group's."""
+        """Remove a session. Returns its group if it was the last one of it. `may_write`: its
+        process is alive and may still write the group's slots."""
         if self.by_token.pop(session.token, None) is None:
             return None
         process = self._processes.get(session.pid)
@@ -189,12 +189,12 @@ class Sessions:
         return session.group
 
     def has_writer_left(self, owner: int) -> bool:
-        """Whether a process whose session has ended lives on, and may write this group's slots."""
+        """Whether a living process whose session has ended may still write this group's slots."""
         return any(owner in process.owners for process in self._processes.values())
 
-    def bury(self, pidfd: int) -> list[int]:
-        """The process is dead and its sessions are closed. Returns the groups that have ended and
-        whose slots nobody can write any more."""
+    def process_died(self, pidfd: int) -> list[int]:
+        """A process is dead and its sessions are closed. Returns the groups that have ended and
+        whose slots no process can write any more."""
         pid = self._pid_of.get(pidfd)
         if pid is None:
             return []
@@ -204,8 +204,8 @@ class Sessions:
         return [owner for owner in sorted(owners - alive) if not self.has_writer_left(owner)]
 
     def writer_of(self, session: Session) -> int:
-        """The process that writes what this session is told to; 0 where it may be one of several,
-        or cannot be seen."""
+        """The pid of the process that writes this session's slots; 0 where it may be one of
+        several, or is not visible."""
         group = session.group
         if group.num_sessions == 1:
             return session.pid

@@ -1,7 +1,7 @@
-"""One daemon per socket: a lock beside the socket names the daemon that holds it.
+"""One daemon per socket: a lock file beside the socket contains the pid of its daemon.
 
-The lock is the kernel's (flock), so a daemon killed with -9 leaves nothing to clean up but files,
-and a live one is never robbed. Used at start and at the end, from the main thread.
+The lock is the kernel's (flock): it is free when its daemon was killed with -9, and never while the
+daemon lives. Used at the start and at the end, from the main thread.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class AlreadyServed(Exception):
     """Another daemon holds this endpoint; the message is a sentence for the operator."""
 
 
-class Instance:
-    """Holds the endpoint until `close`. For `tcp://` the bind itself is the lock. `setting`: what
-    the operator calls it. Raises AlreadyServed, and FileExistsError where the path is something
-    else than a socket."""
+class SocketLock:
+    """Holds the endpoint's lock until `close`. For `tcp://` the bind itself is the lock. `setting`:
+    its configuration key. Raises AlreadyServed, and FileExistsError where the path is not a
+    socket."""
 
     def __init__(self, endpoint: str, setting: str = "socket.endpoint") -> None:
         self.endpoint = endpoint
@@ -35,7 +35,7 @@ class Instance:
         self._socket = Path(path)
         if self._socket.exists() and not self._socket.is_socket():
             raise FileExistsError(
-                f"{path} is no socket, and is left as it is: give {setting} another path"
+                f"{path} is not a socket, and is not replaced: give {setting} another path"
             )
         self._socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = self._socket.with_name(self._socket.name + ".lock")
@@ -52,10 +52,11 @@ class Instance:
             ) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
-        self._socket.unlink(missing_ok=True)  # of a daemon that is dead: the lock is ours
+        self._socket.unlink(missing_ok=True)  # of a dead daemon: this one holds the lock now
 
     def close(self) -> None:
-        """Give the endpoint back. The lock file stays: removing it would race with a successor."""
+        """Release the endpoint. The lock file stays: removing it would race with the next
+        daemon."""
         if self._fd >= 0:
             if self._socket is not None:
                 self._socket.unlink(missing_ok=True)
@@ -64,8 +65,8 @@ class Instance:
 
 
 def listen(socket: zmq.Socket[Any], endpoint: str, verb: str = "listen") -> None:
-    """Bind; on `ipc://` for this user only. The caller holds the endpoint. Raises OSError with a
-    sentence, having closed the socket."""
+    """Bind; on `ipc://` for this user only. The caller holds the endpoint's lock. Raises OSError
+    with a sentence, and closes the socket."""
     path = ipc_path(endpoint)
     before = os.umask(0o177)
     try:
@@ -82,8 +83,8 @@ def listen(socket: zmq.Socket[Any], endpoint: str, verb: str = "listen") -> None
 def peer_pid(frame: zmq.Frame) -> int:
     """The pid of the process at the other end of an ipc socket, 0 when it is not visible.
 
-    From the kernel through the socket itself (SO_PEERCRED), never from the message. ZeroMQ's own
-    "Peer-Address" says the same as `host:uid:gid:pid`.
+    From the kernel through the socket (SO_PEERCRED), never from the message. ZeroMQ's
+    "Peer-Address" contains the same as `host:uid:gid:pid`.
     """
     try:
         pid = int(str(frame.get("Peer-Address")).rsplit(":", 1)[1])

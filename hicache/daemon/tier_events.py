@@ -1,7 +1,7 @@
-"""What workers report, as events of the cache engine.
+"""Turns workers' reports into events of the cache engine.
 
 Mover ──▶ outcomes of moves, a worker's state ──▶ TierEvents ──▶ CacheEngine
-                                                      └──▶ answers to those who wait (Service)
+                                                      └──▶ replies to waiting requests (Service)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from hicache.daemon.dispatch import Service
 from hicache.daemon.operations.gpu_pages import GpuPages
-from hicache.daemon.upkeep.health import Condition
+from hicache.daemon.upkeep.health import Health
 from hicache.daemon.upkeep.tier_restore import Restoring
 from hicache.daemon.upkeep.tier_scrub import Scrubbing
 from hicache.engine import plan as p
@@ -40,16 +40,16 @@ class TierEvents:
         self,
         service: Service,
         mover: Mover,
-        condition: Condition,
+        health: Health,
         restoring: Restoring,
         scrubbing: Scrubbing,
     ) -> None:
-        self._service, self._mover, self._condition = service, mover, condition
+        self._service, self._mover, self._health = service, mover, health
         self._restoring, self._scrubbing = restoring, scrubbing
         self._gate = service.gate
 
     def take(self, news: Sequence[News], now_s: float) -> None:
-        """In order; outcomes that come in a row are one event."""
+        """Handle the mover's events in order; consecutive outcomes become one event."""
         outcomes: list[p.Outcome] = []
         for item in news:
             if isinstance(item, p.Outcome):
@@ -61,13 +61,13 @@ class TierEvents:
         self.moves_done(outcomes, now_s)
 
     def moves_done(self, outcomes: Sequence[p.Outcome], now_s: float) -> None:
-        """These moves have ended, well or not."""
+        """These moves have ended."""
         if outcomes:
             self._log_corrupt(outcomes)
             self._service.news(self._gate.do(p.MovesDone(outcomes, now_s)), now_s)
 
     def _take_one(self, item: WorkerNews, now_s: float) -> None:
-        gate, notes = self._gate, self._condition.notes
+        gate, notes = self._gate, self._health.notes
         match item:
             case WorkerMeasured():
                 gate.do(p.LinkMeasured(item.src, item.dst, item.num_bytes, item.seconds))
@@ -102,7 +102,7 @@ class TierEvents:
     def _down(self, item: WorkerDown, now_s: float) -> None:
         self._gate.state(GpuPages).worker_gone(item.device, now_s)
         self._scrubbing.end(item.device, f"the tier went down: {item.error}")
-        self._condition.notes[item.tier] = item.error
+        self._health.notes[item.tier] = item.error
         log.warning("%s is down: %s; tried again in %.1f s", item.tier, item.error, item.retry_s)
         self._service.news(self._gate.do(p.TierDown(item.tier, now_s)), now_s)
 
@@ -112,4 +112,4 @@ class TierEvents:
             move = engine.queries.move(outcome.move) if outcome.corrupt else None
             if move is not None:
                 said = outcome.error, engine.story(move.block)
-                log.warning("a stored block was not what it should be: %s; %s", *said)
+                log.warning("a stored block was corrupt: %s; %s", *said)

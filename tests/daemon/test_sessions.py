@@ -47,9 +47,9 @@ def test_slots_are_set_aside_until_the_process_that_may_write_them_is_dead() -> 
         assert sessions.has_writer_left(ended.number)
         (pidfd,) = sessions.pidfds()
         assert sessions.of_dead(pidfd) == []
-        assert sessions.bury(pidfd) == [ended.number]
+        assert sessions.process_died(pidfd) == [ended.number]
         assert not sessions.has_writer_left(ended.number)
-        assert sessions.pidfds() == sessions.bury(pidfd) == []
+        assert sessions.pidfds() == sessions.process_died(pidfd) == []
 
 
 def test_a_living_group_keeps_what_a_dead_process_left() -> None:
@@ -59,7 +59,7 @@ def test_a_living_group_keeps_what_a_dead_process_left() -> None:
         other = opened(sessions, second, silent.group.token)
         sessions.close(silent, may_write=True)
         dead = next(fd for fd in sessions.pidfds() if not sessions.of_dead(fd))
-        assert sessions.bury(dead) == []
+        assert sessions.process_died(dead) == []
         assert not sessions.has_writer_left(other.group.number)
         assert sessions.close(other) is other.group
         sessions.close_all()

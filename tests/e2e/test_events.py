@@ -155,7 +155,7 @@ def test_a_file_where_the_events_socket_should_be_is_left_alone(
     server.configure(events={"endpoint": f"ipc://{precious}"})
     ran = hicache("serve", "--config", str(server.file))
     assert ran.returncode != 0
-    assert f"{precious} is no socket" in ran.stderr
+    assert f"{precious} is not a socket" in ran.stderr
     assert "events.endpoint" in ran.stderr
     assert "Traceback" not in ran.stderr
     assert precious.read_text() == "kept"

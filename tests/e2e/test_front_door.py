@@ -477,7 +477,7 @@ def test_a_file_where_the_socket_should_be_is_left_alone(
     (precious := tmp_path / "precious.txt").write_text("kept")
     ran = hicache("serve", "--config", str(server.file), "--endpoint", f"ipc://{precious}")
     assert ran.returncode != 0
-    assert f"{precious} is no socket" in ran.stderr
+    assert f"{precious} is not a socket" in ran.stderr
     assert "Traceback" not in ran.stderr
     assert precious.read_text() == "kept"
 

@@ -47,7 +47,7 @@ def test_an_idle_worker_that_stands_still_shows(server: DaemonProcess, kind: str
         name = next(device for device in server.stats()["workers"] if device.startswith(kind))
         wait_for(lambda: name in server.ask("health")["problems"], "it shows")
         health = server.ask("health")
-        assert "stands still" in health["problems"][name]
+        assert "stuck" in health["problems"][name]
         assert health["parts"][name]["owes_s"] > PATIENCE_S
         assert (health["live"], health["ready"], health["healthy"]) == (True, True, False)
         assert [probed(server, probe)[0] for probe in ("live", "ready", "healthy")] == [0, 0, 1]
@@ -70,7 +70,7 @@ def test_a_busy_worker_that_stands_still_shows() -> None:
         server.start()
         client.fetch(client.match(tokens), np.zeros((4, SPEC.block_bytes), np.uint8))
         health = wait_for(lambda: (h := server.ask("health"))["problems"] and h, "a problem")
-        assert "stands still" in str(health["problems"])
+        assert "stuck" in str(health["problems"])
         server.configure(hbm=None, debug={"check": True})
         server.ask("reload")
         wait_for(lambda: server.ask("health")["healthy"], "its return")

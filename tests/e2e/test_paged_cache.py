@@ -67,4 +67,4 @@ def test_it_copies_itself(
 def test_no_gpu_worker_is_a_sentence(server: DaemonProcess, runner: CpuRunner) -> None:
     client, engine = server.client(), PageEngine()
     assert client.share_pages(engine.shared) is None
-    assert "no GPU worker here" in client.last_error
+    assert "has no GPU worker" in client.last_error

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from hicache.cli import cli
 from hicache.config import SocketConfig
-from hicache.daemon.curve_auth import Doorkeeper, check_keys
+from hicache.daemon.curve_auth import CurveAuth, check_keys
 from hicache.protocol.curve import CurveKeys, read_pair, read_public
 
 
@@ -90,9 +90,9 @@ def test_the_check_names_both_keys_of_the_configuration(tmp_path: Path) -> None:
         "socket.curve_allowed_clients_dir",
     ]
     good = config.model_copy(update={"curve_secret_key_file": str(server)})
-    assert "no folder" in check_keys(good)[0].sentence
+    assert "not a folder" in check_keys(good)[0].sentence
     allowed.mkdir()
-    assert "nobody could connect" in check_keys(good)[0].sentence
+    assert "no client could connect" in check_keys(good)[0].sentence
     make(allowed, "me")
     assert check_keys(good) == []
     (allowed / "bad.key").write_text("nothing")
@@ -102,12 +102,12 @@ def test_the_check_names_both_keys_of_the_configuration(tmp_path: Path) -> None:
 
 @pytest.fixture
 def door(tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """A doorkeeper, the folder it looks at, and the socket that ZeroMQ would ask through."""
+    """CURVE authentication, its folder, and the socket of its ZAP requests."""
     server, _ = make(tmp_path, "server")
     allowed = tmp_path / "allowed"
     make(allowed, "first")
     with zmq.Context() as context:
-        keeper = Doorkeeper(context, str(server), str(allowed))
+        auth = CurveAuth(context, str(server), str(allowed))
         asker = context.socket(zmq.REQ)
         asker.linger = 0
         asker.connect("inproc://zeromq.zap.01")
@@ -115,14 +115,14 @@ def door(tmp_path: Path) -> Iterator[SimpleNamespace]:
         def admits(key_file: Path, mechanism: bytes = b"CURVE") -> bool:
             key = zmq.utils.z85.decode(read_public(key_file))
             asker.send_multipart([b"1.0", b"1", b"hicache", b"10.0.0.1", b"", mechanism, key])
-            keeper.answer()
+            auth.answer()
             version, request, code, *_ = asker.recv_multipart()
             assert (version, request) == (b"1.0", b"1")
             return code == b"200"
 
         yield SimpleNamespace(allowed=allowed, admits=admits)
         asker.close()
-        keeper.socket.close()
+        auth.socket.close()
 
 
 def test_the_folder_is_followed(door: SimpleNamespace, tmp_path: Path) -> None:

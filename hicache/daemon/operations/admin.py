@@ -1,4 +1,4 @@
-"""`ping`, `health`, `events`, `verify`, `reload`: an operator's and a router's short questions.
+"""`ping`, `health`, `events`, `verify`, `reload`: for operators and routers.
 
 Served while the daemon stops, too.
 """
@@ -33,15 +33,15 @@ from hicache.protocol.operations import (
 
 @handles(PING)
 def ping(gate: Gate, asked: Asked[PingRequest]) -> None:
-    """Who this daemon is, and how its tiers are."""
+    """The daemon's version, pid and epoch, and the states of its tiers."""
     upkeep = gate.upkeep
     reply = PingReply(
         epoch=gate.epoch,
         version=__version__,
         pid=os.getpid(),
-        uptime_s=asked.now_s - upkeep.condition.started_s,
-        ready=upkeep.condition.is_ready(),
-        tiers=upkeep.condition.tier_states(),
+        uptime_s=asked.now_s - upkeep.health.started_s,
+        ready=upkeep.health.is_ready(),
+        tiers=upkeep.health.tier_states(),
         block_tokens=upkeep.serving.config.block_tokens,
     )
     gate.reply(asked.peer, reply)
@@ -49,13 +49,13 @@ def ping(gate: Gate, asked: Asked[PingRequest]) -> None:
 
 @handles(HEALTH)
 def health(gate: Gate, asked: Asked[HealthRequest]) -> None:
-    """Its state and its problems in words."""
-    gate.reply(asked.peer, HealthReply(**gate.upkeep.condition.report(asked.now_s)))
+    """The daemon's state, and its problems in words."""
+    gate.reply(asked.peer, HealthReply(**gate.upkeep.health.report(asked.now_s)))
 
 
 @handles(EVENTS)
 def events(gate: Gate, asked: Asked[EventsRequest]) -> None:
-    """A page of what was published as held of a namespace, and where it is published."""
+    """A page of a namespace's published blocks, and the publisher's endpoint."""
     namespace, publisher = asked.request.namespace, gate.upkeep.publisher
     page = unpublished(namespace, gate.epoch)
     if publisher is not None:
@@ -65,16 +65,16 @@ def events(gate: Gate, asked: Asked[EventsRequest]) -> None:
 
 @handles(VERIFY)
 def verify(gate: Gate, asked: Asked[VerifyRequest]) -> None:
-    """Begin a scrub, or say how far it is."""
+    """Start a scrub, or report its progress."""
     upkeep = gate.upkeep
     if asked.request.start:
-        upkeep.scrubbing.begin(upkeep.condition.tier_states(), asked.request.bytes_per_s)
+        upkeep.scrubbing.begin(upkeep.health.tier_states(), asked.request.bytes_per_s)
     gate.reply(asked.peer, VerifyReply(devices=upkeep.scrubbing.told()))
 
 
 @handles(RELOAD)
 def reload(gate: Gate, asked: Asked[ReloadRequest]) -> None:
-    """Read the configuration again."""
+    """Reload the configuration."""
     try:
         changed = gate.upkeep.serving.reload(asked.request.file)
     except ConfigError as error:

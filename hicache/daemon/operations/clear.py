@@ -1,12 +1,12 @@
-"""`clear`: namespaces being forgotten, a step at a time between other requests.
+"""`clear`: removes namespaces' blocks, a step at a time between other requests.
 
-    asked ──▶ stepping ◀──▶ paused until the next tick        (records are being deleted: enough
-                 │                                             for now; or a copy is on its way)
-                 └──▶ over: every request for it is answered
+    requested ──▶ stepping ◀──▶ paused until the next tick    (many records are being deleted, or a
+                     │                                         block is being copied)
+                     └──▶ complete: all its requests are answered
 
-A request that comes while it is under way joins it, and it begins once more, since the part that is
-done may hold new blocks. A request whose deadline passes is answered with what was forgotten by
-then; the clearing goes on. One entry for each namespace at most. Used from the daemon's loop only.
+A request during a clearing joins it, and it starts once more, since new blocks may have been stored
+in the part done. At its deadline a request is answered with the number of blocks removed so far;
+the clearing continues. At most one entry per namespace. Used from the daemon's loop only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hicache.protocol.messages import WireError
 from hicache.protocol.operations import CLEAR, ClearReply, ClearRequest
 
 STEP_BLOCKS: Final = 512
-"""Some 4 ms, in which no other request is served."""
+"""Blocks per step: about 4 ms, in which no other request is served."""
 MAX_PEERS: Final = 64
-"""That wait for one namespace."""
+"""Requests that may wait for one namespace."""
 
 
 @handles(CLEAR)
 def clear(gate: Gate, asked: Asked[ClearRequest]) -> None:
-    """The session's namespace."""
+    """Clear the session's namespace."""
     clearances, deadline_s = gate.state(Clearances), gate.deadline_s(asked)
     clearances.ask(asked.peer, asked.session.namespace, deadline_s, asked.now_s)
 
@@ -44,7 +44,7 @@ class _Clearance:
 
 
 class Clearances:
-    """All that are under way."""
+    """All running clearings."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -55,12 +55,12 @@ class Clearances:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether there is something to do before the next tick."""
+        """Whether a step is to be done before the next tick."""
         return any(not clearance.is_paused for clearance in self._under_way.values())
 
     def ask(self, peer: Peer, namespace: int, deadline_s: float, now_s: float) -> None:
-        """Clear a namespace; the answer comes when it is done, or at the deadline. Raises
-        WireError('refused') where too many wait for that already."""
+        """Clear a namespace; the reply is sent when it is complete, or at the deadline. Raises
+        WireError('refused') where too many requests wait for it already."""
         digest = self._gate.engine.queries.namespace(namespace).digest
         known = self._under_way.get(namespace)
         if known is None or known.digest != digest:
@@ -73,20 +73,21 @@ class Clearances:
         self.go_on(now_s)
 
     def go_on(self, now_s: float) -> bool:
-        """A step of the one that waited longest. Whether anything was forgotten."""
+        """Do a step of the clearing that has waited longest. Returns whether blocks were
+        removed."""
         for number, clearance in self._under_way.items():
             if not clearance.is_paused:
                 del self._under_way[number]
                 if self._gate.engine.queries.namespace(number).digest != clearance.digest:
                     self._reply_to_all(
                         clearance, is_complete=True
-                    )  # another one has its number by now
+                    )  # the number is another namespace's now
                     return False
                 return self._step(number, clearance, now_s)
         return False
 
     def tick(self, now_s: float) -> None:
-        """Paused ones go on; requests whose deadline has passed are answered."""
+        """Continue paused clearings, and answer requests whose deadline has passed."""
         for clearance in self._under_way.values():
             clearance.is_paused = False
             late = [(peer, due_s) for peer, due_s in clearance.peers if due_s <= now_s]
@@ -95,7 +96,7 @@ class Clearances:
                 self._gate.reply(peer, ClearReply(cleared=clearance.blocks, complete=False))
 
     def _step(self, number: int, clearance: _Clearance, now_s: float) -> bool:
-        """It is put back, behind the others, unless it is over."""
+        """Do a step; unless it is complete, queue it behind the others."""
         done = self._gate.do(p.Clear(number, now_s, STEP_BLOCKS, clearance.begins))
         clearance.blocks += done.blocks
         clearance.begins, clearance.is_paused = False, done.is_waiting

@@ -1,8 +1,8 @@
-"""The newest prompt of each conversation, by the name that the inference engine gives it.
+"""The newest prompt of each conversation, by the inference engine's name for it.
 
-So a hint needs no tokens. A prompt need not extend the one before: agents go back and forth between
-contexts under one name. Bounded by the bytes of the prompts; the conversations whose last request
-is longest ago are forgotten first, which costs hits only. Used from the daemon's loop only.
+So a hint needs no tokens. A prompt need not extend the one before: agents switch between contexts
+under one name. The bytes of all prompts are limited; the conversations with the oldest last request
+are dropped first, which costs hits only. Used from the daemon's loop only.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections import OrderedDict
 from typing import Final
 
 MAX_BYTES: Final = 32 << 20
-"""Prompts are the messages' own bytes: 32 KiB for 8,192 tokens."""
+"""A prompt of 8,192 tokens takes 32 KiB."""
 
 
 class Conversations:
-    """By (namespace, name)."""
+    """Newest prompts by (namespace, name)."""
 
     def __init__(self, _: object = None, max_bytes: int = MAX_BYTES) -> None:
         self._prompts: OrderedDict[tuple[int, str], bytes] = OrderedDict()
@@ -27,15 +27,15 @@ class Conversations:
 
     @property
     def num_bytes(self) -> int:
-        """What the prompts take."""
+        """Bytes of all prompts."""
         return self._num_bytes
 
     def newest(self, namespace: int, name: str) -> bytes:
-        """b"" where the conversation is not known."""
+        """The conversation's newest prompt; b"" where it is unknown."""
         return self._prompts.get((namespace, name), b"")
 
     def went_on(self, namespace: int, name: str, tokens: bytes) -> None:
-        """A match or a hint of the conversation names this prompt."""
+        """Set the conversation's newest prompt."""
         self.ended(namespace, name)
         self._prompts[namespace, name] = tokens
         self._num_bytes += len(tokens)
@@ -43,5 +43,5 @@ class Conversations:
             self.ended(*next(iter(self._prompts)))
 
     def ended(self, namespace: int, name: str) -> None:
-        """Forget it."""
+        """Drop the conversation."""
         self._num_bytes -= len(self._prompts.pop((namespace, name), b""))

@@ -1,4 +1,4 @@
-"""`fetch`: the blocks of a lease, as they become readable, until the deadline."""
+"""`fetch`: reports or sends a lease's blocks as they become readable, until the deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hicache.protocol.operations import FETCH, FetchRequest
 
 @handles(FETCH)
 def fetch(gate: Gate, asked: Asked[FetchRequest]) -> None:
-    """Progress answers, and the reply when no more will come or the deadline has passed."""
+    """Sends progress replies, and the final one when no more blocks will come or at the
+    deadline."""
     session, by_worker = asked.session, asked.request.pages
     lease = gate.engine.queries.lease_of(asked.request.lease, asked.owner)
     if lease.id in gate.waiting.fetches:
@@ -28,7 +29,7 @@ def fetch(gate: Gate, asked: Asked[FetchRequest]) -> None:
 
 
 def blocks_arrived(gate: Gate, arrivals: p.Arrivals) -> None:
-    """Send what can be read now, and the replies of fetches for which no more will come."""
+    """Report blocks that are readable now, and end fetches for which no more will come."""
     fetches, replies = gate.waiting.fetches, gate.state(FetchReplies)
     for number, runs in arrivals.arrived.items():
         waiting = fetches.get(number)
@@ -44,7 +45,7 @@ def blocks_arrived(gate: Gate, arrivals: p.Arrivals) -> None:
 
 
 def send_more(gate: Gate) -> None:
-    """Clients may have read what was sent to them: send on."""
+    """Clients may have read earlier messages: send more."""
     for number, waiting in list(gate.waiting.fetches.items()):
         session = gate.sessions.by_token[waiting.session]
         if waiting.unsent and gate.state(FetchReplies).send(waiting, session):
@@ -52,13 +53,13 @@ def send_more(gate: Gate) -> None:
 
 
 def end_overdue_fetches(gate: Gate, now_s: float) -> None:
-    """Their clients go on with what has come."""
+    """End fetches whose deadline has passed with the blocks that have come."""
     for waiting in gate.waiting.overdue_fetches(now_s):
         cut_short(gate, waiting)
 
 
 def cut_short(gate: Gate, waiting: WaitingFetch) -> None:
-    """Reply now to a fetch that no longer waits: its time is over, or its lease is released."""
+    """End a fetch now: its deadline has passed, or its lease is released."""
     if waiting.unsent:
         gate.errors["unread"] += 1
     session = gate.sessions.by_token[waiting.session]

@@ -1,25 +1,25 @@
-"""Inference engines' own pages: who registered what, and the copies under way.
+"""Inference engines' own pages: registrations, and the copies from and to them.
 
     register ──▶ worker maps ──▶ loads and saves ──▶ unregister, session's end ──▶ worker unmaps
-                                   └─ a registration is unmapped when the last of them was told
+                                   └─ unmapped once the last of these has been reported
 
-A client registers its KV tensors by CUDA IPC; the GPU worker copies between them and slots. What
-may not be reused, until when, and who sees to it:
+A client registers its KV tensors by CUDA IPC; the GPU worker copies between them and slots. Until
+when pages and slots may not be reused:
 
-1. Pages of a load belong to the worker until the answer, which says that nothing is on its way any
-   more, whether or not it failed. A client that does not hear it in time asks for `unregister`, or
-   sees the worker's process end (`pid` in the answer to `register`).
-2. Slots of a load are held by its lease. Where the lease has ended meanwhile, they may have got
-   other bytes: then the load has failed, whatever the worker says.
-3. Slots of a save belong to a ticket, and are written by the worker. Nobody else gets them before
-   that has ended, whatever becomes of the ticket: a commit is refused meanwhile; an abort, or the
+1. Pages of a load belong to the worker until the reply, after which no copy is running, whether or
+   not it failed. A client that gets no reply in time sends `unregister`, or waits for the end of
+   the worker's process (`pid` in the reply to `register`).
+2. Slots of a load are held by its lease. If the lease ends meanwhile, they may get other bytes:
+   then the load has failed, whatever the worker reports.
+3. Slots of a save belong to a ticket, and are written by the worker. They are not reused before the
+   save has ended, whatever happens to the ticket: a commit is refused meanwhile; an abort, or the
    end of the session, takes effect when the save has ended (`written_owners`).
-4. The worker dies: its copies have ended with it, and its mappings are gone. Loads and saves are
-   answered with an error, and registrations are no more.
+4. The worker dies: its copies have ended, and its mappings are gone. Loads and saves get an error
+   reply, and registrations are removed.
 
-The cache engine gets an event when a load begins, and one with the time that it took when it has
-come: it learns from the second, and counts as delivered only what has come. Its planner needs to
-know before the first load for which groups the worker copies (`Gate.page_owners`).
+The cache engine gets an event when a load starts, and one with its time when it has ended; it
+counts only loaded blocks as delivered. Its planner needs to know before the first load which groups
+the worker copies for (`Gate.page_owners`).
 
 Used from the daemon's loop only.
 """
@@ -66,11 +66,11 @@ from hicache.transfer.worker_messages import pack
 
 MAX_REGISTRATIONS: Final = 256
 MAX_COPIES: Final = 64
-"""Of one registration, under way at once."""
+"""The most running copies of one registration."""
 
 
 class Workers(Protocol):
-    """What of the mover is needed here."""
+    """The part of the mover that is used here."""
 
     def send_pages(self, device: str, message: bytes) -> bool: ...
     def pids(self) -> dict[str, int]: ...
@@ -78,7 +78,7 @@ class Workers(Protocol):
 
 @dataclass(slots=True)
 class _Registration:
-    """Of the group `owner`. `peer`: who waits for the worker's answer to `map` or `unmap`."""
+    """A registration of the group `owner`. `peer`: the request that waits for `map` or `unmap`."""
 
     number: int
     session: bytes
@@ -95,8 +95,8 @@ class _Registration:
 
 @dataclass(slots=True)
 class _Copy:
-    """`peer` is None when its session has ended. A load's runs are those of `lease`; a save's slots
-    are those of `ticket`, of the group `owner`."""
+    """A running copy. `peer` is None when its session has ended. A load's runs are those of
+    `lease`; a save's slots are those of `ticket`, of the group `owner`."""
 
     number: int
     registration: _Registration
@@ -110,30 +110,31 @@ class _Copy:
 
 @handles(REGISTER)
 def register(gate: Gate, asked: Asked[RegisterRequest]) -> None:
-    """Answered when the worker has mapped the pages."""
+    """Register pages. The reply is sent when the worker has mapped them."""
     gate.state(GpuPages).register(asked)
 
 
 @handles(LOAD)
 def load(gate: Gate, asked: Asked[LoadRequest]) -> None:
-    """Blocks of a lease of this session's group into pages."""
+    """Copy blocks of a lease of this session's group into pages."""
     gate.state(GpuPages).load(asked)
 
 
 @handles(SAVE)
 def save(gate: Gate, asked: Asked[SaveRequest]) -> None:
-    """Pages into slots of a ticket of this session's group."""
+    """Copy pages into slots of a ticket of this session's group."""
     gate.state(GpuPages).save(asked)
 
 
 @handles(UNREGISTER)
 def unregister(gate: Gate, asked: Asked[UnregisterRequest]) -> None:
-    """Answered when no copy of it is under way and the worker has let go of the pages."""
+    """Remove a registration. The reply is sent when its copies have ended and the worker has
+    unmapped its pages."""
     gate.state(GpuPages).unregister(asked)
 
 
 class GpuPages:
-    """All registrations and copies. Keeps the gate's `page_owners` and `written_owners`."""
+    """All registrations and copies. Updates the gate's `page_owners` and `written_owners`."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate, self._engine = gate, gate.engine
@@ -147,16 +148,16 @@ class GpuPages:
         self._numbers = itertools.count(1)
 
     def serve(self, devices: list[str], workers: Workers) -> None:
-        """From now on, with these GPU workers."""
+        """Use these GPU workers from now on."""
         self._devices, self._workers = devices, workers
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is a GPU worker at all."""
+        """Whether there is a GPU worker."""
         return bool(self._devices)
 
     def copies_in(self, namespace: int) -> bool:
-        """Whether the worker copies blocks of this namespace for some client."""
+        """Whether a client of this namespace has registered pages."""
         return any(number == namespace for _, number in self._gate.page_owners)
 
     def _note_owners(self) -> None:
@@ -173,12 +174,12 @@ class GpuPages:
         """Raises WireError where the pages cannot be mapped."""
         body, session = asked.request, asked.session
         if not self._devices:
-            raise WireError("refused", "no GPU worker here: copy through the arena")
+            raise WireError("refused", "this daemon has no GPU worker: copy through the arena")
         if not session.pid:
             raise WireError(
                 "refused",
-                "this client's process cannot be seen from here, so nobody would know when to let "
-                "go of its memory: copy through the arena",
+                "this client's pid is not visible, so its end could not be detected and its memory "
+                "not be unmapped: copy through the arena",
             )
         claim = _claim(next(self._numbers), body)
         num_planes = len(claim.planes)
@@ -243,7 +244,7 @@ class GpuPages:
         if len(pages) != len(indices) or not len(indices) or not is_known.all():
             raise WireError("malformed", "indices: blocks of this ticket, and pages for each")
         if len(np.unique(indices)) != len(indices):
-            raise WireError("malformed", "indices: a block twice")
+            raise WireError("malformed", "indices: a block is named twice")
         tier, slots = self._engine.queries.ticket_slots(ticket, places.astype(np.int32))
         copy = _Copy(
             next(self._numbers),
@@ -258,8 +259,8 @@ class GpuPages:
         self._gate.written_owners[ticket.owner] += 1
 
     def unregister(self, asked: Asked[UnregisterRequest]) -> None:
-        """Another session of the same process may ask, too: it may not know that the one that
-        registered has ended. Raises WireError."""
+        """Also for another session of the same process, which may not know that the registering one
+        has ended. Raises WireError."""
         registration = self._registrations.get(asked.request.registration)
         if registration is None or registration.pid != asked.session.pid:
             raise WireError("unknown_registration", "")
@@ -268,23 +269,23 @@ class GpuPages:
         registration.peer = asked.peer
         self._close(registration)
 
-    # --- what the rest of the daemon must wait for ------------------------------------------------
+    # --- for the rest of the daemon ---------------------------------------------------------------
 
     def is_saving(self, ticket: int) -> bool:
-        """Whether the worker writes into this ticket's slots now."""
+        """Whether the worker is writing this ticket's slots."""
         return self._written_tickets[ticket] > 0
 
     def was_saved(self, ticket: int) -> bool:
-        """Whether the worker wrote any of this ticket's slots: a commit brings no bytes then."""
+        """Whether the worker wrote slots of this ticket: then a commit contains no bytes."""
         return ticket in self._saved_tickets
 
     def give_up_later(self, ticket: int) -> None:
-        """Its client writes no more: it is aborted when the worker does not either."""
+        """Its client no longer writes: abort it when the worker has finished, too."""
         self._acknowledged.add(ticket)
 
     def end(self, session: Session) -> None:
-        """The session has ended: nobody waits for its copies, and its pages are let go of as soon
-        as they have ended."""
+        """The session has ended: its copies get no reply, and its pages are unmapped as soon as
+        they have ended."""
         for registration in list(self._registrations.values()):
             if registration.session == session.token:
                 registration.peer = None
@@ -293,10 +294,10 @@ class GpuPages:
             if copy.registration.session == session.token:
                 copy.peer = None
 
-    # --- what the worker says ---------------------------------------------------------------------
+    # --- the worker's reports ---------------------------------------------------------------------
 
     def take(self, news: PageNews, now_s: float) -> None:
-        """An answer to something that was sent; one to nothing is dropped."""
+        """Handle a worker's report; an unexpected one is ignored."""
         told = news.told
         if told.kind in ("part", "copied"):
             copy = self._copies.get(told.number)
@@ -320,7 +321,7 @@ class GpuPages:
             self._unmap_when_idle(registration)
 
     def worker_gone(self, device: str, now_s: float) -> None:
-        """Its process is dead, and with it every copy and every mapping."""
+        """The worker's process is dead: its copies and mappings have ended."""
         error = "the GPU worker ended"
         for copy in [c for c in self._copies.values() if c.registration.device == device]:
             self._copied(copy, PageTold("copied", copy.number, error), now_s)
@@ -363,7 +364,7 @@ class GpuPages:
             self._gate.reply(copy.peer, kind(blocks=copy.num_blocks, seconds=told.seconds))
 
     def _saved(self, copy: _Copy, now_s: float) -> None:
-        """The slots are at rest: what waited for that may go on."""
+        """The slots are no longer written: continue what waited for that."""
         for counts, key in (
             (self._written_tickets, copy.ticket),
             (self._gate.written_owners, copy.owner),
@@ -380,10 +381,10 @@ class GpuPages:
             self._gate.free_if_over(copy.owner, now_s)
 
     def _still_there(self, copy: _Copy) -> bool:
-        """A load's blocks are where they were; a lease that has not ended has held them there."""
+        """Whether a load's blocks are still in their slots: its lease has not ended."""
         return all(self._engine.is_still_at(copy.lease, run) for run in copy.runs)
 
-    # --- small things -----------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     def _start(
         self,
@@ -395,7 +396,7 @@ class GpuPages:
     ) -> None:
         registration = copy.registration
         if registration.num_copies >= MAX_COPIES:
-            raise WireError("refused", f"{MAX_COPIES} copies of this registration are under way")
+            raise WireError("refused", f"{MAX_COPIES} copies of this registration are running")
         order = PageCopy(
             copy.number,
             registration.number,
@@ -421,7 +422,7 @@ class GpuPages:
         if registration.num_copies or self._workers is None:
             return
         registration.state = "unmapping"
-        # A worker that is not up has no mappings; `worker_gone` answers whoever waits.
+        # A worker that is not up has no mappings; `worker_gone` replies to waiting requests.
         self._workers.send_pages(registration.device, pack("unmap", n=registration.number))
 
     def _answer(self, registration: _Registration, told: PageTold) -> None:
@@ -463,7 +464,7 @@ def _claim(number: int, body: RegisterRequest) -> Claim:
 
 
 def _table(packed: bytes, pages_per_block: int) -> Ids:
-    """Pages [blocks, pages per block]. The worker checks the numbers."""
+    """Page numbers [blocks, pages per block]; the worker checks them."""
     pages = np.frombuffer(packed, "<i4").astype(np.int32)
     if not len(pages) or len(pages) % pages_per_block:
         raise WireError("malformed", f"pages: {pages_per_block} for each block")

@@ -1,4 +1,4 @@
-"""`hello`, `heartbeat`, `bye`: sessions begin and end."""
+"""`hello`, `heartbeat`, `bye`: open, keep and close sessions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def hello(gate: Gate, asked: Asked[HelloRequest]) -> None:
 
 
 def _spec_of(gate: Gate, request: HelloRequest) -> NamespaceSpec:
-    """Raises WireError where this client or its namespace cannot be served."""
+    """The request's namespace. Raises WireError where the client or namespace cannot be served."""
     if request.protocol != PROTOCOL:
         raise WireError(
             "version", f"this daemon speaks protocol {PROTOCOL}, not {request.protocol}"
@@ -99,15 +99,15 @@ def _arena_files(gate: Gate) -> list[ArenaFile]:
 
 
 def _capabilities(gate: Gate) -> list[str]:
-    """Of the operations that have a handler. Pages need a GPU worker."""
+    """The capabilities of the operations with a handler; `pages` only with a GPU worker."""
     missing = set() if gate.state(GpuPages).is_possible else {REGISTER.capability}
     named = {operation.capability for op, operation in OPERATIONS.items() if op in HANDLERS}
     return sorted(named - missing - {""})
 
 
 def _open_namespace(gate: Gate, digest: bytes, spec: NamespaceSpec) -> int:
-    """Raises WireError('refused') when there are as many as the limit allows and each has a
-    session or blocks."""
+    """The namespace's number. Raises WireError('refused') when the limit is reached and every
+    namespace has a session or blocks."""
     known, instead_of = gate.engine.queries.namespaces(), None
     if len(known) >= gate.limits.max_namespaces and not gate.engine.knows(digest):
         instead_of = gate.engine.idle_namespace({s.namespace for s in gate.sessions})
@@ -136,20 +136,20 @@ def _open_namespace(gate: Gate, digest: bytes, spec: NamespaceSpec) -> int:
 
 @handles(HEARTBEAT)
 def heartbeat(gate: Gate, asked: Asked[HeartbeatRequest]) -> None:
-    """Any request is a sign of life; this one does nothing else."""
+    """Keep the session alive, as any request does."""
     gate.reply(asked.peer, Reply())
 
 
 @handles(BYE)
 def bye(gate: Gate, asked: Asked[ByeRequest]) -> None:
-    """End the session and give back all that it held."""
+    """End the session, its leases and its tickets."""
     end_session(gate, asked.session, asked.now_s)
     gate.confirm(asked, Reply())
 
 
 def end_session(gate: Gate, session: Session, now_s: float, *, may_write: bool = False) -> None:
-    """The session said goodbye, or its process is dead: its slots are written no more, unless the
-    process `may_write` still, or another process of its group may."""
+    """End a session after `bye` or its process's death. Its slots are freed, unless the process
+    (`may_write`) or another one of its group may still write them."""
     for lease, fetch in list(gate.waiting.fetches.items()):
         if fetch.session == session.token:
             del gate.waiting.fetches[lease]
@@ -161,15 +161,15 @@ def end_session(gate: Gate, session: Session, now_s: float, *, may_write: bool =
 
 
 def writers_gone(gate: Gate, owners: Sequence[int], now_s: float) -> None:
-    """The last process that could write these groups' slots is dead."""
+    """The last process that could write these groups' slots is dead: free them."""
     for owner in owners:
         if not gate.written_owners[owner]:
             gate.do(p.WriterGone(owner, now_s))
 
 
 def _end_idle_sessions(gate: Gate, now_s: float) -> None:
-    """End sessions of clients that were dropped in a process that lives, as far as that shows: they
-    have been silent for long and hold nothing. One that comes back says hello again."""
+    """End sessions that have been silent for long and hold nothing: probably their client was
+    dropped in a living process. If not, it sends hello again."""
     queries = gate.engine.queries
     busy, set_aside = queries.busy_owners(), queries.quarantined_owners()
     waiting = {fetch.session for fetch in gate.waiting.fetches.values()}

@@ -1,4 +1,4 @@
-"""`hint`: when, and whether, a prompt will go on."""
+"""`hint`: whether and when a prompt will be extended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDED: Final[Mapping[str, p.Ended]] = {
 
 @handles(HINT)
 def hint(gate: Gate, asked: Asked[HintRequest]) -> None:
-    """About the prompt of `tokens`, or the conversation's newest one."""
+    """A hint about the prompt `tokens`, or the conversation's newest one."""
     request, session = asked.request, asked.session
     tokens, conversation = request.tokens, request.conversation
     ended = ENDED.get(request.ended)

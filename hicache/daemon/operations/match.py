@@ -1,4 +1,4 @@
-"""`match`: what is held of a prompt, and how much of it is worth reloading."""
+"""`match`: finds a prompt's held blocks, and leases those worth reloading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hicache.protocol.operations import MATCH, DecisionReply, MatchReply, MatchR
 
 @handles(MATCH)
 def match(gate: Gate, asked: Asked[MatchRequest]) -> None:
-    """The same request id with the same prompt gets the same lease for as long as that lasts."""
+    """A repeated request with the same id and prompt gets the same lease while that lasts."""
     wanted, session = asked.request, asked.session
     tokens, request, skip_blocks = wanted.tokens, wanted.request, wanted.skip_blocks
     gate.check_tokens(tokens)

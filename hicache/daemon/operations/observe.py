@@ -1,4 +1,4 @@
-"""`observe`: one step of prefill as the inference engine measured it."""
+"""`observe`: an inference engine's measurement of one prefill step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hicache.protocol.operations import OBSERVE, ObserveRequest, Reply
 
 @handles(OBSERVE)
 def observe(gate: Gate, asked: Asked[ObserveRequest]) -> None:
-    """The estimate of what recomputing takes is learned from it."""
+    """Update the estimate of recomputing."""
     request = asked.request
     event = p.Observe(
         asked.session.namespace,

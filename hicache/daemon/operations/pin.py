@@ -1,4 +1,4 @@
-"""`pin`, `unpin`: a prompt that is never evicted. Needs no session: a pin ends by its time."""
+"""`pin`, `unpin`: prompts that are not evicted. Without a session: a pin ends at its time limit."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hicache.protocol.operations import (
 )
 
 MAX_PINS: Final = 1024
-"""Of any size: `stats` lists each of them."""
+"""`stats` lists each of them."""
 
 
 @handles(PIN)
 def pin(gate: Gate, asked: Asked[PinRequest]) -> None:
-    """Keep the longest prefix that is held."""
+    """Pin the longest held prefix."""
     request = asked.request
     gate.check_tokens(request.tokens)
     if len(gate.engine.queries.pins()) >= MAX_PINS:
-        gate.turn_away("pinned memory", f"there are {MAX_PINS} pins, and may not be more")
+        gate.turn_away("pinned memory", f"there are {MAX_PINS} pins, which is the limit")
     number = gate.engine.number_of(request.namespace)
     pinned = p.PinPlaced(0, 0)
     if number is not None:
@@ -44,7 +44,7 @@ def pin(gate: Gate, asked: Asked[PinRequest]) -> None:
 
 @handles(UNPIN)
 def unpin(gate: Gate, asked: Asked[UnpinRequest]) -> None:
-    """A pin of another run of the daemon is unknown: its number may be another pin's by now."""
+    """A pin of an earlier run of the daemon is unknown: its number may be another pin's now."""
     epoch, _, number = asked.request.pin.rpartition("-")
     is_ours = epoch == gate.epoch and number.isdecimal()
     unpinned = is_ours and gate.do(p.Unpin(int(number)))
@@ -52,7 +52,7 @@ def unpin(gate: Gate, asked: Asked[UnpinRequest]) -> None:
 
 
 def name_of(epoch: str, pin: int) -> str:
-    """A pin's name on the wire, which no pin of another run has; empty for none."""
+    """A pin's name on the wire, unique over all runs of the daemon; "" for no pin."""
     return f"{epoch}-{pin}" if pin else ""
 
 

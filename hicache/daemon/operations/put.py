@@ -1,4 +1,4 @@
-"""`put`, `commit`, `abort`: blocks are handed over. Slots first, then the bytes, then they count.
+"""`put`, `commit`, `abort`: store blocks. The client gets slots, writes them, and commits.
 
 put ──▶ ticket with slots ──▶ the client writes ──▶ commit ──▶ visible to the next match
  └─ waits while demotions make room                └──▶ durable: waits for the persistent tier
@@ -31,7 +31,7 @@ from hicache.tiers.block import Ids, slot_bytes_for
 
 
 class PutCounts:
-    """Blocks that puts offered, by what became of them."""
+    """Counts of offered blocks, by result."""
 
     def __init__(self, _: Gate) -> None:
         self.blocks = Counter({"stored": 0, "present": 0, "busy": 0, "refused": 0})
@@ -39,7 +39,7 @@ class PutCounts:
 
 @handles(PUT)
 def put(gate: Gate, asked: Asked[PutRequest]) -> None:
-    """Where room is coming the answer waits for it, until the deadline."""
+    """Where room is coming, the reply waits for it until the deadline."""
     request, session = asked.request, asked.session
     gate.check_tokens(request.tokens)
     whole = len(request.tokens) // (4 * session.spec.block_tokens)
@@ -69,7 +69,7 @@ def put(gate: Gate, asked: Asked[PutRequest]) -> None:
 
 
 def try_puts(gate: Gate, now_s: float) -> None:
-    """Try each put that waits once more, the oldest first. One without room goes on waiting."""
+    """Try each waiting put once more, the oldest first. Without room it continues to wait."""
     waiting, gate.waiting.puts = gate.waiting.puts, []
     for item in waiting:
         placed = gate.do(item.event)
@@ -88,7 +88,7 @@ def _reply_placed(gate: Gate, peer: Peer, session: Session, placed: p.Placed) ->
     if placed.ticket:
         arena = gate.arenas[placed.tier]
         arena.raise_generations(placed.slots)
-        if session.transport == "arena":  # with frames the daemon writes
+        if session.transport == "arena":  # with frames the daemon writes the slots
             slot_bytes = slot_bytes_for(session.spec.block_bytes)
             arena.mark(placed.slots, slot_bytes, gate.sessions.writer_of(session))
     gate.reply(
@@ -107,12 +107,12 @@ def _reply_placed(gate: Gate, peer: Peer, session: Session, placed: p.Placed) ->
 
 @handles(COMMIT)
 def commit(gate: Gate, asked: Asked[CommitRequest]) -> None:
-    """The blocks become visible now. A durable commit is answered when they are persistent."""
+    """Make the blocks visible. A durable commit gets its reply when they are persistent."""
     request, session, pages = asked.request, asked.session, gate.state(GpuPages)
     queries = gate.engine.queries
     ticket = queries.ticket_of(request.ticket, asked.owner)
     if pages.is_saving(ticket.id):
-        raise WireError("refused", "a save into this ticket's slots is still under way")
+        raise WireError("refused", "a save into this ticket's slots is still running")
     indices = np.frombuffer(request.indices, "<u4").astype(np.int32)
     tier, slots = queries.ticket_slots(ticket)
     gate.arenas[tier].unmark(slots)
@@ -157,7 +157,7 @@ def end_overdue_commits(gate: Gate, now_s: float) -> None:
 
 @handles(ABORT)
 def abort(gate: Gate, asked: Asked[AbortRequest]) -> None:
-    """The client says that it writes the ticket's slots no more. The GPU worker may still."""
+    """The client no longer writes the ticket's slots. The GPU worker may still be writing."""
     ticket, pages = asked.request.ticket, gate.state(GpuPages)
     if not gate.engine.queries.is_writer(ticket, asked.owner):
         raise p.UnknownTicket(ticket)

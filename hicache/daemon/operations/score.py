@@ -1,7 +1,7 @@
-"""`score`: what is held of many prompts, for a router that chooses where a request goes.
+"""`score`: the held blocks of many prompts, for a router that chooses a daemon for a request.
 
-Needs no session, takes no lease and changes nothing that a later match, eviction or fit could see.
-One request is answered in one step, so its prompts are bounded together (MAX_SCORED_TOKENS).
+Needs no session, takes no lease and has no effect on later matches, evictions or fits. One request
+is answered in one step, so the tokens of its prompts are limited together (MAX_SCORED_TOKENS).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hicache.protocol.operations import (
 
 _NO_OWNER: Final = 0
 _NOTHING: Final = p.Scored((), 0, p.Forecast(0, 0.0, 0.0, 0.0))
-"""Of a namespace that is not known."""
+"""The score in an unknown namespace."""
 
 
 @handles(SCORE)
 def score(gate: Gate, asked: Asked[ScoreRequest]) -> None:
-    """What a match of each prompt would find now."""
+    """Reply with what a match of each prompt would find now."""
     engine, now_s = gate.engine, asked.now_s
     prompts = list(_prompts_of(asked.request))
     number = engine.number_of(asked.request.namespace)

@@ -1,4 +1,4 @@
-"""`stats`, `explain`, `what_if`: counters, decisions and sampled requests, for operators."""
+"""`stats`, `explain`, `what_if`: counters, decisions and sampled requests for operators."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from hicache.protocol.operations import (
 
 @handles(STATS)
 def stats(gate: Gate, asked: Asked[StatsRequest]) -> None:
-    """Everything that is counted."""
+    """All counters."""
     upkeep, engine, queries = gate.upkeep, gate.engine, gate.engine.queries
     namespaces = namespace_rows(gate)
     index = index_row(engine, namespaces)
     publisher = upkeep.publisher
     reply = StatsReply(
-        uptime_s=asked.now_s - upkeep.condition.started_s,
+        uptime_s=asked.now_s - upkeep.health.started_s,
         epoch=gate.epoch,
         pid=os.getpid(),
         version=__version__,
@@ -78,7 +78,7 @@ def explain(gate: Gate, asked: Asked[ExplainRequest]) -> None:
 
 @handles(WHAT_IF)
 def what_if(gate: Gate, asked: Asked[WhatIfRequest]) -> None:
-    """A sample of the last requests, from which a client computes what other sizes would hit."""
+    """A sample of the last requests, from which a client computes the hits of other sizes."""
     upkeep = gate.upkeep
     gate.observers.deliver()
     if upkeep.sample is None:
@@ -97,7 +97,7 @@ def what_if(gate: Gate, asked: Asked[WhatIfRequest]) -> None:
 def tier_rows(gate: Gate) -> list[dict[str, Any]]:
     """One row per tier, fastest first."""
     upkeep, rows = gate.upkeep, []
-    notes, states = upkeep.condition.tier_notes(), upkeep.condition.tier_states()
+    notes, states = upkeep.health.tier_notes(), upkeep.health.tier_states()
     for name, counters in gate.engine.queries.tier_counters().items():
         counts, is_up = gate.engine.ledger.tiers[name], counters.pop("is_up")
         rows.append(
@@ -117,7 +117,7 @@ def tier_rows(gate: Gate) -> list[dict[str, Any]]:
 
 
 def link_rows(engine: CacheEngine) -> list[dict[str, Any]]:
-    """What each link is believed to do, and what is on it."""
+    """Each link's estimated speed, and its queue."""
     tiers, queries = engine.queries.tiers(), engine.queries
     return [
         {
@@ -133,7 +133,7 @@ def link_rows(engine: CacheEngine) -> list[dict[str, Any]]:
 
 
 def namespace_rows(gate: Gate) -> list[dict[str, Any]]:
-    """One row per namespace, those without a client included."""
+    """One row per namespace, including those without a client."""
     engine, rows = gate.engine, []
     for namespace in engine.queries.namespaces():
         spec = gate.namespaces.get(namespace.digest)
@@ -153,8 +153,8 @@ def namespace_rows(gate: Gate) -> list[dict[str, Any]]:
 
 
 def _loads(engine: CacheEngine, namespace: int) -> dict[str, Any] | None:
-    """What the GPU worker's loads into an inference engine's pages are believed to do; None before
-    there was one."""
+    """The estimated speed of the GPU worker's loads into an inference engine's pages; None before
+    the first."""
     load = engine.estimates.loads.get(namespace)
     if load is None or not load.num_measured:
         return None
@@ -164,8 +164,7 @@ def _loads(engine: CacheEngine, namespace: int) -> dict[str, Any] | None:
 
 
 def planner_row(engine: CacheEngine) -> dict[str, Any]:
-    """The planner's decisions, how well it foresaw what they took, and what they should have
-    been."""
+    """The planner's decisions, the errors of its estimates, and its regret."""
     record, planner = engine.record, engine.planner
     observed = [cost.tokens_per_s() for cost in engine.prefill if cost.num_observed]
     reloads = record.reload_errors()
@@ -198,7 +197,7 @@ def planner_row(engine: CacheEngine) -> dict[str, Any]:
 
 
 def decision_rows(gate: Gate, last: int, now_s: float) -> list[dict[str, Any]]:
-    """The last decisions on hits, the youngest first."""
+    """The last decisions on hits, newest first."""
     engine = gate.engine
     rows = []
     for record in engine.record.last(last):
@@ -250,7 +249,7 @@ def _what_came(record: Record) -> str:
 
 
 def gate_row(engine: CacheEngine) -> dict[str, Any]:
-    """What is written to disk now of what memory gives up; empty where all of it is."""
+    """The first write gate's state; empty where all evicted blocks are written."""
     gate = next(iter(engine.gates().values()), None)
     if gate is None or gate.is_open:
         return {}
@@ -258,7 +257,7 @@ def gate_row(engine: CacheEngine) -> dict[str, Any]:
 
 
 def history_row(engine: CacheEngine) -> dict[str, Any]:
-    """What is known of earlier requests; empty where no policy wants to."""
+    """The history's counters; empty where no policy uses a history."""
     history = engine.history
     if history is None:
         return {}
@@ -270,8 +269,8 @@ def history_row(engine: CacheEngine) -> dict[str, Any]:
 
 
 def memory_row(gate: Gate, index_tokens: int) -> dict[str, Any]:
-    """Where the daemon's memory is: shared (the arenas) and its own. The index is estimated; all
-    that is its own is in `private_bytes`, libraries included."""
+    """The daemon's memory: shared (the arenas) and private. The index's part is estimated;
+    `private_bytes` is all private memory, including libraries."""
     return {
         "arena_bytes": {tier: arena.memory_bytes for tier, arena in gate.arenas.items()},
         "index_bytes": gate.engine.queries.index_counters()["bytes"] + TOKEN_BYTES * index_tokens,
@@ -286,14 +285,14 @@ def memory_row(gate: Gate, index_tokens: int) -> dict[str, Any]:
 
 
 def _private_bytes() -> int:
-    """Resident and not shared: neither the arenas nor mapped files."""
+    """Resident private memory: without the arenas and mapped files."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def queue_rows(gate: Gate) -> list[dict[str, Any]]:
-    """Everything that grows with what clients ask for: its length, its bound, the key of the
-    configuration that sets the bound, and how often a request was refused for it."""
+    """Everything that grows with clients' requests: its length, its limit, the configuration key of
+    the limit, and how often a request was refused because of it."""
     limits, queries, mover = gate.limits, gate.engine.queries, gate.upkeep.mover
     pinned_share, num_spaces = round(queries.pinned_share(), 4), len(queries.namespaces())
     rows = [

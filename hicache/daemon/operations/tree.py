@@ -9,7 +9,7 @@ from hicache.tiers.block import slot_bytes_for
 
 @handles(TREE)
 def tree(gate: Gate, asked: Asked[TreeRequest]) -> None:
-    """Clients that may connect without proving who they are (TCP without keys) get no tokens."""
+    """Clients that connect without authentication (TCP without keys) get no tokens."""
     request, queries = asked.request, gate.engine.queries
     is_private = gate.upkeep.is_private
     found = queries.tree_page(

@@ -1,7 +1,7 @@
-"""`warm`: a prompt that will be asked for is copied to where it is read from.
+"""`warm`: copies a prompt's blocks to where they can be read, before it is requested.
 
-Needs no session: whoever asks holds nothing and may be gone before it ends. What is asked for is
-bounded and ends by itself. Used from the daemon's loop only.
+Needs no session: the client may disconnect before the warming ends. Warmings are limited in number
+and time. Used from the daemon's loop only.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from hicache.engine import plan as p
 from hicache.protocol.operations import WARM, WarmReply, WarmRequest
 
 TICK_S: Final = 0.1
-"""The end of a warming is noticed this late."""
+"""The interval at which ends of warmings are noticed."""
 MAX_WARMINGS: Final = 64
-"""At once: each is looked at after every event."""
+"""Running warmings: each one is checked after every event."""
 
 
 @handles(WARM)
 def warm(gate: Gate, asked: Asked[WarmRequest]) -> None:
-    """Plan it, and reply at once or at its end."""
+    """Start a warming, and reply at once or at its end."""
     request, engine = asked.request, gate.engine
     gate.check_tokens(request.tokens)
     number = engine.number_of(request.namespace)
@@ -30,7 +30,7 @@ def warm(gate: Gate, asked: Asked[WarmRequest]) -> None:
         return
     gate.check_leases()
     if len(engine.warming) >= MAX_WARMINGS:
-        gate.turn_away("warmings", f"{MAX_WARMINGS} prompts are being warmed; ask again later")
+        gate.turn_away("warmings", f"{MAX_WARMINGS} prompts are being warmed; try again later")
     ttl_s = gate.limits.lease_ttl_s
     if request.wait and request.deadline_s:
         ttl_s = min(ttl_s, max(0.0, 0.95 * request.deadline_s - TICK_S))
@@ -43,7 +43,7 @@ def warm(gate: Gate, asked: Asked[WarmRequest]) -> None:
 
 
 def warmings_ended(gate: Gate, arrivals: p.Arrivals) -> None:
-    """Reply to those who wait for the end of these warmings."""
+    """Reply to requests that wait for the end of these warmings."""
     for number, warmed in arrivals.warmed.items():
         peer = gate.waiting.warms.pop(number, None)
         if peer is not None:

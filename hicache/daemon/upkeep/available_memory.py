@@ -1,10 +1,9 @@
-"""How much memory can still be had before the kernel ends somebody: of the host, and of the control
-groups that this process is in.
+"""The memory available before the kernel's OOM killer acts: of the host, and of this process's
+control groups.
 
-Not judged by what processes hold (RSS): pages of the disk tier's mapped file count there, and the
-kernel takes them back whenever it likes. So: what the kernel says is available (MemAvailable), and
-of each control group with a limit, its own and those above it, the limit less what is used, file
-pages not counted as used.
+Not computed from processes' memory (RSS), which includes pages of the disk tier's mapped file that
+the kernel can free at any time. Instead: the kernel's MemAvailable, and for each control group with
+a limit (this process's and its ancestors), the limit less the used memory without file pages.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _V1_NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """`available_bytes` of `total_bytes`, of whatever is the tightest: `of` names it."""
+    """`available_bytes` of `total_bytes`, of the host or of a control group, named by `of`."""
 
     of: str
     available_bytes: int
@@ -26,8 +25,7 @@ class Headroom:
 
 
 def look(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[Headroom]:
-    """The host's, then those of its control groups that have a limit. What cannot be read is left
-    out."""
+    """The host's, then those of the control groups with a limit. Unreadable ones are left out."""
     found = [_of_host(proc), *_of_groups(proc, cgroups)]
     return [headroom for headroom in found if headroom is not None]
 
@@ -55,8 +53,8 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[Headroom | None]:
 
 
 def _up(root: Path, path: str) -> Iterator[Path]:
-    """The group's folder and those above it, as far as they are there: in a container the group's
-    own folder is often what is mounted as the root."""
+    """The group's folder and its ancestors, as far as they exist: in a container the group's folder
+    is often mounted as the root."""
     folder = root / path.lstrip("/")
     while folder != root:
         if folder.is_dir():
@@ -92,7 +90,7 @@ def _headroom(
 
 
 def _number(file: Path) -> int | None:
-    """None where there is none, or no limit (`max`)."""
+    """The file's number; None where it is missing, or `max`."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

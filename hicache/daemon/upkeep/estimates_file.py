@@ -1,10 +1,9 @@
-"""The file in which a daemon's estimates survive its restart: small, versioned, replaced at once.
+"""The file that keeps a daemon's estimates across restarts: small, versioned, replaced atomically.
 
-It lies beside the blocks of the first tier in a folder of this host's own, or beside the socket
-where there is no such tier. What cannot be
-read is left alone until it is replaced, and costs nothing but what was learned. It is not synced,
-since after a power cut a few prefills teach as much. While the daemon serves, it is written by a
-thread of its own: a file system may take its time, or never answer.
+It is in the folder of the first tier with a folder on this host, or beside the socket if there is
+no such tier. An unreadable file is ignored, and replaced later; only the estimates are lost. It is
+not synced: after a power cut, a few prefills teach as much. While the daemon serves, a separate
+thread writes it, since a file system may be slow, or hang.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hicache.config import Config, VolumeTierConfig
-from hicache.daemon.upkeep.supervised import Hand
+from hicache.daemon.upkeep.supervised import WorkThread
 from hicache.engine.planner.estimates import SavedEstimates
 from hicache.protocol.endpoint import ipc_path
 
@@ -30,7 +29,7 @@ log = logging.getLogger("hicache")
 
 
 def file_for(config: Config) -> Path | None:
-    """Where this configuration's estimates are kept; None where there is no place for them."""
+    """The file for this configuration's estimates; None where there is no place for it."""
     for row, section in config.tiers.present():
         if isinstance(section, VolumeTierConfig) and not row.traits.shared_between_hosts:
             return Path(section.path) / "estimates.json"
@@ -39,7 +38,7 @@ def file_for(config: Config) -> Path | None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """What stands there; empty where there is nothing yet, or nothing that could be used."""
+    """The file's content; empty where it is missing or unusable."""
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_BYTES + 1)
@@ -47,16 +46,16 @@ def read(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        log.warning("what was learned about speeds is not used: %s: %s", file, error)
+        log.warning("the saved estimates are not used: %s: %s", file, error)
         return {}
     if not isinstance(known, dict):
-        log.warning("what was learned about speeds is not used: %s holds something else", file)
+        log.warning("the saved estimates are not used: %s holds something else", file)
         return {}
     return known
 
 
 def write(file: Path, known: dict[str, Any]) -> None:
-    """Put it in the place of what stands there."""
+    """Replace the file."""
     unfinished = file.with_name(file.name + ".new")
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,42 +64,45 @@ def write(file: Path, known: dict[str, Any]) -> None:
             json.dump(known, sink)
         os.replace(unfinished, file)
     except OSError as error:
-        log.warning("what was learned about speeds is not kept: %s: %s", file, error)
+        log.warning("the estimates could not be saved: %s: %s", file, error)
         with contextlib.suppress(OSError):
             unfinished.unlink()
 
 
-class Keeper:
-    """Has the engine's memory written every now and then, and at the end. Called from the daemon's
-    loop, which waits for none of it but `close`. `hand` is None where there is no place for it."""
+class EstimatesFile:
+    """Saves the cache engine's estimates now and then, and at the end. Called from the daemon's
+    loop, which waits only in `close`. `work_thread` is None where there is no place for the
+    file."""
 
     def __init__(self, config: Config, memory: SavedEstimates) -> None:
         self._memory = memory
         self._due_s = time.monotonic() + EVERY_S
-        self.hand: Hand[dict[str, Any]] | None = None
+        self.work_thread: WorkThread[dict[str, Any]] | None = None
         file = file_for(config)
         if file is not None:
             self._recall(file)
-            self.hand = Hand("the file of estimates", partial(write, file), max_waiting=2)
+            self.work_thread = WorkThread(
+                "the file of estimates", partial(write, file), max_waiting=2
+            )
 
     def tick(self, now_s: float) -> None:
-        """Write if it is time, and what was ordered last is written."""
-        if self.hand is not None:
-            self.hand.tick(now_s)
-            if now_s >= self._due_s and not self.hand.num_waiting:
+        """Save if it is due, and the last save has finished."""
+        if self.work_thread is not None:
+            self.work_thread.tick(now_s)
+            if now_s >= self._due_s and not self.work_thread.num_waiting:
                 self._due_s = now_s + EVERY_S
-                self.hand.give(self._memory.snapshot())
+                self.work_thread.give(self._memory.snapshot())
 
     def close(self, patience_s: float) -> None:
-        """Write a last time; what takes longer than that is left undone."""
-        if self.hand is not None:
-            self.hand.give(self._memory.snapshot())
-            self.hand.close(patience_s)
+        """Save a last time, for at most `patience_s`."""
+        if self.work_thread is not None:
+            self.work_thread.give(self._memory.snapshot())
+            self.work_thread.close(patience_s)
 
     def _recall(self, file: Path) -> None:
-        """What an earlier daemon learned."""
+        """Restore the estimates of an earlier run."""
         if known := read(file):
             try:
                 self._memory.recall(known)
             except ValueError as error:
-                log.warning("what was learned about speeds is not used: %s: %s", file, error)
+                log.warning("the saved estimates are not used: %s: %s", file, error)

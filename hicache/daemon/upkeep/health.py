@@ -1,11 +1,11 @@
-"""How the daemon is: its tiers, its parts, and whether it lives, is ready, and is healthy.
+"""The daemon's health: its tiers, its parts, and whether it is live, ready and healthy.
 
-    live      its loop turns: it answers at all
-    ready     it can be given requests: every tier was tried once, and it is not stopping
-    healthy   every tier serves and takes blocks, and every part goes on
+    live      its loop runs: it answers
+    ready     it accepts requests: every tier was tried once, and it is not stopping
+    healthy   every tier is up and takes blocks, and every part makes progress
 
-A part is judged by what comes of it and not by its being there: its worker's answers, the processor
-time of a fit, the orders of a thread. One that has owed something for `PATIENCE_S` is a problem.
+A part is judged by its progress, not by its existence: a worker's replies, the CPU time of a fit,
+the finished orders of a thread. One without progress for `PATIENCE_S` is a problem.
 Used from the daemon's loop only.
 """
 
@@ -22,7 +22,7 @@ from hicache.engine.core import CacheEngine
 from hicache.transfer.mover import Mover
 
 PATIENCE_S: Final = 3.5
-"""With the second between two questions to a worker, a part that stands still shows in 5 s."""
+"""With 1 s between two pings of a worker, a stuck part is reported within 5 s."""
 STALL_S: Final = 1.0
 
 log = logging.getLogger("hicache")
@@ -30,14 +30,14 @@ log = logging.getLogger("hicache")
 
 @dataclass(slots=True)
 class Loop:
-    """The loop's own turns. `num_stalls`: how often it did not turn for a second and more."""
+    """The loop's turns. `num_stalls`: how often a turn took a second or more."""
 
     turned_s: float
     num_stalls: int = 0
     longest_s: float = 0.0
 
     def turn(self, now_s: float) -> None:
-        """It turns."""
+        """A turn of the loop begins."""
         gap_s = now_s - self.turned_s
         self.turned_s = now_s
         self.longest_s = max(self.longest_s, gap_s)
@@ -51,8 +51,8 @@ class _Watched:
     faults: list[Faults] = field(default_factory=list)
 
 
-class Condition:
-    """`notes`: what was said last about each tier."""
+class Health:
+    """`notes`: the last note about each tier."""
 
     def __init__(self, parts: Parts, engine: CacheEngine, mover: Mover, now_s: float) -> None:
         self.notes: dict[str, str] = {}
@@ -65,7 +65,8 @@ class Condition:
         self._told: dict[str, str] = {}
 
     def watch(self, part: str, owes_s: Callable[[float], float], *faults: Faults) -> None:
-        """Judge this part, too: for how long it has owed something, and what went wrong in it."""
+        """Watch a part: `owes_s` returns for how long it has made no progress with its work,
+        `faults` are its failures."""
         self._watched[part] = _Watched(owes_s, list(faults))
 
     # --- tiers ----------------------------------------------------------------------------------
@@ -79,45 +80,45 @@ class Condition:
         for tier in self._engine.queries.restoring_tiers():
             if states[tier] == "up":
                 states[tier] = "starting"
-        for tier in self._reluctant():
+        for tier in self._refusing():
             if states[tier] == "up":
                 states[tier] = "read-only"
         return states
 
     def tier_notes(self) -> dict[str, str]:
-        """What there is to say about each tier."""
+        """A note about each tier, for people."""
         said = {tier: note for tier, note in self.notes.items() if note}
-        return {**self._parts.notes, **said, **self._reluctant()}
+        return {**self._parts.notes, **said, **self._refusing()}
 
-    def tell_reluctance(self) -> None:
-        """One line in the log when a tier begins to refuse blocks, and one when it ends."""
-        reasons = self._reluctant()
+    def log_refusals(self) -> None:
+        """Log one line when a tier begins to refuse blocks, and one when it takes them again."""
+        reasons = self._refusing()
         for tier in reasons.keys() - self._told.keys():
             log.warning("%s %s", tier, reasons[tier])
         for tier in self._told.keys() - reasons.keys():
             log.info("%s takes blocks again", tier)
         self._told = reasons
 
-    def _reluctant(self) -> dict[str, str]:
-        """The tiers that took nothing when they were last asked, and why."""
+    def _refusing(self) -> dict[str, str]:
+        """Tier → reason, for the tiers that refused the last write."""
         return {
-            tier: f"takes no new blocks, and is asked again in a while: {reason}"
+            tier: f"takes no new blocks, and will be tried again later: {reason}"
             for tier, reason in self._engine.queries.refusing_tiers().items()
         }
 
-    # --- all of it ------------------------------------------------------------------------------
+    # --- the whole daemon -----------------------------------------------------------------------
 
     def is_ready(self) -> bool:
-        """Whether requests may come. A tier whose worker is started again later changes nothing:
-        the others serve."""
+        """Whether requests may come. Stays true while a tier's worker is restarted: the other tiers
+        serve."""
         if not self._was_ready:
             self._was_ready = "starting" not in self.tier_states().values()
         return self._was_ready and not self.is_stopping
 
     def report(self, now_s: float) -> dict[str, Any]:
-        """The answer to `health`."""
+        """The reply to `health`."""
         states = self.tier_states()
-        why = {**self.notes, **self._reluctant()}
+        why = {**self.notes, **self._refusing()}
         problems = {t: why.get(t) or "starting" for t, state in states.items() if state != "up"}
         parts = self._part_rows(now_s)
         problems |= {name: row["problem"] for name, row in parts.items() if row["problem"]}
@@ -131,7 +132,7 @@ class Condition:
         }
 
     def _part_rows(self, now_s: float) -> dict[str, dict[str, Any]]:
-        """`owes_s`, `faults` (how many), and a `problem` in words, for each part."""
+        """For each part `owes_s`, the number of `faults`, and a `problem` in words."""
         loop = self.loop
         rows = {"loop": _row(0.0, loop.num_stalls)}
         starts = self._mover.num_starts()
@@ -145,7 +146,7 @@ class Condition:
 
 
 def _row(owes_s: float, num_faults: int, error: str = "") -> dict[str, Any]:
-    problem = f"failed, and is tried again: {error}" if error else ""
+    problem = f"failed, and will be tried again: {error}" if error else ""
     if owes_s > PATIENCE_S:
-        problem = f"stands still: nothing has come of it for {owes_s:.1f} s"
+        problem = f"stuck: no progress for {owes_s:.1f} s"
     return {"owes_s": round(owes_s, 3), "faults": num_faults, "problem": problem}

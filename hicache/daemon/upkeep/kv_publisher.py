@@ -1,13 +1,12 @@
-"""KV events: what came to be held and what is gone, published to whoever subscribes.
+"""Publishes KV events: blocks stored in and removed from tiers.
 
     loop ──tick──▶ Changes ──▶ messages ──▶ thread ──PUB──▶ subscribers
-    loop ──page──▶ Changes ──▶ reply on the front door
+    loop ──page──▶ Changes ──▶ reply on the clients' socket
 
-A thread of its own has the PUB socket, with a ZeroMQ context and an I/O thread of its own: what
-subscribers say, however much and of what, never reaches the loop. At most MAX_WAITING messages wait
-for the thread; what does not fit is dropped, counted, and shows as a gap in the topic's sequence.
-The topic is the namespace's digest in hex. Messages are laid out as vLLM's, so that what reads
-those reads these:
+A separate thread owns the PUB socket, with a separate ZeroMQ context and I/O thread: messages from
+subscribers never reach the loop. At most MAX_WAITING messages wait for the thread; further ones are
+dropped and counted, and show as a gap in the topic's sequence. The topic is the namespace's digest
+in hex. Messages have vLLM's layout, so that its subscribers can read them:
 
     [topic, sequence (u64, big-endian), msgpack [wall clock, [event, …], nil]]
 
@@ -16,9 +15,10 @@ those reads these:
     {"type": "BlockRemoved", "block_hashes": [key, …], "medium": str, …}
     {"type": "AllBlocksCleared", …}         the first of all in a topic's messages of an epoch
 
-and each event has our `tier` and `epoch`, which others pass over. What is held already is not told
-again for whoever comes: it asks for pages on the front door (`page`), each the state of exactly the
-sequence that it names. Used from the daemon's loop only; `_publish` is the thread's.
+and each event has hicache's `tier` and `epoch`, which other subscribers ignore. Blocks held already
+are not published again for a new subscriber: it requests pages on the clients' socket (`page`),
+each the state at exactly the sequence that it names. Used from the daemon's loop only, except
+`_publish`, which the thread calls.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ import msgspec
 import numpy as np
 import zmq
 
-from hicache.daemon.curve_auth import Doorkeeper
+from hicache.daemon.curve_auth import CurveAuth
 from hicache.daemon.socket_lock import listen
-from hicache.daemon.upkeep.supervised import Hand
+from hicache.daemon.upkeep.supervised import WorkThread
 from hicache.engine.kv_changes.diff import Changes, Removed, Stored
 from hicache.protocol.keys import ROOT_KEY, TOKEN_BYTES
 from hicache.tiers.catalog import event_media
 
 MAX_BYTES_PER_TICK: Final = 128 << 10
-"""Of news, as `Changes.take` counts: 1,020 blocks of 16 tokens, 8,192 that are gone, 7 blocks of
-4,096 tokens. Some 5 ms at most, in which nobody else is served."""
+"""Of changes, as `Changes.take` counts: 1,020 blocks of 16 tokens, 8,192 removed ones, 7 blocks of
+4,096 tokens. At most about 5 ms, in which no request is served."""
 MAX_MESSAGE_BYTES: Final = 64 << 10
 MAX_WAITING: Final = 64
-"""Messages for the thread; some ten ticks of them."""
+"""Messages that wait for the thread: those of about ten ticks."""
 MAX_SUBSCRIPTION_BYTES: Final = 128
-"""Of one message from a subscriber: a topic of 64 characters, and what ZeroMQ puts around it. Each
-character costs ZeroMQ some 48 bytes until the connection ends."""
+"""The longest message of a subscriber: a topic of 64 characters, and ZeroMQ's framing. Each
+character takes ZeroMQ about 48 bytes of memory until the connection ends."""
 MAX_HANDSHAKE_BYTES: Final = 512
-"""The same where a handshake of CURVE comes before, whose longest part has some 300."""
+"""The same with CURVE, whose handshake has messages of about 300 bytes."""
 MAX_PAGE_BLOCKS: Final = 4096
 MAX_TOPICS: Final = 4096
-"""Whose sequences are kept though nothing is held of them."""
+"""Topics without held blocks whose sequence numbers are kept."""
 CLOSE_S: Final = 1.0
 
 _KEY_BYTES: Final = 34
 _TOKEN_BYTES: Final = 5
 _EVENT_BYTES: Final = 320
-"""At most, packed: a key, a token id, an event without either."""
+"""The most packed bytes of a key, of a token id, and of an event without both."""
 _pack: Final = msgspec.msgpack.Encoder().encode
 
 News = Stored | Removed
 
 
 class Publisher:
-    """Tells what `changes` says, at `endpoint`, behind `doorkeeper` where there is one. Raises
+    """Publishes `changes` at `endpoint`, with CURVE authentication by `curve_auth` if given. Raises
     OSError where it cannot listen."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Publisher:
         changes: Changes,
         tiers: Sequence[str],
         epoch: str,
-        doorkeeper: Doorkeeper | None = None,
+        curve_auth: CurveAuth | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.num_sent = 0
@@ -86,13 +86,13 @@ class Publisher:
         self._epoch = epoch
         self._sequences: dict[bytes, int] = {}
         self._first_sequence = 0
-        self._socket = _open(context, endpoint, hwm, doorkeeper)
-        self.hand: Hand[list[bytes]] = Hand("events", self._publish, MAX_WAITING)
+        self._socket = _open(context, endpoint, hwm, curve_auth)
+        self.work_thread: WorkThread[list[bytes]] = WorkThread("events", self._publish, MAX_WAITING)
         changes.listen()
 
     def tick(self, now_s: float) -> None:
-        """Tell what is new, so much of it."""
-        self.hand.tick(now_s)
+        """Publish the next changes, up to the limit."""
+        self.work_thread.tick(now_s)
         try:
             for digest, news in _by_namespace(self._changes.take(MAX_BYTES_PER_TICK)):
                 self._tell(digest, news)
@@ -103,7 +103,7 @@ class Publisher:
             self._forget_idle()
 
     def page(self, namespace: bytes, after: int) -> dict[str, Any]:
-        """The reply to `events`: what has been told as held, from `after` on."""
+        """The reply to `events`: published blocks, from `after` on."""
         page = self._changes.page(namespace, after, MAX_PAGE_BLOCKS)
         return {
             "epoch": self._epoch,
@@ -120,18 +120,18 @@ class Publisher:
         """For `stats`."""
         return {
             "messages": self.num_sent,
-            "dropped": self.hand.num_refused,
+            "dropped": self.work_thread.num_refused,
             "blocks_pending": self._changes.num_pending(),
         }
 
     def close(self) -> None:
-        """What waits still leaves, if the thread gets to it. One that stands still keeps its socket
-        until the process ends."""
-        if self.hand.close(CLOSE_S):
+        """Publish waiting messages, and close. If the thread hangs, its socket stays open until the
+        process ends."""
+        if self.work_thread.close(CLOSE_S):
             self._context.destroy(linger=0)
 
     def _tell(self, digest: bytes, news: Iterable[News]) -> None:
-        """In messages of bounded size."""
+        """Send changes, in messages of limited size."""
         events: list[Any] = []
         if digest not in self._sequences:
             self._sequences[digest] = self._first_sequence
@@ -147,8 +147,8 @@ class Publisher:
         self._send(digest, events)
 
     def _events(self, item: News, used_bytes: int) -> Iterator[tuple[dict[str, Any], int]]:
-        """One piece of news as events, the first of which fits into a message that has so much
-        already, if one block does; each with what it takes, at most."""
+        """(event, its most bytes) for one change. The first event fits into a message of
+        `used_bytes`, if one block does."""
         head = {
             "medium": self._media.get(item.tier, item.tier),
             "tier": item.tier,
@@ -180,42 +180,43 @@ class Publisher:
             used_bytes = MAX_MESSAGE_BYTES
 
     def _send(self, digest: bytes, events: Sequence[Any]) -> None:
-        """Its number is used up even if it is dropped: that is how it is missed."""
+        """Send a message. A dropped one uses its number, too, so that subscribers see the gap."""
         number = self._sequences[digest]
         self._sequences[digest] += 1
         packed = _pack([time.time(), events, None])
-        self.num_sent += self.hand.give([topic_of(digest), number.to_bytes(8, "big"), packed])
+        message = [topic_of(digest), number.to_bytes(8, "big"), packed]
+        self.num_sent += self.work_thread.give(message)
 
     def _publish(self, parts: list[bytes]) -> None:
         self._socket.send_multipart(parts)
 
     def _show_a_gap(self) -> None:
-        """Something may be noted as told that was not."""
+        """Changes may be recorded as published that were not sent."""
         self._first_sequence += 1
         for digest in self._sequences:
             self._sequences[digest] += 1
 
     def _forget_idle(self) -> None:
-        """A topic that is forgotten goes on later with a higher number than it ever had."""
+        """Drop idle topics. Such a topic later continues with a higher number than before."""
         for digest in self._changes.forget_idle():
             number = self._sequences.pop(digest, 0)
             self._first_sequence = max(self._first_sequence, number)
 
 
 def unpublished(namespace: bytes, epoch: str) -> dict[str, Any]:
-    """The reply to `events` where nothing is published."""
+    """The reply to `events` without a publisher."""
     topic = topic_of(namespace).decode()
     nothing = {"sequence": 0, "tier_names": [], "keys": b"", "tiers": b"", "next": None}
     return {"epoch": epoch, "endpoint": None, "topic": topic, **nothing}
 
 
 def topic_of(namespace: bytes) -> bytes:
-    """The topic that a namespace's events have."""
+    """The topic of a namespace's events."""
     return namespace.hex().encode()
 
 
 def _by_namespace(news: Sequence[News]) -> Iterator[tuple[bytes, list[News]]]:
-    """In the order in which they are to be told."""
+    """The changes grouped by namespace, in order."""
     sorted_out: dict[bytes, list[News]] = {}
     for item in news:
         sorted_out.setdefault(item.namespace, []).append(item)
@@ -223,14 +224,14 @@ def _by_namespace(news: Sequence[News]) -> Iterator[tuple[bytes, list[News]]]:
 
 
 def _open(
-    context: zmq.Context[Any], endpoint: str, hwm: int, doorkeeper: Doorkeeper | None
+    context: zmq.Context[Any], endpoint: str, hwm: int, curve_auth: CurveAuth | None
 ) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(zmq.PUB)
     socket.linger = 0
     socket.setsockopt(zmq.SNDHWM, hwm)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
-    if doorkeeper is not None:
+    if curve_auth is not None:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_HANDSHAKE_BYTES)
-        doorkeeper.guard(socket)
+        curve_auth.guard(socket)
     listen(socket, endpoint, "publish")
     return socket

@@ -1,11 +1,11 @@
-"""Memory that the near tier gives back when the machine runs short of it, before the kernel ends a
-process: slab by slab, and taken again slab by slab when there is plenty. What is looked at comes
-from `available_memory.py`; how much goes, and in haste or not, `engine/placement/shedding.py` says.
+"""Returns memory of the near tier to the machine before the kernel's OOM killer acts: slab by slab,
+and uses it again slab by slab when there is enough. `available_memory.py` measures;
+`engine/placement/shedding.py` decides how much, and whether in haste.
 
-The pages really go: a hole is cut in the arena's file, although clients map it. A worker that
-starts touches the whole arena once, so holes are cut again while memory is short. Where a GPU's
-worker has pinned the arena nothing can be given back: the copy engines would go on using the old
-pages. Used from the daemon's loop only.
+A slab's memory is freed by a hole in the arena's file, although clients map it. A starting worker
+maps the whole arena once, which fills holes, so they are cut again while memory is short. If a
+GPU's worker has pinned the arena, nothing can be returned: the copy engines would continue to use
+the old pages. Used from the daemon's loop only.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger("hicache")
 
 
 class Shedding:
-    """Of `tier`, in this arena. `do` hands an event to the cache engine; `headrooms` looks at the
-    machine."""
+    """Sheds memory of `tier` in this arena. `do` passes an event to the cache engine; `headrooms`
+    measures the machine's memory."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Shedding:
         self._is_short = False
 
     def tick(self, now_s: float, min_available: int | Share | None) -> None:
-        """Look at the machine if it is time, and give or take."""
+        """Measure the machine's memory if it is due, and free or reuse slabs."""
         if now_s < self._due_s:
             return
         self._due_s = now_s + EVERY_S
@@ -73,7 +73,7 @@ class Shedding:
         try:
             self._arena.refill(page, self._pool.slab_bytes)
         except OSError:
-            return  # somebody else has it; the next look may find some
+            return  # another process has taken it; try again later
         self._do(p.Regain(self._tier, page))
         self.num_taken += 1
 
@@ -88,11 +88,11 @@ class Shedding:
     def _cut(self, page: int) -> None:
         try:
             self._arena.discard(page, self._pool.slab_bytes)
-        except OSError as error:  # a file system without holes: it is no room all the same
-            self.note = f"its memory cannot be given back: {error.strerror}"
+        except OSError as error:  # a file system without holes: the slab stays out of use
+            self.note = f"its memory cannot be freed: {error.strerror}"
 
     def _tell(self, tightest: Headroom | None) -> None:
-        """One line when memory becomes short, one when it is plentiful again."""
+        """Log one line when memory becomes short, and one when there is enough again."""
         is_short = tightest is not None
         if tightest is not None and not self._is_short:
             log.warning(
@@ -100,17 +100,17 @@ class Shedding:
                 format_size(tightest.available_bytes),
                 format_size(tightest.total_bytes),
                 tightest.of,
-                f"{self._tier} is pinned for the GPU and keeps its own"
+                f"{self._tier} is pinned for the GPU and cannot free any"
                 if self._is_pinned
-                else f"{self._tier} gives some of its own back",
+                else f"{self._tier} frees some of its memory",
             )
         if self._is_short and not is_short and not self._pool.withheld:
-            log.info("memory is plentiful again: %s has its whole size", self._tier)
+            log.info("there is enough memory again: %s has its full size", self._tier)
         self._is_short = is_short or (self._is_short and bool(self._pool.withheld))
 
 
 def _least_of(headroom: Headroom, min_available: int | Share | None) -> int:
-    """Bytes that should be available of it."""
+    """The bytes that should be available of it."""
     if isinstance(min_available, Share):
         return min_available.of(headroom.total_bytes)
     return min_available or 0

@@ -1,14 +1,12 @@
-"""Refitting the eviction model beside the daemon's loop: one short-lived process per fit.
+"""Refits the hazard model outside the daemon's loop: one short-lived process per fit.
 
     counts, a slice each tick ──▶ snapshot ──▶ process ──▶ model, taken at the next tick
 
-The loop never waits for it. The ghost index is looked through in slices of about half a
-millisecond, ten a second. Snapshot and model change hands in memory files, the process's standard
-input and output: writing one takes as long as copying it, whether or not the process gets to run,
-and it may stand still in the middle of a word. It has a low priority from its start on, so what
-wakes the loop goes first. A fit that fails, dies or stands still costs nothing but its model, and
-is tried again after a pause. The process ends by itself, with its answer. Called from the daemon's
-loop only.
+The loop never waits for it. The ghost index is scanned in slices of about half a millisecond, ten a
+second. Snapshot and model are passed in memory files, the process's standard input and output:
+writing one takes only a copy, even if the process is not running. It has a low priority from its
+start on. A fit that fails, dies or hangs costs only its model, and is tried again after a pause.
+The process ends after writing its model. Called from the daemon's loop only.
 """
 
 from __future__ import annotations
@@ -30,17 +28,17 @@ from hicache.engine.policies.hazard.model import Model, Snapshot, fit
 
 STUCK_S = 30.0
 LONGEST_S = 300.0
-"""A fit takes a second or two of processor time, at a low priority."""
+"""A fit takes 1–2 s of CPU time, at a low priority."""
 NICENESS: Final = 10
 _ROOT: Final = Path(__file__).absolute().parents[3]
 
 
 class FitFailed(Exception):
-    """A fit died, stood still or took for ever."""
+    """A fit's process died, hung, or took too long."""
 
 
 class _Fit:
-    """One fit under way."""
+    """One running fit."""
 
     def __init__(self, snapshot: Snapshot, now_s: float) -> None:
         self.started_s = self.moved_s = now_s
@@ -49,7 +47,7 @@ class _Fit:
         with _memory_file() as question:
             question.write(pickle.dumps(snapshot, pickle.HIGHEST_PROTOCOL))
             question.seek(0)
-            # In a group of its own Ctrl-C in a terminal does not reach it: it is the daemon's.
+            # A separate process group: Ctrl-C in a terminal is only for the daemon.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "hicache.daemon.upkeep.refit"],
                 stdin=question,
@@ -66,14 +64,14 @@ class _Fit:
         return self.process.poll() is not None
 
     def look(self, now_s: float) -> None:
-        """Note whether its process has used processor time since the last look."""
-        with suppress(psutil.Error):  # gone
+        """Check whether its process has used CPU time since the last check."""
+        with suppress(psutil.Error):  # it has ended
             times = psutil.Process(self.process.pid).cpu_times()
             if (used_s := times.user + times.system) > self.used_s:
                 self.used_s, self.moved_s = used_s, now_s
 
-    def told(self) -> Model | Exception | None:
-        """What its process said before it ended."""
+    def result(self) -> Model | Exception | None:
+        """The ended process's result."""
         if self.process.returncode:
             return FitFailed("its process died")
         self._answer.seek(0)
@@ -81,17 +79,17 @@ class _Fit:
         return said
 
     def end(self) -> None:
-        """It may stand still, or have ended."""
+        """Kill the process if it still runs, and clean up."""
         self.process.kill()
         self.process.wait()
         self._answer.close()
 
 
 class Fitter:
-    """Keeps a history's model up to date. `tick` now and then, `close` at the end.
+    """Keeps a history's model up to date. Call `tick` now and then, `close` at the end.
 
-    A fit goes on as long as its process uses processor time (`owes_s`); one that does not for
-    `STUCK_S`, or that takes longer than `LONGEST_S`, is killed."""
+    A fit may run while its process uses CPU time (`owes_s`); one that does not for `STUCK_S`, or
+    that takes longer than `LONGEST_S`, is killed."""
 
     def __init__(self, history: History) -> None:
         self.faults = Faults("the fit of the eviction model")
@@ -101,11 +99,11 @@ class Fitter:
         self._snapshot: Snapshot | None = None
 
     def tick(self, now_s: float) -> None:
-        """Take a model that is ready; go on with a fit that is due."""
+        """Take a model that is ready; start or continue a fit that is due."""
         if self.fit is not None:
             self._watch(self.fit, now_s)
         elif self._snapshot is not None:
-            if not self.faults.is_resting(now_s):
+            if not self.faults.is_paused(now_s):
                 self.fit = _Fit(self._snapshot, now_s)
         elif self._slices is not None:
             self._snapshot = next(self._slices)
@@ -115,31 +113,31 @@ class Fitter:
             self._slices = self._history.snapshot_in_slices()
 
     def owes_s(self, now_s: float) -> float:
-        """For how long the fit under way has not moved; 0 if none is."""
+        """For how long the running fit has used no CPU time; 0 if none is running."""
         return 0.0 if self.fit is None else max(0.0, now_s - self.fit.moved_s)
 
     def close(self) -> None:
-        """End the fit under way, if any."""
+        """End the running fit, if any."""
         if self.fit is not None:
             self.fit.end()
             self.fit = None
 
     def _watch(self, fit: _Fit, now_s: float) -> None:
-        told: Model | Exception | None
+        result: Model | Exception | None
         if fit.is_over:
-            told = fit.told()
+            result = fit.result()
         else:
             fit.look(now_s)
             if now_s - fit.moved_s <= STUCK_S and now_s - fit.started_s <= LONGEST_S:
                 return
-            told = FitFailed("it stood still, or took too long")
+            result = FitFailed("it hung, or took too long")
         self.close()
-        if isinstance(told, Exception):  # the old model stays, and the same counts are tried again
-            self.faults.met(told, now_s)
+        if isinstance(result, Exception):  # keep the old model, and try the same counts again
+            self.faults.record_failure(result, now_s)
             return
-        self._history.adopt(told)
+        self._history.adopt(result)
         self._snapshot = None
-        self.faults.over()
+        self.faults.record_success()
 
 
 def _memory_file() -> IO[bytes]:
@@ -147,12 +145,12 @@ def _memory_file() -> IO[bytes]:
 
 
 def _fit_and_answer() -> None:
-    """The process: a snapshot from standard input, its model to standard output."""
+    """In the process: read a snapshot from standard input, write its model to standard output."""
     snapshot = pickle.load(sys.stdin.buffer)
     told: Model | Exception | None
     try:
         told = fit(snapshot)
-    except Exception as error:  # the boundary: told to the daemon, which tells the log
+    except Exception as error:  # returned to the daemon, which logs it
         told = error
     pickle.dump(told, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
 

@@ -1,15 +1,14 @@
-"""A sample of what was asked for lately, from which `hicache stats --what-if` works out what tiers
-of other sizes would have hit.
+"""A sample of recent requests, from which `hicache stats --what-if` computes the hits that tiers of
+other sizes would have had.
 
-Blocks are sampled by a hash of themselves and all before them (SHARDS: Waldspurger et al., 2015),
-so a block is in the sample at all of its uses or at none, and a cache of a share of the blocks
-under a share of the requests hits what the whole would. Everything is sampled while it fits; the
-share is halved while fewer than MIN_REQUESTS are remembered, down to where the smallest tier still
-has some MIN_TIER_BLOCKS in the sample. Nothing is simulated here: the command does that, in its own
-process.
+Blocks are sampled by a hash of themselves and all blocks before them (SHARDS: Waldspurger et al.,
+2015): a block is in the sample at all of its uses or at none, so a cache scaled down by the sampled
+share has the hit rate of the whole. Everything is sampled while it fits; the share is halved while
+fewer than MIN_REQUESTS fit, as long as the smallest tier has about MIN_TIER_BLOCKS in the sample.
+The simulation runs in the command's process, not here.
 
-Memory: 8 bytes a block sampled, 4 MiB at most. Used from the daemon's loop only, when an answer has
-left: some 30 µs for a prompt of 8,192 tokens.
+Memory: 8 bytes per sampled block, 4 MiB at most. Used from the daemon's loop only, after a reply
+was sent: about 30 µs for a prompt of 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MAX_BLOCKS: Final = 1 << 19
 MIN_REQUESTS: Final = 1 << 13
 MIN_TIER_BLOCKS: Final = 1024
 FULL: Final = 1 << 32
-"""A sampled share is a threshold for 32 bits of a block's hash."""
+"""The share as a threshold for 32 bits of a block's hash; this one samples all."""
 
 Hashes = npt.NDArray[np.uint64]
 _FACTOR: Final = 0x9E3779B97F4A7C15
@@ -38,12 +37,12 @@ _HALF: Final = np.uint64(32)
 _MULTIPLIERS: Final = (
     np.random.default_rng(2).integers(1, 1 << 63, MAX_BLOCK_TOKENS, np.uint64) * _MIX
 )
-"""One for each token of the largest block there may be."""
+"""One for each token of the largest block."""
 
 
 class SampledRequest(NamedTuple):
-    """One request: its time, its tokens, its whole blocks' number, tokens and bytes, and the
-    sampled ones of them."""
+    """One request: its time and tokens; the number, tokens and bytes of its whole blocks; and the
+    hashes of the sampled ones."""
 
     at_s: float
     tokens: int
@@ -54,8 +53,8 @@ class SampledRequest(NamedTuple):
 
 
 class Sample:
-    """The newest requests. `smallest_blocks`: what the smallest tier holds, in blocks, so that the
-    sample does not get too thin for it."""
+    """The newest requests. `smallest_bytes`: the smallest tier's capacity, which limits how small
+    the share may become."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class Sample:
         self._powers = self._inverses = np.ones(1, np.uint64)
 
     def asked(self, session: Session, tokens: bytes, conversation: str, now_s: float) -> None:
-        """A prompt came."""
+        """See Observer."""
         spec = session.spec
         ids = self.hashes(session.namespace, tokens, 4 * spec.block_tokens)
         num_blocks = len(ids)
@@ -91,13 +90,13 @@ class Sample:
     def hinted(
         self, session: Session, conversation: str, stop: str, answer_tokens: int, now_s: float
     ) -> None:
-        """Hints are not sampled."""
+        """See Observer; hints are not sampled."""
 
     def hashes(self, namespace: int, tokens: bytes, step: int) -> Hashes:
-        """One for each block of `step` bytes, that depends on all before it: a polynomial of the
-        blocks' own hashes modulo 2^64, all at once, then mixed."""
+        """A hash for each block of `step` bytes that depends on all blocks before it: a polynomial
+        of the blocks' hashes modulo 2^64, vectorised, then mixed."""
         num_blocks = len(tokens) // step
-        width = "<u8" if step % 8 == 0 else "<u4"  # two tokens at a time where that goes
+        width = "<u8" if step % 8 == 0 else "<u4"  # two tokens at a time if possible
         words = np.frombuffer(tokens, width, num_blocks * step // int(width[2]))
         words = words.astype(np.uint64, copy=False).reshape(num_blocks, step // int(width[2]))
         own: Hashes = words @ _MULTIPLIERS[: words.shape[1]]
@@ -115,7 +114,7 @@ class Sample:
         return found
 
     def report(self) -> dict[str, Any]:
-        """What was sampled, thinned to one share, in few large fields."""
+        """The sample, thinned to one share, in a few large fields."""
         requests = list(self._requests)
         parts = [self._thinned(asked.ids) for asked in requests]
         return {

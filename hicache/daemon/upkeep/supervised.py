@@ -1,8 +1,8 @@
-"""What goes wrong in a part of the daemon that requests do not need, and threads that may fail.
+"""Failures of the daemon's parts that no request needs, and threads that may fail or hang.
 
-A part (the fit of a model, the file of estimates, a record of requests) is worth nothing to a
-request that waits: whatever it raises ends at its boundary. There it is counted and told, once for
-each row of failures and with its story; the part is tried again after a pause that doubles.
+An error in such a part (a fit, the estimates file, the trace) must not affect requests: it is
+caught, counted, and logged once for each series of failures, with its traceback; the part is tried
+again after a pause that doubles.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Order = TypeVar("Order")
 
 
 class Faults:
-    """Of one part: how many there were, what the last one was while it lasts, and how long to
-    rest. `part` is its name for people."""
+    """One part's failures: their number, the current error, and the pause before the next try.
+    `part` is its name for people."""
 
     def __init__(self, part: str) -> None:
         self.part = part
@@ -32,45 +32,46 @@ class Faults:
         self._in_a_row = 0
         self._rests_until_s = 0.0
 
-    def met(self, error: BaseException, now_s: float) -> None:
-        """It failed. Only the first failure of a row is logged."""
+    def record_failure(self, error: BaseException, now_s: float) -> None:
+        """Record a failure. Only the first one of a series is logged."""
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._in_a_row, 10))
         self.num += 1
         self._in_a_row += 1
         self._rests_until_s = now_s + pause_s
         self.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if self._in_a_row == 1:
-            log.error("%s failed; it is tried again in %.0f s", self.part, pause_s, exc_info=error)
+            log.error("%s failed; next try in %.0f s", self.part, pause_s, exc_info=error)
 
-    def is_resting(self, now_s: float) -> bool:
+    def is_paused(self, now_s: float) -> bool:
         """Whether it is too early to try again."""
         return now_s < self._rests_until_s
 
-    def over(self) -> None:
-        """It went well."""
+    def record_success(self) -> None:
+        """Record a success: the series of failures has ended."""
         if self._in_a_row:
-            log.info("%s goes on", self.part)
+            log.info("%s works again", self.part)
             self._in_a_row = 0
             self.error = ""
 
     def guard(self, step: Callable[[], object]) -> None:
-        """Do a step of the part's, unless it is resting."""
+        """Run a step of the part, unless it is in a pause."""
         now_s = time.monotonic()
-        if self.is_resting(now_s):
+        if self.is_paused(now_s):
             return
         try:
             step()
-        except Exception as error:  # the boundary: no part of this kind may end the daemon
-            self.met(error, now_s)
+        except Exception as error:  # no part of this kind may end the daemon
+            self.record_failure(error, now_s)
         else:
-            self.over()
+            self.record_success()
 
 
-class Hand(Generic[Order]):
-    """A thread for work that may take its time, or never end: what touches a file system.
+class WorkThread(Generic[Order]):
+    """A thread for work that may be slow or hang, such as file access.
 
-    Whatever `work` raises ends the thread; `tick` starts another one after the pause. At most
-    `max_waiting` orders wait. Everything but `work` is called from the daemon's loop.
+    An exception of `work` ends the thread; `tick` starts another one after a pause. At most
+    `max_waiting` orders wait. All methods are called from the daemon's loop; the thread calls
+    `work`.
     """
 
     def __init__(self, part: str, work: Callable[[Order], None], max_waiting: int) -> None:
@@ -87,7 +88,7 @@ class Hand(Generic[Order]):
         self._thread = self._start()
 
     def give(self, order: Order) -> bool:
-        """Have it done. False, counted, and nothing changed, where too much is waiting already."""
+        """Queue an order. Returns False, and counts it, where too many are waiting."""
         if self.num_waiting >= self.max_waiting:
             self.num_refused += 1
             return False
@@ -97,27 +98,26 @@ class Hand(Generic[Order]):
 
     @property
     def num_waiting(self) -> int:
-        """Orders not done yet, the one at hand among them."""
+        """The number of orders not done yet, including the current one."""
         return self._num_given - self._num_done
 
     def owes_s(self, now_s: float) -> float:
-        """For how long it has been at the same order; 0 if it does nothing."""
+        """For how long it has been working on the current order; 0 if there is none."""
         since = self._busy_since_s
         return 0.0 if since is None else max(0.0, now_s - since)
 
     def tick(self, now_s: float) -> None:
-        """Start it again if it ended and has rested."""
+        """Start the thread again if it has ended and the pause is over."""
         if self._thread.is_alive():
             return
         failure, self._failure = self._failure, None
         if failure is not None:
-            self.faults.met(failure, now_s)
-        if not self.faults.is_resting(now_s):
+            self.faults.record_failure(failure, now_s)
+        if not self.faults.is_paused(now_s):
             self._thread = self._start()
 
     def close(self, patience_s: float) -> bool:
-        """Do what is still waiting; what takes longer than that is left undone. Returns whether the
-        thread has ended."""
+        """Finish waiting orders, for at most `patience_s`. Returns whether the thread has ended."""
         self._orders.put(None)
         self._thread.join(patience_s)
         return not self._thread.is_alive()
@@ -136,6 +136,6 @@ class Hand(Generic[Order]):
                 finally:
                     self._busy_since_s = None
                     self._num_done += 1
-                self.faults.over()
-        except BaseException as error:  # the boundary: told by the loop, which starts another one
+                self.faults.record_success()
+        except BaseException as error:  # reported by the loop, which starts another thread
             self._failure = error

@@ -15,9 +15,9 @@ from hicache.engine import plan as p
 from hicache.tiers.block import StoredRows
 
 NOTE_S: Final = 300.0
-"""How often uses are noted: a daemon that is killed forgets those of the last five minutes."""
+"""The interval of writing uses: a daemon that is killed loses those of the last five minutes."""
 NOTED_AT_ONCE: Final = 500
-"""In one tick of the daemon: a millisecond or two."""
+"""Uses per tick of the daemon: 1–2 ms."""
 
 
 log = logging.getLogger("hicache")
@@ -36,7 +36,7 @@ class Restoring:
         self._look_s = time.monotonic() + NOTE_S
 
     def take(self, tier: str, rows: StoredRows, now_s: float) -> list[tuple[int, bytes]]:
-        """Some rows are here. Returns (slot bytes, key) of those that found no place."""
+        """Restore rows. Returns (slot bytes, key) of those without a place."""
         sizes = self._slot_sizes(rows.block_bytes)
         opened = p.OpenNamespace(
             rows.namespace, rows.step // 4, rows.block_bytes, slot_bytes=tuple(sizes.values())
@@ -45,7 +45,7 @@ class Restoring:
         return [(sizes[tier], key) for key in homeless]
 
     def told(self, tier: str, what: str, done: int, total: int, unit: str) -> str:
-        """How far it is, for whoever asks; the log hears of every tenth."""
+        """A note about the progress, which is logged at every tenth."""
         note = f"{what}: {done / max(1, total):.0%} of {total:,} {unit}"
         tenth = 10 * done // max(1, total)
         if tenth != self._tenths.get(tier):
@@ -54,13 +54,13 @@ class Restoring:
         return note
 
     def uses(self, tiers: Iterable[str], now_s: float) -> dict[str, list[p.Use]]:
-        """What is to be noted in this tick, by tier."""
+        """The uses to write in this tick, by tier."""
         again = now_s >= self._look_s
         if again:
             self._look_s = now_s + NOTE_S
         return {tier: self._do(p.TakeUses(tier, NOTED_AT_ONCE, again)) for tier in tiers}
 
     def all_uses(self, tiers: Iterable[str]) -> dict[str, list[p.Use]]:
-        """What is to be noted before the end. By key, as it lies there: neighbours share pages."""
+        """All uses not written yet, at the end, by tier. Sorted by key, like the file's pages."""
         uses = {tier: self._do(p.TakeUses(tier, 1 << 31, again=True)) for tier in tiers}
         return {tier: sorted(some, key=lambda use: use.key) for tier, some in uses.items()}

@@ -1,7 +1,8 @@
-"""The scrub of a persistent tier that serves: asked for, watched, and what it has found so far.
+"""Scrubs of persistent tiers while they serve: started, followed, and their results.
 
-Used from the daemon's loop only. The worker reads block after block at a limited rate, removes what
-does not match its checksum, and says so (`WorkerScrubbed`); the cache engine forgets those copies.
+Used from the daemon's loop only. The worker reads block after block at a limited rate, removes
+those that do not match their checksum, and reports them (`WorkerScrubbed`); the cache engine
+removes these copies.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ log = logging.getLogger("hicache")
 
 @dataclass(slots=True)
 class Progress:
-    """One device's last scrub. `bad`: key in digits and what was wrong, the first thousand;
-    `error`: why it ended early."""
+    """One device's last scrub. `bad`: key in hex and problem, of the first thousand; `error`: why
+    it ended early."""
 
     device: str
     tier: str
@@ -38,7 +39,7 @@ class Progress:
 
 class Scrubbing:
     """Persistent devices among those of `workers` can be scrubbed. `scrub(device, bytes_per_s)`
-    starts one; `do` hands an event to the cache engine; `knows` says whether that has a
+    starts one; `do` passes an event to the cache engine; `knows` returns whether that has a
     namespace."""
 
     def __init__(
@@ -53,7 +54,7 @@ class Scrubbing:
         self._scrubs: dict[str, Progress] = {}
 
     def begin(self, states: Mapping[str, str], bytes_per_s: float) -> None:
-        """Begin anew wherever none is under way. `states`: how the tiers are."""
+        """Start a scrub on each device without a running one. `states`: of the tiers."""
         for device, tier in self.devices.items():
             last = self._scrubs.get(device)
             if last is not None and last.is_running:
@@ -65,13 +66,13 @@ class Scrubbing:
                 self.end(device, f"the tier is {states[tier]}")
 
     def end(self, device: str, error: str) -> None:
-        """The worker is gone."""
+        """The worker has ended, and with it its scrub."""
         scrub = self._scrubs.get(device)
         if scrub is not None and scrub.is_running:
             scrub.is_running, scrub.error = False, error
 
     def take(self, news: WorkerScrubbed, now_s: float) -> list[p.Arrivals]:
-        """How far it is. Returns what changed for those who wait for blocks."""
+        """Record progress. Returns the results for requests that wait for blocks."""
         scrub = self._scrubs.setdefault(news.device, Progress(news.device, news.tier))
         scrub.blocks, scrub.bytes, scrub.total_blocks = news.blocks, news.bytes, news.total_blocks
         scrub.is_running = not news.is_done

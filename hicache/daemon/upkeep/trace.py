@@ -1,20 +1,19 @@
-"""`hicache serve --record FILE`: what was asked for, as a trace that `hicache replay` reads.
+"""`hicache serve --record FILE`: records requests as a trace for `hicache replay`.
 
     {"block_tokens": 16, "block_bytes": 2097152}
     {"timestamp": 1764463406123, "input_length": 812, "output_length": 0, "hash_ids": [81…, 17…, …]}
     {"timestamp": 1764463409876, "session": "5b…", "stop": "tool_call", "output_length": 112}
 
-Hashes, not prompts: an id is the block's key (BLAKE2b over all before it) under a secret that is
-never written, so nobody can try prompts against a file, and ids of two runs of the daemon do not
-compare; neither do the names of conversations. Whole blocks only, in milliseconds since 1970. The
-second kind of row is a hint, about the request of its session before it. Requests of namespaces
-whose blocks have another number of tokens than the first one's are left out.
+Hashes, not prompts: an id is the block's key (BLAKE2b over its prefix) keyed with a secret that is
+never written, so prompts cannot be guessed from a file, and ids of two runs of the daemon cannot be
+compared; the same for names of conversations. Whole blocks only, times in milliseconds since 1970.
+The second kind of row is a hint about its session's request before it. Requests of namespaces with
+another number of tokens per block than the first one are left out.
 
-Bounded: when FILE is full, or there when a daemon starts, it becomes FILE.1 in place of an older
-one. A full disk, or any other trouble with the file, ends the recording and nothing else. A thread
-writes, about every tenth of a second; rows that a file system keeps waiting beyond
-`MAX_PENDING_BYTES` are left out, counted and told. Called from the daemon's loop only, when the
-answer has left.
+Limited in size: when FILE is full, or exists when a daemon starts, it replaces FILE.1. A full disk,
+or any other problem with the file, ends only the recording. A thread writes about every 0.1 s; if
+the file system is slow, rows beyond `MAX_PENDING_BYTES` are dropped, counted and logged. Called
+from the daemon's loop only, after the reply was sent.
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from hicache.daemon.sessions import Session
-from hicache.daemon.upkeep.supervised import Hand
+from hicache.daemon.upkeep.supervised import WorkThread
 from hicache.protocol.keys import ROOT_KEY, chain_keys
 
 MAX_FILE_BYTES: Final = 256 << 20
 MAX_PENDING_BYTES: Final = 16 << 20
 CLOSE_S: Final = 2.0
 _ID_BITS: Final = 53
-"""As many as every reader of JSON keeps; among a million blocks two are alike once in 20,000."""
+"""Every JSON reader keeps this many; a million blocks have a collision once in 20,000 cases."""
 
 log = logging.getLogger(__name__)
 _encoder: Final = msgspec.json.Encoder()
 
 
 class TraceRecorder:
-    """Turns what was asked for into rows. `close` at the end."""
+    """Turns requests into rows. Call `close` at the end."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
-        """Raises OSError where the file cannot be written."""
+        """Open the file. Raises OSError where it cannot be written."""
         self.num_lost = 0
         self._file = _TraceFile(path, max_bytes)
-        self.hand = Hand("the record of requests", self._file.write, max_waiting=2)
+        self.work_thread = WorkThread("the record of requests", self._file.write, max_waiting=2)
         self._lines: list[bytes] = []
         self._num_pending = 0
         self._secret = secrets.token_bytes(32)
@@ -58,7 +57,7 @@ class TraceRecorder:
         self._block_tokens = 0
 
     def asked(self, session: Session, tokens: bytes, conversation: str, now_s: float) -> None:
-        """A prompt came."""
+        """See Observer."""
         spec = session.spec
         if not self._block_tokens:
             self._block_tokens = spec.block_tokens
@@ -87,7 +86,7 @@ class TraceRecorder:
     def hinted(
         self, session: Session, conversation: str, stop: str, answer_tokens: int, now_s: float
     ) -> None:
-        """An answer of a conversation ended, for this reason, after so many tokens."""
+        """See Observer."""
         if conversation and (stop or answer_tokens) and self._block_tokens:
             alias = self._alias(session, conversation)
             row = {"timestamp": self._at(now_s), "session": alias, "stop": stop}
@@ -96,25 +95,25 @@ class TraceRecorder:
             self._note(_encoder.encode(row) + b"\n")
 
     def tick(self, now_s: float) -> None:
-        """Have written what was recorded so far, unless the last lot is still being written."""
-        self.hand.tick(now_s)
-        if self._lines and not self.hand.num_waiting:
+        """Write the rows recorded so far, unless the last ones are still being written."""
+        self.work_thread.tick(now_s)
+        if self._lines and not self.work_thread.num_waiting:
             self._hand_over()
 
     def close(self) -> None:
         """End the recording."""
         self._hand_over()
-        self.hand.close(CLOSE_S)
+        self.work_thread.close(CLOSE_S)
         self._file.close()
 
     def _hand_over(self) -> None:
         lines, self._lines, self._num_pending = self._lines, [], 0
-        self.hand.give(lines)
+        self.work_thread.give(lines)
 
     def _note(self, line: bytes) -> None:
         if self._num_pending + len(line) > MAX_PENDING_BYTES:
             if not self.num_lost:
-                log.error("%s: the file system keeps rows waiting: some are lost", self._file.path)
+                log.error("%s: the file system is too slow: rows are lost", self._file.path)
             self.num_lost += 1
             return
         self._lines.append(line)
@@ -124,14 +123,14 @@ class TraceRecorder:
         return round(1000 * (self._wall_s + now_s))
 
     def _alias(self, session: Session, conversation: str) -> str:
-        """A name that only tells conversations apart."""
+        """A pseudonym that distinguishes conversations."""
         name = f"{session.namespace}/{conversation}".encode()
         return hashlib.blake2b(name, key=self._secret, digest_size=8).hexdigest()
 
 
 class _TraceFile:
-    """The file and its rotation; `header` begins each. Used from the recorder's thread, but for
-    its making and its end."""
+    """The file and its rotation; each file begins with `header`. Used from the recorder's thread,
+    except at the start and the end."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path
@@ -142,11 +141,11 @@ class _TraceFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes rows, still."""
+        """Whether it still takes rows."""
         return self._file is not None
 
     def write(self, lines: list[bytes]) -> None:
-        """Append rows, and let others read them. OSError ends the recording."""
+        """Append rows, and flush them. An OSError ends the recording."""
         if self._file is None:
             return
         try:
@@ -160,7 +159,7 @@ class _TraceFile:
                 self._num_bytes += self._file.write(line)
             self._file.flush()
         except OSError as error:
-            log.error("%s: nothing more is recorded: %s", self.path, error.strerror or error)
+            log.error("%s: the recording has ended: %s", self.path, error.strerror or error)
             self._file = None
 
     def close(self) -> None:

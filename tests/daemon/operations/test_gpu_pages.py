@@ -162,7 +162,7 @@ def test_who_cannot_register_is_told_why(desk: PageDesk) -> None:
     assert reply is not None
     assert (reply["error"], reply["message"]) == ("refused", "CUDA does not map this memory")
     desk.pid = 0
-    refused(desk, "cannot be seen", "register", s=desk.hello().token, **CLAIM)
+    refused(desk, "is not visible", "register", s=desk.hello().token, **CLAIM)
     desk.gate.state(GpuPages).serve([], desk.worker)
     refused(desk, "no GPU worker", "register", s=s, **CLAIM)
     assert desk.gate.state(GpuPages).counts() == {"registrations": 0, "copies": 0}
@@ -316,7 +316,7 @@ def test_what_cannot_be_loaded(desk: PageDesk) -> None:
     refused(desk, "pages: 2 for each", "load", **asked, pages=b"")
     for _ in range(MAX_COPIES):
         desk.loading(session, number, lease, 1)
-    refused(desk, "are under way", "load", **asked, pages=table(1))
+    refused(desk, "are running", "load", **asked, pages=table(1))
 
 
 def test_a_save_keeps_its_ticket_from_being_committed(desk: PageDesk) -> None:
@@ -326,7 +326,7 @@ def test_a_save_keeps_its_ticket_from_being_committed(desk: PageDesk) -> None:
     asked = desk.saving(session, number, placed)
     commit = {"ticket": placed["ticket"], "indices": placed["indices"]}
     blocks = [bytes(BLOCK_BYTES)] * 2
-    with pytest.raises(WireError, match="still under way"):
+    with pytest.raises(WireError, match="still running"):
         desk.ask("commit", blocks, s=session.token, **commit)
     (order,) = desk.worker.of("save")
     assert unpack_copy(order).to_blocks

@@ -461,7 +461,7 @@ def test_a_message_is_bounded_however_large_a_block_is(station: Station, block_t
         assert told_now * block_tokens <= max(32768, block_tokens)
         while socket.poll(0):
             assert len(socket.recv_multipart()[2]) <= MAX_MESSAGE_BYTES
-        while station.publisher.hand.num_waiting:
+        while station.publisher.work_thread.num_waiting:
             time.sleep(0.001)
     assert station.publisher.counts()["dropped"] == 0
     socket.close(0)
@@ -491,7 +491,7 @@ def test_a_flood_of_subscriptions_stops_nobody(station: Station, router: HeldPre
         thread.join()
     counts = station.publisher.counts()
     assert (router.num_gaps, counts["dropped"]) == (num_gaps, 0)
-    assert not station.publisher.hand.faults.num
+    assert not station.publisher.work_thread.faults.num
     station.store(1, 1)
     station.tick_until(lambda: knows(router, (1, 1)))
 
@@ -551,7 +551,7 @@ def test_a_thread_that_fails_is_counted_and_what_does_not_fit_is_dropped(
         number += 1
         station.store(number)
         station.tick()
-    assert station.publisher.hand.faults.num >= 1
+    assert station.publisher.work_thread.faults.num >= 1
     assert station.publisher.page(DIGEST, 0)["sequence"] == number
     assert station.publisher.counts()["messages"] == number - 3 >= MAX_WAITING
 

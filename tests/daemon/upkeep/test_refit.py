@@ -99,7 +99,7 @@ def test_a_fit_that_does_not_end_owes_a_model_and_is_killed(how: str, after_s: f
     fitter.tick(after_s + 1.1)
     assert fitter.fit is None
     assert fit.process.returncode == -signal.SIGKILL
-    assert "stood still" in fitter.faults.error
+    assert "it hung" in fitter.faults.error
     fitter.close()
 
 
