@@ -175,7 +175,7 @@ def test_what_was_learned_survives_a_restart(server: DaemonProcess) -> None:
         match = client.match(prompt(0, BLOCKS))
         client.release(match)
         assert match.decision.reason == reason
-        assert ("is not used" in server.said()) == (damage is not None)
+        assert ("are not used" in server.said()) == (damage is not None)
     assert read(client, prompt(0, BLOCKS)) == BLOCKS
 
 

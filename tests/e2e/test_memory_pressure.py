@@ -64,7 +64,7 @@ def test_dram_is_given_back_and_taken_again() -> None:
         assert store(client, prompt(99, 6)) == 6
         assert read(client, prompt(99, 6)) == 6
         assert "memory is short" in server.said()
-        assert "plentiful again" in server.said()
+        assert "enough memory again" in server.said()
 
 
 @pytest.mark.timeout(180)
