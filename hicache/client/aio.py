@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 
 async def in_thread(task: Callable[[], T]) -> T:
-    """Run something that copies. Cancelled, this returns only when it has ended, so that nobody
-    writes into memory that has been given back."""
+    """Run a copy in a thread. If cancelled, returns only when the copy has ended, so that it does
+    not write into memory that was freed."""
     copying = asyncio.ensure_future(asyncio.to_thread(task))
     try:
         return await asyncio.shield(copying)
@@ -56,7 +56,7 @@ async def in_thread(task: Callable[[], T]) -> T:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([copying])
         if not copying.cancelled():
-            copying.exception()  # seen: the cancellation is what the caller hears of
+            copying.exception()  # retrieved: the caller gets the cancellation instead
         raise
 
 

@@ -1,11 +1,11 @@
-"""What a client asks about prompts and of the daemon, without I/O: each method is one operation.
+"""A client's operations, without I/O: each method is one operation.
 
-Written once; `Client` and `AsyncClient` inherit all of it (see `steps`). The promises kept here:
+Written once; `Client` and `AsyncClient` inherit them (see `steps`). What they promise:
 
-- every call has one deadline, and ends by it (a put may have a copy to end first: `put`);
-- a daemon that is absent, dies, answers garbage or refuses is a miss, and `last_error` says why:
-  no exception leaves a call, but for a caller's own mistake, such as a wrong shape;
-- after a failure the circuit breaker answers for the daemon, so a dead one costs one timeout and
+- every call has one deadline, and ends by it (a put may have to finish a copy first: `put`);
+- a daemon that is absent, dies, sends garbage or refuses is a miss, and `last_error` says why: a
+  call raises only for mistakes of its caller, such as a wrong shape;
+- after a failure the circuit breaker skips the daemon for a while, so a dead one costs one timeout,
   not one per request.
 """
 
@@ -72,8 +72,8 @@ T = TypeVar("T")
 Q = TypeVar("Q", bound=Request)
 R = TypeVar("R", bound=Reply)
 Ended = Literal["", "turn", "tool_call", "conversation"]
-"""What has ended with an answer: a turn that waits for a person, a turn that waits for a tool, or
-the whole conversation."""
+"""What has ended with an answer: a turn (next: a person), a turn (next: a tool's result), or the
+conversation."""
 
 
 def told_deadline_s(wait_s: float) -> float:
@@ -90,8 +90,8 @@ class Calls:
     def _ask(
         self, request: Request, read: Callable[[ReplyMap], T], timeout_s: float = 0.0
     ) -> Steps[T | None]:
-        """What `read` makes of the reply; None after any trouble. `timeout_s` defaults to that of
-        an ordinary call."""
+        """Send a request, and return `read` of the reply; None after a failure. `timeout_s`
+        defaults to that of an ordinary call."""
         connection = self._connection
         attempt = connection.attempt(timeout_s or connection.timeouts.call_s)
         with attempt:
@@ -118,13 +118,13 @@ class PromptCalls(Calls):
         explain: bool = False,
         conversation: str = "",
     ) -> Steps[Match]:
-        """What the cache has of this prompt, and how much of it to reload.
+        """Find the held blocks of this prompt, and how many of them to reload.
 
         `request`: the same id and prompt again get the same lease. `skip_blocks` blocks at the
-        front are held by the inference engine itself. `hop_bytes_per_s`: the speed of its own copy
-        from the fetched bytes to where it needs them, 0 if that costs nothing or is not known.
-        `explain`: have the daemon word the decision's `sentence`. `conversation`: its name, so that
-        a `hint` needs no tokens.
+        front are held by the inference engine itself. `hop_bytes_per_s`: the speed of its copy of
+        the fetched bytes to their destination, 0 if there is none or it is unknown. `explain`: let
+        the daemon compose the decision's `sentence`. `conversation`: its name, so that a `hint`
+        needs no tokens.
         """
         connection, packed = self._connection, encode_tokens(tokens)
         wanted = MatchRequest(
@@ -152,12 +152,12 @@ class PromptCalls(Calls):
 
     @operation
     def score(self, prompts: Sequence[Tokens]) -> Steps[list[Score]]:
-        """What a match of each of these would find now, for choosing where a request goes: nothing
-        is leased, and nothing changes. Opens no session.
+        """What a match of each prompt would find now, to choose a daemon for a request. Leases and
+        changes nothing. Opens no session.
 
-        Any number of prompts; over 128 of them, or 2,097,152 tokens, take several requests within
-        the one `timeout_s`. Of a longer prompt the first 2,097,152 tokens count. Prompts without an
-        answer in time are not `is_answered`."""
+        Any number of prompts; more than 128, or 2,097,152 tokens, take several requests within one
+        `timeout_s`. Of a longer prompt the first 2,097,152 tokens count. Prompts without an answer
+        in time are not `is_answered`."""
         packed = [encode_tokens(tokens)[: MAX_SCORED_TOKENS * TOKEN_BYTES] for tokens in prompts]
         if not packed:
             return []
@@ -178,12 +178,12 @@ class PromptCalls(Calls):
 
     @operation
     def warm(self, tokens: Tokens, *, wait_s: float = 0.0) -> Steps[Warmed]:
-        """Have what is held of this prompt copied to where clients read, because a request for it
-        is expected: after all other work, and only into free room. Opens no session.
+        """Copy this prompt's held blocks to where clients can read them, because a request for it
+        is expected: with the lowest priority, and only into free room. Opens no session.
 
         Returns as soon as it is planned, or, with `wait_s`, when no more will come or that time has
-        passed. The copying ends after the daemon's `limits.lease_ttl` at the latest; what has come
-        by then stays as any other block does."""
+        passed. Copying ends after the daemon's `limits.lease_ttl` at the latest; the blocks that
+        have come stay like any others."""
         wanted = WarmRequest(
             namespace=self._namespace, tokens=encode_tokens(tokens), wait=wait_s > 0
         )
@@ -195,9 +195,9 @@ class PromptCalls(Calls):
 
     @operation
     def pin(self, tokens: Tokens, *, ttl_s: float = 3600.0, name: str = "") -> Steps[Pinned]:
-        """Have what is held of this prompt kept for `ttl_s` (at most 30 days), or until `unpin`.
-        A pin does not end with this client, and ends with the daemon: where `ping().epoch` is
-        another than the pin's, pin again. All pins share `limits.max_pinned` of each tier. `name`
+        """Keep this prompt's held blocks for `ttl_s` (at most 30 days), or until `unpin`. A pin
+        does not end with this client, but with the daemon: if `ping().epoch` differs from the
+        pin's, pin again. All pins together hold at most `limits.max_pinned` of each tier. `name`
         shows in `stats`. Opens no session."""
         wanted = PinRequest(
             namespace=self._namespace, tokens=encode_tokens(tokens), ttl_s=float(ttl_s), name=name
@@ -206,15 +206,15 @@ class PromptCalls(Calls):
 
     @operation
     def unpin(self, pin: Pinned | str) -> Steps[bool]:
-        """Let a pin go, given as `pin` returned it, or by its `pin`. False where there was none."""
+        """Remove a pin, given as `pin` returned it, or by its `pin`. False if it did not exist."""
         wanted = UnpinRequest(pin=pin.pin if isinstance(pin, Pinned) else pin)
         return bool((yield from self._ask(wanted, _unpinned)))
 
     @operation
     def adopt(self, lease: int, blocks: int, group: bytes, epoch: str) -> Steps[Match]:
-        """A match that another session of the same group made: its lease can be fetched and
-        released here. `blocks` of it will be read; `group`, `epoch`: as its maker's greeting says.
-        A miss if this client is not of that group, or the daemon is another by now."""
+        """A match for a lease of another session of the same group, to fetch and release it here.
+        `blocks` of it will be read; `group`, `epoch`: of the other session's greeting. A miss if
+        this client is not in that group, or the daemon was restarted."""
         connection = self._connection
         attempt = connection.attempt(connection.timeouts.call_s)
         with attempt:
@@ -228,7 +228,7 @@ class PromptCalls(Calls):
 
     @stream
     def fetch_runs(self, match: Match) -> Stream[FetchedRun]:
-        """The leased blocks as they become readable, in runs; ends early on any trouble.
+        """The leased blocks as they become readable, in runs; ends early on a failure.
 
         Runs may come out of order. Other calls may be made in between.
         """
@@ -236,8 +236,8 @@ class PromptCalls(Calls):
 
     @operation
     def fetch(self, match: Match, out: Bytes2D) -> Steps[Fetched]:
-        """Copy the blocks worth reloading into `out`: uint8 [n, block_bytes], C-contiguous. A
-        cancelled fetch ends only when nothing writes to `out` any more."""
+        """Copy the blocks worth reloading into `out`: uint8 [n, block_bytes], C-contiguous. If
+        cancelled, ends only when nothing writes to `out` any more."""
         connection = self._connection
         check_blocks(out, "out", connection.spec.block_bytes)
         started_s = connection.clock()
@@ -263,9 +263,8 @@ class PromptCalls(Calls):
     def release(
         self, match: Match, *, hop_bytes: float = 0.0, hop_s: float = 0.0, total_s: float = 0.0
     ) -> Steps[None]:
-        """Give the lease back and report what the hit cost: bytes and seconds of the inference
-        engine's own last copy, and seconds from match to usable KV (0: not measured). Sent without
-        waiting."""
+        """End the lease and report the hit's cost: bytes and seconds of the inference engine's last
+        copy, and seconds from match to usable KV (0: not measured). Does not wait for a reply."""
         connection = self._connection
         attempt = connection.attempt(connection.timeouts.call_s, is_answered=False)
         with attempt:
@@ -320,14 +319,14 @@ class PromptCalls(Calls):
         keep: bool = True,
         answer_tokens: int = 0,
     ) -> Steps[None]:
-        """Say what is known about when, and whether, this prompt will go on. Advice only: a wrong
-        hint costs hits, never correctness. Sent without waiting.
+        """Report whether and when this prompt will be extended. A wrong hint costs hits, never
+        correctness. Does not wait for a reply.
 
-        Without `tokens` it is about the newest prompt that was matched under this `conversation`.
-        `ended`: this answer ended a turn, a turn that waits for a tool call, or the whole
-        conversation. `finish_reason`: why the answer ended, in the inference engine's own word.
-        `return_s`: the next turn is expected in that many seconds. `keep=False`: what was stored of
-        it, and was not matched since, need not be kept. `answer_tokens`: the length of the answer.
+        Without `tokens`, it is about the newest prompt matched under this `conversation`. `ended`:
+        this answer ended a turn, a turn that waits for a tool, or the conversation.
+        `finish_reason`: the inference engine's reason for the end of the answer. `return_s`:
+        seconds until the next turn is expected. `keep=False`: its blocks that were not matched
+        since they were stored may be evicted now. `answer_tokens`: the length of the answer.
         """
         hint = HintRequest(
             tokens=b"" if tokens is None else encode_tokens(tokens),
@@ -353,7 +352,7 @@ class PromptCalls(Calls):
     def _each_run(
         self, match: Match, use: Callable[[FetchedRun], Generator[Any, Any, None]]
     ) -> Generator[Any, Any, None]:
-        """Ends early on any trouble: what did not come is a miss."""
+        """Ends early on a failure: the blocks that did not come are misses."""
         connection = self._connection
         attempt = connection.attempt(connection.timeouts.fetch_s)
         with attempt:
@@ -380,8 +379,8 @@ class DaemonCalls(Calls):
 
     @operation
     def call(self, declared: Operation[Q, R], /, **fields: Any) -> Steps[R | None]:
-        """Any declared operation, by its request's fields: its reply, or None after any trouble.
-        A client's own operation needs no more than this call."""
+        """Send any declared operation, given its request's fields. Returns its reply, or None after
+        a failure. Operations of other packages need only this call."""
         request = declared.request(**fields)
         return (yield from self._ask(request, partial(read_reply, kind=declared.reply)))
 
@@ -414,7 +413,7 @@ class DaemonCalls(Calls):
 
     @operation
     def ping(self) -> Steps[Ping | None]:
-        """None if no daemon answers."""
+        """The daemon's version, pid, epoch and tiers; None if it does not answer."""
         connection = self._connection
         started_s = connection.clock()
         reply = yield from self._ask(PingRequest(), _ping)
@@ -435,28 +434,28 @@ class DaemonCalls(Calls):
 
     @operation
     def stats(self) -> Steps[dict[str, Any] | None]:
-        """The daemon's counters (docs/protocol.md); None if none answers."""
+        """The daemon's counters (docs/protocol.md); None if it does not answer."""
         return self._ask(StatsRequest(), _as_map)
 
     @operation
     def health(self) -> Steps[dict[str, Any] | None]:
-        """Which parts of the daemon work (docs/protocol.md); None if none answers."""
+        """The health of the daemon's parts (docs/protocol.md); None if it does not answer."""
         return self._ask(HealthRequest(), _as_map)
 
     @operation
     def heartbeat(self) -> Steps[bool]:
-        """A sign of life, needed only where the daemon cannot see this process and no other call is
-        made for longer than `greeting.heartbeat_s`."""
+        """Keep the session alive. Needed only where the daemon cannot see this process and no other
+        call is made within `greeting.heartbeat_s`."""
         return (yield from self._ask(HeartbeatRequest(), _as_map)) is not None
 
     @operation
     def clear(self) -> Steps[int]:
-        """Forget this namespace's blocks that no lease or pin holds; how many."""
+        """Remove this namespace's blocks that are not leased or pinned. Returns how many."""
         return (yield from self._ask(ClearRequest(), _cleared)) or 0
 
     @operation
     def close(self) -> Steps[None]:
-        """Say bye, give everything back. Leases of this session end."""
+        """End the session and its leases, and close the connection."""
         return self._connection.close()
 
 
@@ -481,7 +480,7 @@ def _unpinned(reply: ReplyMap) -> bool:
 
 
 def _portions(prompts: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """As many at a time as one `score` takes, in order."""
+    """The prompts in order, in portions that fit one `score` request."""
     portion: list[bytes] = []
     room = MAX_SCORED_TOKENS * TOKEN_BYTES
     for tokens in prompts:

@@ -1,4 +1,4 @@
-"""What a blocking and an asyncio client have in common: all but their driver."""
+"""The common base of the blocking and the asyncio client: everything except the driver."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ class Driver(Protocol):
 
 
 class ClientBase(PromptCalls, PageCalls, DaemonCalls):
-    """Calls with a deadline. A daemon that is absent, dies, refuses or answers nonsense is a miss:
-    an inference engine is never worse off than without it. Connects on the first call.
+    """Calls with a deadline. A daemon that is absent, dies, refuses or sends garbage is a miss, so
+    an inference engine works as without it. Connects on the first call.
 
-    `endpoint` defaults to HICACHE_ENDPOINT, or the user's own daemon. `timeout_s` bounds an
-    ordinary call, `fetch_timeout_s` a whole fetch, `put_timeout_s` a whole put: a copy that is
-    under way then (of at most 1 GiB) is not interrupted, and is reported within 0.4 s.
-    `transport`: `arena` maps the daemon's memory, `frames` sends blocks through the socket, `auto`
-    prefers the first on `ipc://`. `name` shows in logs. `curve`: the keys for a daemon on `tcp://`
-    that asks for them; without the right ones every call is a miss. `group`: another client's
-    `greeting.group`, to share its leases.
+    `endpoint` defaults to HICACHE_ENDPOINT, or the user's daemon. `timeout_s` limits an ordinary
+    call, `fetch_timeout_s` a whole fetch, `put_timeout_s` a whole put: a running copy (of at most
+    1 GiB) is not interrupted then, and is reported within 0.4 s. `transport`: `arena` maps the
+    daemon's memory, `frames` sends blocks through the socket, `auto` prefers the first on `ipc://`.
+    `name` shows in logs. `curve`: the keys for a daemon on `tcp://` with CURVE; without valid ones
+    every call is a miss. `group`: another client's `greeting.group`, to share its leases.
     """
 
     _driver: Driver
@@ -68,15 +67,15 @@ class ClientBase(PromptCalls, PageCalls, DaemonCalls):
 
     @property
     def connected(self) -> bool:
-        """Whether a session is open, as far as is known without asking (`ping` asks)."""
+        """Whether a session is open, without sending anything (`ping` checks it)."""
         return self._connection.greeting is not None and self._driver.connected
 
     @property
     def last_error(self) -> str:
-        """The last trouble as a sentence; empty if there was none."""
+        """The last failure as a sentence; "" if there was none."""
         return self._connection.last_error
 
     @property
     def greeting(self) -> Greeting | None:
-        """What the daemon agreed to when the session was opened; None without a session."""
+        """The daemon's reply to `hello`; None without a session."""
         return self._connection.greeting

@@ -1,10 +1,10 @@
 """Requests and their replies over one connection, without I/O.
 
-    exchange ──Send──▶ driver ──▶ daemon         a driver gives what it receives to `feed`,
-    reply ◀── inbox ◀── feed ◀── driver          and says by `lost` that a connection has ended
+    exchange ──Send──▶ driver ──▶ daemon         a driver passes received messages to `feed`, and
+    reply ◀── inbox ◀── feed ◀── driver          calls `lost` when a connection has ended
 
-Replies find their call by the request's id. A reply to a call that has ended is kept in `late`
-where it may have granted something, and is dropped otherwise. The clock is passed in.
+Replies are matched to calls by the request's id. A reply to a call that has ended is kept in `late`
+if it may have granted a lease or ticket, and dropped otherwise. The clock is passed in.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hicache.protocol.operations import (
 )
 
 TOLD_SHARE: Final = 0.9
-"""The daemon is given less time than the caller waits, so that its reply is in time."""
+"""The share of the caller's time that the daemon gets, so that its reply is in time."""
 MAX_LATE: Final = 1024
 _MIN_DEADLINE_S: Final = 0.001
 
@@ -58,7 +58,7 @@ class Exchange:
         try:
             reply = decode_reply(frames[0])
         except WireError as error:
-            return f"the daemon answered garbage: {error}"
+            return f"the daemon sent garbage: {error}"
         request_id: int = reply["id"]
         inbox = self._inboxes.get(request_id)
         if inbox is not None:
@@ -73,7 +73,7 @@ class Exchange:
             inbox.put(why)
 
     def forked(self) -> None:
-        """This is a child process: the parent's connection and its requests are not ours."""
+        """In a child process: forget the parent's connection and requests."""
         self._inboxes = {}
         self._given_up.clear()
         self.late.clear()
@@ -90,8 +90,8 @@ class Exchange:
         quick: Quick | None = None,
         may_connect: bool = True,
     ) -> Steps[tuple[Any, list[Part]]]:
-        """One request and its one reply: the reply's map and parts, or what `quick` returns.
-        Raises DaemonAbsent, DaemonError."""
+        """Send one request, and return its reply: map and parts, or the result of `quick`. Raises
+        DaemonAbsent, DaemonError."""
         if self.late:
             yield from self.clean_up()
         request_id = next(self._ids)
@@ -104,7 +104,7 @@ class Exchange:
                     return answer, []
             inbox = yield from self._inbox(request_id, session, frames)
             return (yield from self.next_reply(inbox, deadline_s))
-        except BaseException as error:  # a reply that still comes is late, and may grant something
+        except BaseException as error:  # a later reply may still grant a lease or ticket
             if session and not isinstance(error, DaemonError):
                 self._give_up(request_id, request, session)
             raise
@@ -124,7 +124,8 @@ class Exchange:
         self._inboxes.pop(inbox.request_id, None)
 
     def next_reply(self, inbox: Inbox, deadline_s: float) -> Steps[tuple[ReplyMap, list[Part]]]:
-        """Raises DaemonAbsent where none comes in time, DaemonError where it is an error."""
+        """The next reply. Raises DaemonAbsent where none comes in time, DaemonError for an
+        error."""
         item = yield from self.next_item(inbox, deadline_s)
         if isinstance(item, str):
             raise DaemonAbsent(item)
@@ -143,7 +144,7 @@ class Exchange:
         return inbox.items.popleft()
 
     def post(self, request: Posted, deadline_s: float, session: bytes) -> Steps[None]:
-        """Send a request whose reply is not waited for; an error may come back later."""
+        """Send a request without waiting for its reply; an error may come later."""
         if self.late:
             yield from self.clean_up()
         request.quiet = True
@@ -153,7 +154,7 @@ class Exchange:
         self._give_up(request_id, request, session)
 
     def clean_up(self) -> Steps[None]:
-        """Undo what the replies in `late` have granted."""
+        """Release the leases and tickets that replies in `late` have granted."""
         self.late.clear()
         yield from ()
 
@@ -167,7 +168,7 @@ class Exchange:
         return inbox
 
     def _give_up(self, request_id: int, request: Request | dict[str, Any], session: bytes) -> None:
-        """A reply that still comes to this request goes to `late`."""
+        """Put a later reply to this request into `late`."""
         if isinstance(request, Request):
             self._given_up[request_id] = (operation_of(request).name, session)
             if len(self._given_up) > MAX_LATE:
@@ -180,8 +181,8 @@ class Exchange:
         deadline_s: float,
         session: bytes,
     ) -> bytes:
-        """A request as bytes, with its id, its session and its times. A deadline that a request has
-        already (`warm` waits on purpose) is kept."""
+        """A request as bytes, with its id, session and times. A deadline that the request has
+        already (`warm` with `wait_s`) is kept."""
         now_s = self.clock()
         left_s = min(MAX_DEADLINE_S, max(_MIN_DEADLINE_S, (deadline_s - now_s) * TOLD_SHARE))
         if isinstance(request, dict):

@@ -1,17 +1,17 @@
-"""An inference engine's own pages in GPU memory, which the daemon's GPU worker copies from and to.
+"""Operations on an inference engine's own pages in GPU memory, copied by the daemon's GPU worker.
 
-    share    register the KV tensors, once: CUDA IPC handles, and where the pages lie
+    share    register the KV tensors, once: CUDA IPC handles, and the layout of the pages
     load     blocks of a match into pages, whole or layer by layer
     save     pages into the cache
-    unshare  nothing is on its way any more, and the worker has let go
+    unshare  unregister: no copy is running, and the worker has unmapped the tensors
 
 Where this cannot work (no GPU worker, another GPU, another user or container, memory that CUDA does
-not share) `share` says so in a sentence, and the inference engine copies itself: `fetch`, `put`.
+not share), `share` fails with a sentence, and the inference engine uses `fetch` and `put`.
 
-While a load is under way its pages belong to the worker. An answer gives them back, whatever it
-says. Without one they are in doubt, and must not be used again before `is_at_rest` says so.
-Before a save, and before a load, what the inference engine's kernels still do with those pages has
-to be over (an event of its own): another process cannot see its streams.
+During a load its pages belong to the worker. Any reply returns them, also an error. Without a reply
+they are in doubt: do not use them again before `is_in_doubt` is False. Before a load or a save, the
+inference engine's kernels must have finished with those pages (wait for a CUDA event): another
+process cannot see its streams.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ PageTable = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """KV tensors as another process can find them. `handles` are CUDA IPC handles of allocations
-    (64 bytes each); `planes` rows of (allocation, offset of page 0, bytes between pages, pages), in
-    the order of a block's planes: a layer is one plane, or one of K and one of V. `bus_id`: the
-    PCI bus id of their GPU."""
+    """A description of KV tensors for another process. `handles` are CUDA IPC handles of
+    allocations (64 bytes each); `planes` rows of (allocation, offset of page 0, bytes between
+    pages, pages), in the order of a block's planes: a layer is one plane, or one of K and one of V.
+    `bus_id`: the PCI bus id of their GPU."""
 
     bus_id: str
     handles: tuple[bytes, ...]
@@ -68,8 +68,8 @@ class SharedPages:
 
 @dataclass(slots=True)
 class PageShare:
-    """Pages that are shared, in one session of one run of the daemon (`epoch`). `worker_pid`: who
-    copies. The tensors may be freed when it `is_over`."""
+    """A registration of pages, in one session of one run of the daemon (`epoch`). `worker_pid`: the
+    process that copies. The tensors may be freed when it `is_over`."""
 
     number: int
     session: bytes
@@ -82,7 +82,7 @@ class PageShare:
     _is_let_go: bool = False
 
     def __post_init__(self) -> None:
-        with suppress(OSError):  # gone already, or not to be seen from here
+        with suppress(OSError):  # it has ended, or is not visible here
             self._worker = os.pidfd_open(self.worker_pid)
 
     @property
@@ -91,12 +91,12 @@ class PageShare:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether something may still be on its way."""
+        """Whether a copy may still be running."""
         return bool(self._unanswered) and not self.is_over
 
     @property
     def pages_in_doubt(self) -> frozenset[int]:
-        """Pages that a load without an answer, or under way, may still write."""
+        """Pages that a running load, or one without a reply, may still write."""
         if self.is_over:
             return frozenset()
         tables = list(self._unanswered.values())
@@ -104,13 +104,14 @@ class PageShare:
 
     @property
     def is_over(self) -> bool:
-        """Whether the worker has let go, or ended: nothing is on its way; share the pages anew."""
+        """Whether the worker has unmapped the pages, or ended: no copy is running. Share them
+        again to continue."""
         if self._is_worker_dead():
             self.close()
         return self._is_let_go
 
     def close(self) -> None:
-        """The worker has let go, or ended, or there is nothing that it should let go of."""
+        """The worker has unmapped the pages, or ended, or never mapped them."""
         self._is_let_go = True
         if self._worker >= 0:
             os.close(self._worker)
@@ -126,8 +127,8 @@ class PageShare:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPart:
-    """The first `planes` planes of blocks `first … first + blocks - 1` of the match have come.
-    `copied_s`: what the worker's copies of all their planes took, told with the last part."""
+    """The first `planes` planes of blocks `first … first + blocks - 1` of the match have arrived.
+    `copied_s`: the time of the worker's copies of all planes, set in the last part."""
 
     first: int
     blocks: int
@@ -137,8 +138,8 @@ class LoadedPart:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPages:
-    """`blocks` blocks from the front are in their pages. `is_at_rest`: nothing is on its way, and
-    the other pages hold nothing of value; otherwise see `PageShare.is_in_doubt`."""
+    """`blocks` blocks from the front are in their pages; the other pages are undefined.
+    `is_at_rest`: no copy is running; otherwise see `PageShare.is_in_doubt`."""
 
     blocks: int
     seconds: float
@@ -151,8 +152,7 @@ class PageCalls(Calls):
     @operation
     def share_pages(self, pages: SharedPages) -> Steps[PageShare | None]:
         """Let the daemon's GPU worker copy from and to the inference engine's own KV tensors. None
-        where that cannot be, and `last_error` says why in one sentence: then `fetch` and `put`, and
-        copy through the mapped arena."""
+        where that is impossible, with the reason in `last_error`: then use `fetch` and `put`."""
         connection = self._connection
         request = RegisterRequest(
             bus_id=pages.bus_id,
@@ -178,16 +178,16 @@ class PageCalls(Calls):
                 return share
             yield from self._unshare(share)
             connection.last_error = (
-                "the GPU worker's process cannot be seen from here, so it would not be known when "
-                "its copies have ended: copy through the arena"
+                "the GPU worker's process is not visible here, so the end of its copies could not "
+                "be detected: copy through the arena"
             )
         return None
 
     @operation
     def load_pages(self, match: Match, share: PageShare, pages: PageTable) -> Steps[LoadedPages]:
-        """The blocks worth reloading into `pages`: int32 [blocks, pages per block]. Other pages of
-        the table hold nothing of value; not `is_at_rest`: they may not be used yet. A cancelled
-        load leaves its pages in doubt (`share.is_in_doubt`)."""
+        """Load the blocks worth reloading into `pages`: int32 [blocks, pages per block]. Other
+        pages of the table are undefined, and must not be used before `is_at_rest`. A cancelled load
+        leaves its pages in doubt (`share.is_in_doubt`)."""
         _check_pages(share, pages)
         clock = self._connection.clock
         started_s = clock()
@@ -204,9 +204,9 @@ class PageCalls(Calls):
     def load_pages_by_part(
         self, match: Match, share: PageShare, pages: PageTable, *, planes_per_part: int
     ) -> Stream[LoadedPart]:
-        """As `load_pages`; gives what has come after every `planes_per_part` planes (0: all at
-        once), so that attention of a layer may start while the next ones load. Planes are the
-        layers in order, or K and V of each. Ends early on any trouble."""
+        """As `load_pages`, with a report after every `planes_per_part` planes (0: only at the end),
+        so that a layer's attention may start while the next ones load. Planes are the layers in
+        order, or K and V of each. Ends early on a failure."""
         _check_pages(share, pages)
         return self._each_part(match, share, pages, planes_per_part, give)
 
@@ -232,8 +232,7 @@ class PageCalls(Calls):
 
     @operation
     def unshare_pages(self, share: PageShare) -> Steps[bool]:
-        """Have the worker let go of the pages. True when nothing is on its way any more; False: ask
-        again."""
+        """Unregister the pages. Returns True when no copy is running; False: try again."""
         return self._unshare(share)
 
     def _unshare(self, share: PageShare) -> Steps[bool]:
@@ -242,7 +241,7 @@ class PageCalls(Calls):
         with attempt:
             attempt.admit()
             greeting = yield from connection.greeted(attempt.deadline_s)
-            if greeting.epoch == share.epoch:  # in another run the number may be another share's
+            if greeting.epoch == share.epoch:  # else the number may be another registration's
                 request = UnregisterRequest(registration=share.number)
                 try:
                     yield from connection.ask(request, attempt.deadline_s)
@@ -261,7 +260,7 @@ class PageCalls(Calls):
         planes_per_part: int,
         use: Callable[[LoadedPart], Generator[Any, Any, None]],
     ) -> Generator[Any, Any, None]:
-        """For each run of blocks that becomes readable, the parts of its copy as they come."""
+        """Call `use` with the parts of each readable run's copy as they arrive."""
         connection = self._connection
         wanted = min(match.decision.reload_blocks, len(pages))
         attempt = connection.attempt(connection.timeouts.fetch_s)
@@ -300,8 +299,8 @@ def _copy(
     deadline_s: float,
     use: Callable[[LoadedPart], Generator[Any, Any, None]],
 ) -> Generator[Any, Any, None]:
-    """A copy of the worker, in parts. A request that was sent and not answered leaves the `written`
-    pages in doubt, whatever ended the waiting."""
+    """A copy by the worker, in parts. A request that was sent and got no reply leaves the `written`
+    pages in doubt."""
     copy = object()
     share._unanswered[copy] = written
     first = request.first if isinstance(request, LoadRequest) else 0
@@ -311,7 +310,7 @@ def _copy(
         while not is_last:
             try:
                 reply_map, _ = yield from connection.next_reply(inbox, deadline_s)
-            except DaemonError:  # an answer: whatever was on its way has ended
+            except DaemonError:  # a reply: the copy has ended
                 del share._unanswered[copy]
                 raise
             is_last = not reply_map.get("more")
@@ -329,7 +328,7 @@ def _copy(
 
 
 class _PageSource:
-    """The blocks of a put that the worker copies from pages, of blocks `first …` of the prompt."""
+    """The blocks of a put, `first …` of the prompt, which the worker copies from pages."""
 
     def __init__(self, share: PageShare, pages: PageTable, first: int) -> None:
         self._share, self._pages, self._first = share, pages, first
@@ -337,8 +336,8 @@ class _PageSource:
     def hand_over(
         self, connection: Connection, placement: Placement, greeting: Greeting, deadline_s: float
     ) -> Steps[list[Part]]:
-        """Raises TROUBLE. The daemon ends what is on its way then: the ticket is aborted, and its
-        slots are not given to another block before that has ended."""
+        """See Supply. After a failure the ticket is aborted, and the daemon does not reuse its
+        slots before the worker's copy has ended."""
         if greeting.session != self._share.session:
             raise DaemonError("unknown_registration", "the pages were shared in another session")
         rows = self._pages[placement.indices.astype(np.intp) - self._first]
@@ -366,15 +365,15 @@ def _check_pages(share: PageShare, pages: PageTable) -> None:
 
 
 def reach(came: Mapping[int, int], blocks: int) -> int:
-    """How far it goes without a gap from the front, of which so many blocks are known to have come;
-    `came`: runs by their first block."""
+    """The number of blocks from the front without a gap, at least `blocks`; `came`: the lengths of
+    runs by their first block."""
     while more := came.get(blocks, 0):
         blocks += more
     return blocks
 
 
 def _joined(runs: Sequence[ReadyRun]) -> list[tuple[int, int]]:
-    """As (first, blocks); neighbours of different tiers are one load."""
+    """The runs as (first, blocks); adjacent ones of different tiers are joined into one load."""
     joined: list[tuple[int, int]] = []
     for first, _, _, _, num in sorted(runs):
         if joined and sum(joined[-1]) == first:

@@ -1,21 +1,21 @@
-"""What a router needs: the prefixes that a daemon holds, kept up to date by its KV events.
+"""A router's copy of the prefixes that a daemon holds, kept up to date by its KV events.
 
     held = HeldPrefixes(endpoint, spec.digest(), spec.block_tokens)
     ...
-    held.poll()                              # take what has been told since
+    held.poll()                              # apply the events since the last call
     held.match(token_ids)                    # [("dram", 12), ("disk", 40)]: its first 52 blocks
 
     absent ──subscribe──▶ reading ──last page──▶ current ──gap, garbage──▶ reading
       ▲                                             │
       └──── no answer, another run of the daemon ───┘
 
-It subscribes first, then reads what is held page by page on the front door, then applies every
-message from the number on that the first page named. In `reading` after a gap it still answers by
-what it knew; in `absent` it holds nothing. When nothing was heard for QUIET_S it asks the front
-door whether that is all: so a daemon that has died, one that started again with nothing, and a last
-message that was lost are noticed. What it knows is a little old: a match decides.
+It subscribes first, then reads the held blocks page by page from the clients' socket, then applies
+every message from the number on that the first page named. In `reading` after a gap it answers from
+its old state; in `absent` it holds nothing. If no message came for QUIET_S, it checks the sequence
+number with a request: so it notices a dead daemon, a restarted one, and a lost last message. Its
+state is a little old: a match decides.
 
-Every wait is bounded, and no message raises anything. Not thread-safe.
+Every wait has a limit, and no message raises an exception. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from hicache.protocol.messages import WireError
 
 QUIET_S: Final = 2.0
 SOON_S: Final = 0.2
-"""After reading, the first time: ZeroMQ may not have known of the subscription at once."""
+"""The first check after reading: ZeroMQ may have received the subscription late."""
 GRACE_S: Final = 0.5
-"""How long a message may be on its way that the front door says was told."""
+"""How long a message may take that a page reports as published."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 2.0
 STEADY_S: Final = 10.0
-"""What went well for so long has nothing to do with the pauses before."""
+"""After this time without a failure, pauses are short again."""
 MAX_TAKEN: Final = 256
-"""Messages in one `poll`."""
+"""The most messages handled in one `poll`."""
 MAX_QUEUED: Final = 1000
-"""Messages, 64 KiB at most, that wait while pages are read; those lost beyond show as a gap."""
+"""Messages of at most 64 KiB that wait while pages are read; further ones are lost, as a gap."""
 RECONNECT_MS: Final = 2000
-"""A daemon that is not there, or lets nobody in, is tried ever more seldom, up to this."""
+"""The longest interval between attempts to reach a daemon that is absent or refuses."""
 MAX_MESSAGE_BYTES: Final = 1 << 20
 
 State = Literal["absent", "reading", "current"]
 
 
 class HeldPrefixes:
-    """One namespace of one daemon. `endpoint`: its front door, which says where it publishes;
-    `events_endpoint`, where that is not the way from here. `request_s`: how long it may take to
-    answer.
+    """One namespace of one daemon. `endpoint`: its clients' socket, which reports the publisher's
+    endpoint; `events_endpoint`: the publisher's endpoint as seen from here, if different.
+    `request_s`: the timeout of a request.
 
-    `epoch` is the run of the daemon, `error` what went wrong last, for people; `num_gaps` and
-    `num_malformed` count why everything was read again."""
+    `epoch`: the run of the daemon; `error`: the last failure, for people; `num_gaps`,
+    `num_malformed`: how often everything was read again, by reason."""
 
     def __init__(
         self,
@@ -96,12 +96,12 @@ class HeldPrefixes:
         self._heard_s = 0.0
 
     def __len__(self) -> int:
-        """How many blocks are held, in whatever tier."""
+        """The number of held blocks, in any tier."""
         return len(self._held)
 
     def poll(self, timeout_s: float = 0.0) -> int:
-        """Take what has been told, waiting so long for the first of it; a request to the front
-        door, where one is due, may take `request_s` more. Returns how many messages and pages."""
+        """Apply waiting messages, after waiting up to `timeout_s` for the first one; a request, if
+        one is due, may take `request_s` more. Returns the number of messages and pages."""
         give_up_s = time.monotonic() + timeout_s
         while True:
             num_taken = self._listen(give_up_s) if self.state == "current" else self._read_on()
@@ -112,8 +112,8 @@ class HeldPrefixes:
                 time.sleep(min(self._retry_s, give_up_s) - now_s)
 
     def match(self, tokens: Tokens) -> list[tuple[str, int]]:
-        """Where the longest held prefix of a prompt lies: (tier, blocks) front to back, by each
-        block's fastest tier."""
+        """The longest held prefix of a prompt as (tier, blocks), front to back, by each block's
+        fastest tier."""
         runs: list[tuple[str, int]] = []
         for key in self._keys_of(encode_tokens(tokens)):
             bits = self._held.get(key, 0)
@@ -143,7 +143,7 @@ class HeldPrefixes:
     # --- reading pages --------------------------------------------------------------------------
 
     def _read_on(self) -> int:
-        """One page, unless it is too early."""
+        """Read one page, unless in a pause."""
         if time.monotonic() < self._retry_s:
             return 0
         page = self._ask(self._after)
@@ -154,7 +154,7 @@ class HeldPrefixes:
             return 0
         is_same = page.epoch == self.epoch and page.tier_names == self._tiers
         if not is_same or self._socket is None:
-            self._begin(page)  # and read only now: what is told from here on is heard
+            self._begin(page)  # the pages are read only after the subscription
             return 0
         if self._after == 0:
             self._expected = page.sequence
@@ -169,7 +169,7 @@ class HeldPrefixes:
         return 1
 
     def _begin(self, page: ToldPage) -> None:
-        """Another run of the daemon: what was known counts no more."""
+        """Another run of the daemon: drop the state, and subscribe."""
         self._held, self._read, self._after = {}, {}, 0
         self.epoch = page.epoch
         self._tiers = page.tier_names
@@ -195,7 +195,7 @@ class HeldPrefixes:
         self.state = "reading"
 
     def _ask(self, after: int) -> ToldPage | None:
-        """A page; None, and noted, where there is none."""
+        """Request a page. Returns None after a failure, which is recorded."""
         body = {"namespace": self._namespace, "after": after}
         try:
             reply = self._line.call("events", body, self._request_s)
@@ -205,7 +205,7 @@ class HeldPrefixes:
             return None
 
     def _fail(self, why: str, state: State) -> None:
-        """Read everything anew, after a pause that grows."""
+        """Read everything again, after a growing pause."""
         now_s = time.monotonic()
         if self.state == "current" and now_s - self._since_s > STEADY_S:
             self._num_failures = 0
@@ -221,7 +221,7 @@ class HeldPrefixes:
     # --- listening ------------------------------------------------------------------------------
 
     def _listen(self, give_up_s: float) -> int:
-        """Messages, if there are any before `give_up_s`; then a question if it is time."""
+        """Handle messages that come before `give_up_s`; then check the sequence if it is due."""
         now_s = time.monotonic()
         quiet_s = self._heard_s + QUIET_S
         wait_s = max(0.0, min(give_up_s, quiet_s) - now_s)
@@ -230,17 +230,17 @@ class HeldPrefixes:
             num_taken += 1
             wait_s = 0.0
         if not num_taken and time.monotonic() >= quiet_s:
-            self._ask_whether_that_is_all()
+            self._check_sequence()
         return num_taken
 
-    def _ask_whether_that_is_all(self) -> None:
+    def _check_sequence(self) -> None:
         page = self._ask(HEADER_ONLY)
         if page is None:
             return
         if page.epoch != self.epoch:
-            self._fail("the daemon is another one", "absent")
+            self._fail("the daemon was restarted", "absent")
             return
-        for _ in range(MAX_TAKEN):  # what is on its way
+        for _ in range(MAX_TAKEN):  # messages in flight
             if self._expected >= page.sequence or not self._take(GRACE_S):
                 break
             if self.state != "current":
@@ -250,7 +250,7 @@ class HeldPrefixes:
         self._heard_s = time.monotonic()
 
     def _take(self, wait_s: float) -> bool:
-        """One message, if there is one in time."""
+        """Handle one message, if one comes in time."""
         assert self._socket is not None
         if not self._socket.poll(round(wait_s * 1000)):
             return False
@@ -258,7 +258,7 @@ class HeldPrefixes:
         try:
             message = read_message(parts)
             if any(event.epoch != self.epoch for event in message.events):
-                self._fail("the daemon is another one", "absent")
+                self._fail("the daemon was restarted", "absent")
             elif message.number > self._expected:
                 self._miss(message.number)
             elif message.number == self._expected:
@@ -276,7 +276,7 @@ class HeldPrefixes:
         self._fail(f"messages were lost: {self._expected} … {number - 1}", "reading")
 
     def _apply(self, event: ToldEvent) -> None:
-        """Kinds that are not known are passed over."""
+        """Apply an event; unknown kinds are ignored."""
         held = self._held
         if event.type == "AllBlocksCleared":
             held.clear()
@@ -300,8 +300,8 @@ class HeldPrefixes:
 
 
 def seen_from(front_door: str, events: str) -> str:
-    """Where to subscribe: an address that means "any of this machine's" is reached where the front
-    door is."""
+    """The endpoint to subscribe at: a wildcard address is replaced by that of the clients'
+    socket."""
     there, told = tcp_address(front_door), tcp_address(events)
     if there is None or told is None or told[0] not in ("*", "0.0.0.0", "::"):
         return events

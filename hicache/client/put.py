@@ -1,13 +1,13 @@
-"""PutCall blocks: put (where do they go?), write them there, commit (they are visible).
+"""Stores blocks: put (get slots), write, commit (make visible).
 
-    offer first … last-1 ──▶ placement: slots of the blocks the cache lacks
-                             write ──▶ commit ──▶ some refused? offer again while room turns up
+    offer first … last-1 ──▶ placement: slots for the blocks not held yet
+                             write ──▶ commit ──▶ some refused? offer again while there is room
 
-Between put and commit the daemon holds the slots for us: whatever happens, the ticket is committed
-or given up, and only after writing has ended.
+Between put and commit the daemon holds the slots for this client: in every case the ticket is
+committed or aborted, and only after writing has ended.
 
-A put ends by its deadline, but for the copy that is under way then, `TELL_S` to commit it and
-`BYE_S` to give it up where that failed.
+A put ends by its deadline, plus the time of a running copy, `TELL_S` to commit it, and `BYE_S` to
+abort it where that failed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Fill = Callable[[int, npt.NDArray[np.uint8]], object]
 """Write block number `index` of the prompt into a uint8 array of block_bytes."""
 
 CHUNK_BYTES: Final = 1 << 30
-"""A ticket's blocks are written within its life: no more than this at once."""
+"""The most bytes of one ticket, since they must be written before it expires."""
 TELL_S: Final = 0.2
-"""A commit has so long where the put's own time is over: what was just copied is worth telling."""
+"""The time for a commit after the put's deadline, so that a finished copy is not lost."""
 _FRAME_ROOM: Final = 64 << 10
 _PAUSE_S: Final = 0.002
 _PATIENCE_S: Final = 0.1
@@ -46,7 +46,7 @@ _PATIENCE_S: Final = 0.1
 
 @dataclass(slots=True)
 class PutTally:
-    """Blocks of one call by what became of them so far."""
+    """Counts of a call's blocks, by result."""
 
     stored: int = 0
     present: int = 0
@@ -55,13 +55,14 @@ class PutTally:
 
 
 class Supply(Protocol):
-    """Where a put's blocks come from."""
+    """The source of a put's blocks."""
 
     def hand_over(
         self, connection: Connection, placement: Placement, greeting: Greeting, deadline_s: float
     ) -> Steps[list[Part]]:
-        """Write the blocks of a placement, or return them as parts of the commit; what others write
-        is waited for until `deadline_s`. Raises TROUBLE, and what a caller's function raises."""
+        """Write the blocks of a placement, or return them as parts for the commit. Waits for
+        another process's writes until `deadline_s`. Raises TROUBLE, and the exceptions of the
+        caller's function."""
 
 
 class Source:
@@ -87,7 +88,7 @@ class Source:
             for index, slot in zip(indices.tolist(), slots.tolist(), strict=True):
                 self._blocks(index, arena.view(slot, self._block_bytes))
             return
-        # Indices in a row are one slice of the caller's array: no gathering copy.
+        # Consecutive indices are a slice of the caller's array, without a copy.
         breaks = np.flatnonzero(np.diff(indices.astype(np.int64)) != 1) + 1
         slot_bytes = slot_bytes_for(self._block_bytes)
         for run, run_slots in zip(np.split(indices, breaks), np.split(slots, breaks), strict=True):
@@ -107,7 +108,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Blocks `first … last-1` of a prompt, and until when they are to be stored."""
+    """Blocks `first … last-1` of a prompt, and the deadline for storing them."""
 
     packed: bytes
     first: int
@@ -117,8 +118,8 @@ class Offer:
     deadline_s: float
 
     def commit_by_s(self, now_s: float, call_s: float) -> float:
-        """Until when the answer to a commit is waited for, where a call may take `call_s`: that of
-        a durable one comes when the disk has it."""
+        """The deadline of a commit, where a call may take `call_s`. A durable commit is answered
+        once the blocks are persistent."""
         last_s = max(self.deadline_s, now_s + min(TELL_S, call_s))
         return last_s if self.durable else min(now_s + call_s, last_s)
 
@@ -132,7 +133,7 @@ class PutCall:
     def put(
         self, packed: bytes, first: int, last: int, source: Supply, durable: bool
     ) -> Steps[PutResult]:
-        """Never raises TROUBLE: what was not stored is `refused`."""
+        """Store the blocks. Never raises TROUBLE: blocks that were not stored are `refused`."""
         tally = PutTally()
         attempt = self._connection.attempt(self._connection.timeouts.put_s)
         with attempt:
@@ -140,7 +141,7 @@ class PutCall:
             if first < last:
                 offer = Offer(packed, first, last, source, durable, attempt.deadline_s)
                 yield from self._put_chunks(offer, attempt.started_s, tally)
-        # A block that was pushed out and stored again is one block.
+        # A block that was evicted and stored again counts once.
         stored = min(tally.stored, last - first - tally.present - tally.busy)
         is_durable = durable and stored > 0 and tally.is_durable
         refused = last - first - stored - tally.present - tally.busy
@@ -160,14 +161,14 @@ class PutCall:
             return
         for start in range(whole.first, last, step):
             if start > whole.first and connection.clock() >= whole.deadline_s:
-                connection.last_error = "the time for this put was over before all was copied"
+                connection.last_error = "the put's deadline passed before all blocks were copied"
                 return
             chunk = replace(whole, first=start, last=min(start + step, last))
             if not (yield from self._put_chunk(chunk, tally)):
                 return
 
     def _put_chunk(self, offer: Offer, tally: PutTally) -> Steps[bool]:
-        """Offer blocks until all are held, or no more room turns up. False: some were refused."""
+        """Offer blocks until all are held, or there is no more room. False: some were refused."""
         stored, before, present, busy = 0, tally.stored, tally.present, tally.busy
         pause_s, impatient_s, first_held, most_held = _PAUSE_S, 0.0, -1, 0
         while True:
@@ -180,7 +181,7 @@ class PutCall:
             if placement.ticket:
                 committed = yield from self._write(placement, offer, greeting, tally)
                 stored += committed
-            held = placement.present + committed  # may fall again: we can push out our own
+            held = placement.present + committed  # may fall: this put may evict its own blocks
             tally.stored = before + max(held, most_held) - first_held
             now_s = self._connection.clock()
             if not placement.refused or now_s >= offer.deadline_s:
@@ -189,7 +190,7 @@ class PutCall:
                 pause_s, impatient_s, most_held = _PAUSE_S, now_s + _PATIENCE_S, held
             elif now_s >= impatient_s:
                 return False
-            else:  # what we stored is on its way down and makes room
+            else:  # the stored blocks are being demoted, which makes room
                 yield Pause(pause_s)
                 pause_s *= 2
 
@@ -212,7 +213,7 @@ class PutCall:
     def _write(
         self, placement: Placement, offer: Offer, greeting: Greeting, tally: PutTally
     ) -> Steps[int]:
-        """Write the blocks and commit them; the number that became visible."""
+        """Write the blocks and commit them. Returns the number that became visible."""
         connection, source = self._connection, offer.source
         request = CommitRequest(
             ticket=placement.ticket, indices=placement.indices.tobytes(), durable=offer.durable
@@ -222,7 +223,7 @@ class PutCall:
             deadline_s = offer.commit_by_s(connection.clock(), connection.timeouts.call_s)
             reply, _ = yield from connection.exchange(request, deadline_s, greeting.session, parts)
         except BaseException:  # the caller's `fill` may raise, or the call is cancelled
-            # A commit that came too late was not carried out; of one that was, this says nothing.
+            # Aborts a commit that came too late; ignored if the commit was done.
             yield from self._give_up_ticket(placement.ticket, greeting)
             raise
         commit = read_reply(reply, CommitReply)

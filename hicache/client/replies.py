@@ -1,7 +1,7 @@
-"""Replies, read strictly: from the map of a reply to what it means to a client.
+"""Decodes replies strictly, from a reply's map to a client's result.
 
-`read_…` functions raise WireError('malformed') where a reply is not as docs/protocol.md says; the
-client treats that as a miss. No index and no slot that is out of bounds passes.
+`read_…` functions raise WireError('malformed') where a reply does not follow docs/protocol.md; the
+client treats that as a miss. All indices and slots are checked for range.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ R = TypeVar("R", bound=Reply)
 
 
 def read_reply(reply_map: ReplyMap, kind: type[R]) -> R:
-    """A reply as its operation declares it; fields that are not declared are passed over."""
+    """A reply as its operation declares it; undeclared fields are ignored."""
     try:
         return msgspec.convert(reply_map, kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
@@ -60,14 +60,14 @@ def read_greeting(reply_map: ReplyMap, block_tokens: int, block_bytes: int) -> G
     if reply.transport not in TRANSPORTS:
         raise WireError("malformed", f"transport: {reply.transport[:40]!r} is not known")
     if (reply.block_tokens, reply.block_bytes) != (block_tokens, block_bytes):
-        raise WireError("malformed", "the daemon answers with other block sizes than it was sent")
+        raise WireError("malformed", "the daemon replied with other block sizes than requested")
     agreed = {field.name: getattr(reply, field.name) for field in fields(Greeting)}
     return Greeting(**{**agreed, "arenas": tuple(reply.arenas)})
 
 
 class AnsweredMatch(Match, kw_only=True):
-    """A match decoded straight from the bytes of its reply: an inference engine waits for it
-    before it can compute its first token."""
+    """A match decoded directly from its reply's bytes, for speed: an inference engine waits for it
+    before its first token."""
 
     id: Count
     ok: bool
@@ -77,7 +77,7 @@ _plain_match: Final = msgspec.msgpack.Decoder(AnsweredMatch)
 
 
 def read_plain_match(data: bytes, request_id: int) -> Match | None:
-    """None where anything is unusual: then `read_match` takes it, or says what is wrong."""
+    """Decode a plain match. None for anything else: then use `read_match`."""
     try:
         match = _plain_match.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -146,7 +146,7 @@ def read_runs(
     arenas: Mapping[str, Arena],
     block_bytes: int,
 ) -> list[FetchedRun]:
-    """The runs of a fetch's reply that are readable now, with their bytes within reach."""
+    """The readable runs of a fetch's reply, with access to their bytes."""
     runs: list[FetchedRun] = []
     taken = 0
     for first, tier, packed_slots, packed_generations, num in read_reply(
@@ -169,7 +169,7 @@ def read_runs(
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the blocks of a put go: block `indices[i]` of the prompt into `slots[i]` of `tier`."""
+    """The slots of a put: block `indices[i]` of the prompt goes into `slots[i]` of `tier`."""
 
     ticket: int
     tier: str
@@ -187,7 +187,7 @@ def read_placement(
     arenas: Mapping[str, Arena] | None,
     block_bytes: int,
 ) -> Placement:
-    """`arenas` is None where blocks travel as frames."""
+    """The placement of a put's reply. `arenas` is None where blocks are sent as frames."""
     reply = read_reply(reply_map, PutReply)
     indices, slots = _numbers("indices", reply.indices), _slots(reply.slots)
     placement = Placement(

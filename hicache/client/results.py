@@ -1,6 +1,6 @@
-"""What a client's calls return: results as frozen structs, and fetched blocks.
+"""The results of a client's calls: frozen structs, and fetched blocks.
 
-`replies` makes them of the daemon's replies.
+`replies` creates them from the daemon's replies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def sentence(self) -> str:
-        """The decision for people: in the daemon's words, where it was asked to `explain`."""
+        """The decision for people; composed by the daemon if `explain` was set."""
         if self.told:
             return self.told
         everything = f"{self.recompute_s * 1e3:.1f} ms"
@@ -51,12 +51,12 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Match(msgspec.Struct):
-    """What the cache holds of a prompt, from its first block on.
+    """The held blocks of a prompt, from its first block on.
 
-    `hit_blocks` whole blocks are held; `runs` says in which tier, front to back, as (tier, number
-    of blocks). The first `decision.reload_blocks` of them are worth fetching and are held for this
-    client under `lease` until `release` (0: nothing is held). `is_answered` is false when no
-    daemon answered; `session` is whose lease it is.
+    `hit_blocks` whole blocks are held; `runs` lists their tiers, front to back, as (tier, number of
+    blocks). The first `decision.reload_blocks` of them are worth fetching, and are leased for this
+    client under `lease` until `release` (0: nothing is leased). `is_answered` is False when no
+    daemon answered; `session`: the session of the lease.
     """
 
     lease: Count
@@ -68,18 +68,18 @@ class Match(msgspec.Struct):
 
     @classmethod
     def miss(cls, sentence: str) -> Match:
-        """Nothing is known: recompute."""
+        """No answer: recompute."""
         return cls(0, 0, (), Decision("recompute", 0, "unavailable", sentence), is_answered=False)
 
 
 class Score(msgspec.Struct, frozen=True):
-    """What a match of a prompt would find now. Nothing of it is held for anybody.
+    """What a match of a prompt would find now, without a lease.
 
-    `hit_blocks` whole blocks, which are `hit_tokens`, are held; `runs` says where, as in Match.
-    Seconds are the daemon's expectations: `reload_s` to get the `reload_blocks` that are worth it,
-    `prefill_s` for the rest of the prompt, `recompute_s` to prefill everything instead. Not
-    `is_measured`: no prefill of this model was measured yet, they say nothing, and what is made of
-    them is None. `is_answered` is false when no daemon answered.
+    `hit_blocks` whole blocks, which are `hit_tokens`, are held; `runs` as in Match. Seconds are the
+    daemon's estimates: `reload_s` to reload the `reload_blocks` worth it, `prefill_s` for the rest
+    of the prompt, `recompute_s` to prefill everything instead. Not `is_measured`: no prefill of
+    this model was measured yet, so they are meaningless, and `expected_s` and `saved_s` are None.
+    `is_answered` is False when no daemon answered.
     """
 
     hit_blocks: int = 0
@@ -94,19 +94,19 @@ class Score(msgspec.Struct, frozen=True):
 
     @property
     def expected_s(self) -> float | None:
-        """From the ask to the prompt's first token."""
+        """Estimated seconds from the request to the prompt's first token."""
         return self.reload_s + self.prefill_s if self.is_measured else None
 
     @property
     def saved_s(self) -> float | None:
-        """What the hit is worth."""
+        """Estimated seconds that the hit saves."""
         return self.recompute_s - self.reload_s - self.prefill_s if self.is_measured else None
 
 
 class Warmed(msgspec.Struct, frozen=True):
-    """What has come of warming a prompt. Of `held_blocks` at its front `warm_blocks` can be read
-    where they are now; `refused_blocks` will not come, for want of room. What is left is on its
-    way. False where no daemon answered."""
+    """The state of warming a prompt. Of `held_blocks` at its front, `warm_blocks` can be read where
+    they are now; `refused_blocks` will not come for lack of room; the rest is being copied. False
+    where no daemon answered."""
 
     held_blocks: int = 0
     warm_blocks: int = 0

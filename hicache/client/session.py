@@ -1,8 +1,7 @@
 """One client's connection to one daemon, as a session about one namespace, without I/O.
 
-The session (opened when first needed, opened anew when the daemon does not know it any more), the
-arenas that it maps, and the circuit breaker. Which calls there are is the business of the modules
-with the calls; a driver carries out the steps.
+The session (opened when first needed, and again when the daemon no longer knows it), the arenas
+that it maps, and the circuit breaker. Other modules define the calls; a driver executes the steps.
 
     attempt ──▶ ask ──▶ [hello, map arenas] ──▶ exchange ──▶ reply
       │ the breaker is open: BreakerOpen       DaemonAbsent, DaemonError, WireError: a miss
@@ -51,7 +50,7 @@ BYE_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds a caller waits: for an ordinary call, for a fetch, for a whole put."""
+    """Timeouts in seconds: of an ordinary call, of a fetch, of a whole put."""
 
     call_s: float
     fetch_s: float
@@ -83,8 +82,8 @@ class Connection(Exchange):
         self.greeting: Greeting | None = None
         self.arenas: dict[str, Arena] = {}
         self._packed_spec = msgspec.Raw(pack(spec.to_wire()))
-        # A path of another host may exist here too: over tcp, sharing memory must be asked for.
-        # On ipc `auto` lets the daemon choose: it shares memory if it can see this process die.
+        # A path of another host may exist here, too: over tcp, `arena` must be explicit. On ipc
+        # `auto` lets the daemon choose: it shares memory if it can detect this process's death.
         self._may_fall_back = transport == "auto"
         is_remote = transport == "auto" and ipc_path(endpoint) is None
         self._wished: str = "frames" if is_remote else transport
@@ -103,7 +102,7 @@ class Connection(Exchange):
         self.greeting = None
 
     def close(self) -> Steps[None]:
-        """Say bye where a session is open; hang up. The leases of the session end."""
+        """End the session, if one is open, and close the connection. Its leases end."""
         with suppress(*TROUBLE):
             if self.greeting is not None:
                 deadline_s = self.clock() + BYE_S
@@ -117,7 +116,7 @@ class Connection(Exchange):
     # --- one call -----------------------------------------------------------------------------
 
     def attempt(self, timeout_s: float, *, is_answered: bool = True) -> Attempt:
-        """`is_answered`: the call ends well only where the daemon has answered."""
+        """A call with a deadline. `is_answered`: it is a success only if the daemon has replied."""
         return Attempt(self, timeout_s, is_answered)
 
     def admit(self, now_s: float) -> None:
@@ -135,13 +134,13 @@ class Connection(Exchange):
         if is_gone or (isinstance(trouble, DaemonError) and trouble.code == "stopping"):
             self._breaker.record_failure(self.clock(), started_s, self.last_error)
         else:
-            self._breaker.record_success()  # something answers
+            self._breaker.record_success()  # the daemon answers
 
     def ask(
         self, request: Request, deadline_s: float, quick: Quick | None = None
     ) -> Steps[tuple[Greeting, Any]]:
-        """Within a session, which is returned with the reply's map (or what `quick` returns). A
-        session that the daemon does not know is opened anew, once."""
+        """Send a request within a session. Returns the session and the reply's map (or the result
+        of `quick`). If the daemon does not know the session, opens another, once."""
         greeting = self.greeting or (yield from self.greeted(deadline_s))
         try:
             reply, _ = yield from self.exchange(request, deadline_s, greeting.session, quick=quick)
@@ -181,19 +180,19 @@ class Connection(Exchange):
     # --- the session --------------------------------------------------------------------------
 
     def session_of(self, match: Match) -> Greeting | None:
-        """The session that holds this match's lease, if it is still ours and there is a lease."""
+        """The session of this match's lease; None if it has ended or there is no lease."""
         if match.lease and self.greeting is not None and match.session == self.greeting.session:
             return self.greeting
         return None
 
     def lose(self, session: bytes) -> None:
-        """The daemon does not know this session any more."""
+        """The daemon no longer knows this session."""
         if self.greeting is not None and self.greeting.session == session:
             self.greeting = None
 
     def greeted(self, deadline_s: float) -> Steps[Greeting]:
-        """The open session; it is opened where there is none. Raises DaemonAbsent also where the
-        daemon refuses: to ask on gains nothing."""
+        """The open session; opens one if there is none. Raises DaemonAbsent also where the daemon
+        refuses, since a retry would not help."""
         while self.greeting is None:
             if self._waiting_for_hello is not None:
                 inbox = Inbox()
@@ -264,7 +263,7 @@ class Connection(Exchange):
         self._close_retired()
 
     def _close_retired(self) -> None:
-        """Another call's copy may be under way in an arena that was replaced meanwhile."""
+        """Close replaced arenas, except those that another call still copies from or to."""
         if not self._num_copying:
             for arena in self._retired:
                 arena.close()
@@ -314,5 +313,5 @@ class Attempt:
 
 
 def _is_number(value: object) -> bool:
-    """Whether a late reply names a lease or a ticket."""
+    """Whether a field of a late reply is the number of a lease or ticket."""
     return type(value) is int and value > 0

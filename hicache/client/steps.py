@@ -1,7 +1,7 @@
-"""How the client's core and a driver work together: the core decides, the driver does the I/O.
+"""The interface of the client's core and its drivers: the core decides, a driver does the I/O.
 
-A call is a generator of the core. It yields steps; the driver carries out each one and sends its
-result back. Messages and lost connections go to the core by `Exchange.feed` and `Exchange.lost`.
+A call is a generator of the core. It yields steps; the driver executes each one and sends its
+result back. Messages and lost connections are passed to `Exchange.feed` and `Exchange.lost`.
 
     call.send(result) ──▶ Send, Wait, Pause, Work, MapArenas, HangUp     driver: socket, clock,
          ▲                      │                                        threads
@@ -27,8 +27,8 @@ ReplyMap = dict[str, Any]
 
 
 class Inbox:
-    """What has come for one waiting call and was not taken yet: replies with their parts, or a
-    sentence that says why no reply will come. A driver that waits sets `wake`."""
+    """What was received for one waiting call: replies with their parts, or a sentence why no reply
+    will come. A waiting driver sets `wake`."""
 
     __slots__ = ("items", "request_id", "session", "wake")
 

@@ -1,14 +1,14 @@
-"""The way to the daemon: one DEALER socket, and the driver of a blocking client.
+"""The connection to the daemon: one DEALER socket, and the driver of a blocking client.
 
-What both drivers share (`open_socket`, `Lineage`, `map_arenas`) and `BlockingDriver`. No operation
-of the protocol is known here, and no reply is read: that is the core's (`exchange`).
+What both drivers share (`open_socket`, `Lineage`, `map_arenas`), and `BlockingDriver`. Independent
+of the protocol's operations; replies are decoded by the core (`exchange`).
 
-    Send ──▶ DEALER ──▶ daemon          a monitor socket tells at once when the connection comes
-    feed ◀── DEALER ◀── daemon          up, is refused or breaks, so that an absent daemon costs
-                                        a millisecond and not the timeout
+    Send ──▶ DEALER ──▶ daemon          a monitor socket reports at once when the connection is
+    feed ◀── DEALER ◀── daemon          made, refused or broken, so that an absent daemon costs
+                                        a millisecond, not the timeout
 
-Sockets do not reconnect by themselves: a broken one is closed, and the next Send opens another.
-Nothing here is thread-safe; after a fork the child makes sockets of its own.
+Sockets do not reconnect: a broken one is closed, and the next Send opens another. Not thread-safe;
+after a fork the child opens other sockets.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 Sock = TypeVar("Sock", bound=zmq.Socket[Any])
 
 _SLICE_S: Final = 0.02
-"""How often a wait for a reply looks whether the connection still stands."""
+"""The interval of checks for a broken connection while waiting for a reply."""
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _HIGH_WATER: Final = 1024
 
@@ -66,8 +66,8 @@ _monitor_numbers = itertools.count()
 
 
 class Lineage:
-    """How many forks lie between this process and the first import. Cheaper than asking for the
-    pid, which every call would have to."""
+    """The number of forks between the first import and this process. Cheaper than getting the pid
+    at every call."""
 
     generation = 0
 
@@ -82,7 +82,7 @@ os.register_at_fork(after_in_child=Lineage.forked)
 def open_socket(
     context: zmq.Context[Any], endpoint: str, max_part_bytes: int, curve: CurveKeys | None
 ) -> tuple[Sock, Sock]:
-    """A DEALER on its way to `endpoint`, and its monitor. Raises DaemonAbsent on a bad endpoint."""
+    """A DEALER connecting to `endpoint`, and its monitor. Raises DaemonAbsent on a bad endpoint."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -112,25 +112,26 @@ def close_socket(socket: zmq.Socket[Any], monitor: zmq.Socket[Any]) -> None:
 
 
 def is_up(monitor_message: list[bytes]) -> bool:
-    """Whether the connection is usable after this event; otherwise it is over."""
+    """Whether the connection is usable after this event; otherwise it has ended."""
     return bool(parse_monitor_message(monitor_message)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 
 def absent(endpoint: str, monitor_message: Sequence[bytes] = ()) -> DaemonAbsent:
-    """`monitor_message`: the event that ended the attempt to connect, if there was one."""
+    """The exception for a failed connection. `monitor_message`: the event that ended the
+    attempt."""
     event = parse_monitor_message(list(monitor_message))["event"] if monitor_message else 0
     if event in _NOT_LET_IN and endpoint.startswith("tcp://"):
         return DaemonAbsent(
-            f"what listens at {endpoint} did not let this client in: are the CURVE keys right, "
-            "and is this client's public key listed there?"
+            f"the listener at {endpoint} refused this client: are the CURVE keys right, and is "
+            "this client's public key listed there?"
         )
     return DaemonAbsent(f"no daemon answers at {endpoint}")
 
 
 def map_arenas(paths: Sequence[str]) -> list[Arena]:
-    """All of them, or (raising) none."""
+    """Map all arenas, or raise and map none."""
     arenas: list[Arena] = []
-    with contextlib.ExitStack() as undo:  # the second of two cannot be mapped, say
+    with contextlib.ExitStack() as undo:  # if the second of two cannot be mapped: unmap the first
         for path in paths:
             arenas.append(Arena.attach(path))
             undo.callback(arenas[-1].close)
@@ -139,9 +140,9 @@ def map_arenas(paths: Sequence[str]) -> list[Arena]:
 
 
 class BlockingDriver:
-    """Carries out the steps of a core's calls, one after another, by blocking.
+    """Executes the steps of a core's calls, one after another, by blocking.
 
-    It is no event loop: one send and one blocking receive make a round trip."""
+    Not an event loop: a round trip is one send and one blocking receive."""
 
     def __init__(
         self, core: Exchange, max_part_bytes: int = 0, curve: CurveKeys | None = None
@@ -206,7 +207,7 @@ class BlockingDriver:
         self._context = None
 
     def _forked(self) -> None:
-        """This is a child process: the parent's sockets are left alone."""
+        """In a child process: leave the parent's sockets open, and use others."""
         self._lineage = Lineage.generation
         self._context = self._socket = self._monitor = None
         self._core.forked()
@@ -236,13 +237,13 @@ class BlockingDriver:
             return None
         try:
             return self._received(self._socket, 0)
-        except zmq.Again:  # not within a slice of time: the core waits on
+        except zmq.Again:  # no reply within the slice: the core continues to wait
             return None
 
     def _was_passed_on(self, socket: zmq.Socket[bytes], frames: Sequence[Part]) -> bool:
-        """False where the connection is broken, and has been closed now."""
+        """Send. Returns False, and closes the connection, where it is broken."""
         try:
-            if len(frames) == 1:  # saves 11 µs of a call's 70 (processor time), as in `_received`
+            if len(frames) == 1:  # saves 11 µs of a call's 70 µs CPU time, as in `_received`
                 socket.send(frames[0], _NOBLOCK)
             else:
                 socket.send_multipart(frames, _NOBLOCK)
@@ -259,7 +260,7 @@ class BlockingDriver:
         return [socket.recv(flags)]
 
     def _wait(self, step: Wait) -> None:
-        """The fast way is one blocking receive: nothing is polled before a slice has passed."""
+        """Fast path: one blocking receive; polls only after the first slice."""
         inbox, clock = step.inbox, self._core.clock
         while not inbox.items:
             if self._socket is None:
@@ -274,7 +275,7 @@ class BlockingDriver:
                     continue
             except zmq.Again:
                 pass
-            if self._is_broken() and not self._socket.poll(0):  # all that arrived is read
+            if self._is_broken() and not self._socket.poll(0):  # after reading what had arrived
                 self._hang_up(self._gone())
             elif clock() >= step.deadline_s:
                 return

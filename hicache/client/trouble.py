@@ -1,4 +1,4 @@
-"""What goes wrong between a client and the daemon, and the circuit breaker in front of it.
+"""Failures between a client and the daemon, and the client's circuit breaker.
 
 The text of each exception is a sentence for people: it becomes the client's `last_error`.
 """
@@ -29,7 +29,7 @@ class DaemonError(Exception):
 
 
 TROUBLE: Final = (DaemonAbsent, DaemonError, WireError)
-"""What a call turns into a miss."""
+"""The failures that a call turns into a miss."""
 
 
 @dataclass(slots=True)

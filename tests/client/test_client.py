@@ -688,7 +688,7 @@ def test_what_no_time_is_left_for_is_not_offered(connect: Any, daemon: ScriptedD
     client._connection.clock = lambda: time.monotonic() + late_s
     assert client.put(TOKENS, fill) == PutResult(stored=2, refused=2)
     assert daemon.ops() == ["hello", "put", "commit"]
-    assert "time for this put" in client.last_error
+    assert "put's deadline passed" in client.last_error
 
 
 def test_a_full_cache_refuses_and_that_is_all(connect: Any, daemon: ScriptedDaemon) -> None:
