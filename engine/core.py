@@ -155,7 +155,7 @@ class CacheEngine:
         self._handlers |= {event: self._freeing(take) for event, take in freeing.items()}
 
     def _freeing(self, take: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A handler after which what waits for room goes on."""
+        """A handler after which events that wait for room are continued."""
 
         def handle(event: Any) -> Any:
             answer = take(event)
@@ -263,12 +263,12 @@ class CacheEngine:
         self._make_progress()
         return placed
 
-    # --- what became of things ------------------------------------------------------------------
+    # --- outcomes, tiers, time ------------------------------------------------------------------
 
     def _moves_done(self, event: p.MovesDone) -> p.Arrivals:
-        told, came, num_changed = self.outcomes.apply(event.outcomes, event.now_s)
+        reported, came, num_changed = self.outcomes.apply(event.outcomes, event.now_s)
         self._make_progress()
-        arrivals = self.outcomes.arrivals(told, came, num_changed > 0)
+        arrivals = self.outcomes.arrivals(reported, came, num_changed > 0)
         for number in arrivals.finished:
             lease = self.residency.leases.leases.get(number)
             if lease is not None:  # until the client reports its measurement
@@ -276,14 +276,14 @@ class CacheEngine:
         return arrivals
 
     def _spoiled(self, event: p.Spoiled) -> p.Arrivals:
-        told = self.outages.spoiled(event, self.namespaces.by_digest[event.digest])
+        reported = self.outages.spoiled(event, self.namespaces.by_digest[event.digest])
         self._make_progress()
-        return self.outcomes.arrivals(told, {}, True)
+        return self.outcomes.arrivals(reported, {}, True)
 
     def _tier_down(self, event: p.TierDown) -> p.Arrivals:
-        told = self.outages.down(event)
+        reported = self.outages.down(event)
         self._make_progress()
-        return self.outcomes.arrivals(told, {}, True)
+        return self.outcomes.arrivals(reported, {}, True)
 
     def _tick(self, event: p.Tick) -> p.Arrivals:
         self.residency.backoff.tick(event.now_s)
@@ -300,7 +300,7 @@ class CacheEngine:
         self.pinning.expire(event.now_s)
         self.evictor.evacuations.tick(event.now_s)
         self._make_progress()
-        return self.outcomes.told({}, leases, bool(leases or tickets))
+        return self.outcomes.report({}, leases, bool(leases or tickets))
 
     def _flush(self, event: p.Flush) -> int:
         self.warming.end_all()
@@ -331,12 +331,12 @@ class CacheEngine:
 
     def too_small_for(self, block_bytes: int, slot_bytes: Sequence[int] = ()) -> list[TierSpec]:
         """The tiers that cannot hold a single block of this size (`slot_bytes`: as in
-        OpenNamespace); the others do without them."""
+        OpenNamespace). The other tiers work without them."""
         return self.namespaces.too_small(block_bytes, slot_bytes)
 
     def is_still_at(self, lease_id: int, run: p.ReadyRun) -> bool:
-        """Whether a run that was told as readable still is: the lease may have ended since, or the
-        tier gone down."""
+        """Whether a run that was reported as readable still is: the lease may have ended since, or
+        the tier may be down."""
         lease = self.residency.leases.leases.get(lease_id)
         return lease is not None and self.fetching.is_still_at(lease, run)
 

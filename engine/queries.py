@@ -159,7 +159,7 @@ class Queries:
         return rows
 
     def queued_bytes(self, link: tuple[int, int]) -> int:
-        """Bytes on their way over a link, those of every priority."""
+        """Bytes queued and in flight over a link, of all priorities."""
         return self._residency.moves.bytes_over(link, p.Priority.DEMOTION)
 
     def index_counters(self) -> Mapping[str, int]:

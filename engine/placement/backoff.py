@@ -1,12 +1,12 @@
-"""Tiers that serve what they hold but take nothing new: a full volume, an I/O error on writing.
+"""Tiers that can be read but refuse new blocks: a full volume, an I/O error on writing.
 
-    open ──rejected──▶ shut ──its pause is over──▶ on trial ──took a block──▶ open
+    open ──rejected──▶ shut ──pause is over──▶ on trial ──took a block──▶ open
                         ▲                             │
                         └───────rejected, twice as long┘
 
-While a tier is shut it is no place to demote to: blocks that would have gone there go the way they
-would go without it, so that puts find room. On trial it is offered one block at a time. Without the
-pause each failed copy would be tried again at once, for ever, and every put would wait for it.
+While a tier is shut, blocks are evicted as if it did not exist, so that puts find room. On trial it
+is offered one block at a time. Without the pause each failed copy would be retried at once, for
+ever, and every put would wait for it.
 
 Owned by the daemon's one loop; time comes with the events.
 """
@@ -22,7 +22,7 @@ LONGEST_PAUSE_S: Final = 60.0
 
 @dataclass(slots=True)
 class Shut:
-    """Why a tier takes nothing, until when, and how long the pause was."""
+    """Why a tier takes nothing, until when, and the length of the pause."""
 
     reason: str
     until_s: float
@@ -30,7 +30,7 @@ class Shut:
 
 
 class Backoff:
-    """Which tiers take no blocks for now."""
+    """The tiers that take no blocks for now."""
 
     def __init__(self) -> None:
         self.shut: dict[int, Shut] = {}
@@ -41,7 +41,7 @@ class Backoff:
         return tier not in self.shut
 
     def rejected(self, tier: int, reason: str, now_s: float) -> None:
-        """The tier would not take a block. What is still on its way to a shut one says no more."""
+        """The tier refused a block. Later refusals by a tier that is shut already are ignored."""
         if tier in self.shut:
             return
         last = self.trials.pop(tier, None)
@@ -49,15 +49,15 @@ class Backoff:
         self.shut[tier] = Shut(reason, now_s + pause_s, pause_s)
 
     def took(self, tier: int) -> None:
-        """The tier took a block: it is as good as new."""
+        """The tier took a block: it is open, and the next pause is short again."""
         self.shut.pop(tier, None)
         self.trials.pop(tier, None)
 
     def tick(self, now_s: float) -> None:
-        """Pauses that are over become trials."""
+        """Put tiers whose pause is over on trial."""
         for tier in [t for t, shut in self.shut.items() if now_s >= shut.until_s]:
             self.trials[tier] = self.shut.pop(tier)
 
     def reasons(self) -> dict[int, str]:
-        """By tier, why it takes nothing, or took nothing when it was last asked."""
+        """Tier → why it takes nothing, or refused the last block."""
         return {tier: shut.reason for tier, shut in (self.trials | self.shut).items()}

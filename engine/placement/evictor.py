@@ -8,10 +8,10 @@ The victim is the coldest leaf of its tier by the tier's policy. One of three th
     a block of its worth, or too
     unlikely to be reused (WriteGate)  ──▶ dropped: the block is removed, leaves first
 
-Into persistent tiers the whole path goes, ancestors first (`WriteBack`). A record there is deleted
-before its room counts as free. Where victims by age make no room for a size of slots, slabs
-are emptied for it (`Evacuations`). Leased copies (pinned ones, too) and copies being read are
-parked, not asked again until a lease or a move has ended.
+Into a persistent tier the whole path is written, ancestors first (`WriteBack`). A persistent copy's
+record is deleted before its room counts as free. Where evictions by age make no room for a size of
+slots, slabs are emptied for it (`Evacuations`). Leased and pinned copies and copies being read are
+parked: they are no candidates until a lease or a move has ended.
 
 Races, and who wins:
 1. *Requested while draining.* A match touches the path, which rescues it: draining → ready. The
@@ -77,7 +77,7 @@ class Writers(Protocol):
         """Whether a persistent tier may take the node soon."""
 
     def paths(self, tier: int) -> list[Span]:
-        """The blocks of all paths on their way to a tier."""
+        """The blocks of all paths being written to a tier."""
 
 
 class Evictor:
@@ -167,10 +167,11 @@ class Evictor:
         )
 
     def keep_watermarks(self) -> None:
-        """Above a tier's high watermark, give up cold copies down to the low one. Only a tier
-        whose deletions are moves forgets blocks ahead of need; others wait until a slower tier can
-        take them. A tier whose policy ranks is kept full if a mapped one is below it, which takes
-        what it refuses: room kept free there was filled and emptied again at every hit."""
+        """Above a tier's high watermark, evict cold copies down to the low one. Only a tier whose
+        deletions are moves drops blocks before their room is needed; others wait until a slower
+        tier can take them. A tier with a ranking policy is kept full above a mapped tier, which
+        takes the blocks that it refuses: room kept free there would be filled and emptied again at
+        every hit."""
         residency = self.residency
         self.evacuations.watch()
         for tier, spec in enumerate(residency.tiers):
@@ -206,7 +207,7 @@ class Evictor:
                 break
             excess_bytes -= self._give_up(node, tier, excess_bytes)
             if node is self._spared:
-                residency.candidates.queue(node)  # not parked: whoever needs its room may drop it
+                residency.candidates.queue(node)  # not parked: it may be dropped to make room
                 break
         self._spared = None
 
@@ -231,7 +232,7 @@ class Evictor:
         freed = self._send_away(node, tier, ids)
         if node is self._spared:
             return 0
-        if not freed:  # asked again when a lease or a move has ended, not in this round
+        if not freed:  # a candidate again when a lease or a move has ended
             residency.candidates.park(node, tier)
             return 0
         residency.candidates.queue(node)
@@ -364,9 +365,9 @@ class Evictor:
         return dropped
 
     def _worth_below(self, node: Node, below: int) -> float:
-        """What a block on its way down is worth in the tier below: anything, where it is to be
-        written to a persistent tier by that way; else what the policy there says of it, so that it
-        skips a tier, or goes, where all that is held is worth more."""
+        """A block's worth in the tier below: unlimited, if it is to be written to a persistent tier
+        through it; else by the policy there, so that it skips that tier, or is dropped, where all
+        blocks held are worth more."""
         if self.write_back.is_due(node):
             return ALWAYS
         return self.residency.candidates.policies[below].worth(node.kind, node.touched_s)

@@ -1,18 +1,18 @@
-"""Writing paths to one persistent tier: ancestors before their children, wherever that can be.
+"""Writes paths to one persistent tier: ancestors before their children, wherever possible.
 
-The tier holds whole prefixes, so that what it gives back after a restart is reachable. A node that
-is to be written waits here until every block of its path is written or on its way; blocks held only
-in memory without a link to the tier are first copied to memory that has one.
+The tier holds whole prefixes, so that all its blocks can be found after a restart. A node to be
+written waits here until every block of its path is written or being written; blocks held only in
+memory without a link to the tier are first copied to memory that has one.
 
     hbm   [ A ]                      1. A is copied to dram (it stays in hbm too)
-    dram        [ B ][ C ]           2. A, B, C go to disk in this order
+    dram        [ B ][ C ]           2. A, B, C are written to disk in this order
     disk
 
-A path may wait for itself: its front in hbm for room in dram, its end in dram for its front to be
-written. Then the end is written out of turn; where even that cannot be, it is forgotten.
+A path may block itself: its front in hbm waits for room in dram, its end in dram waits for its
+front to be written. Then the end is written first; where even that is impossible, it is dropped.
 
-A persistent tier is never read to fill another one: what has left memory is not written any more.
-Moves of one link and priority keep their order, so an ancestor handed over first is written first.
+A persistent tier is never read to fill another one: blocks that have left memory are not written.
+Moves of one link and priority keep their order, so an ancestor submitted first is written first.
 Owned by the daemon's one loop.
 """
 
@@ -30,23 +30,23 @@ from hicache.engine.plan import Priority
 from hicache.engine.residency.block_ids import Span, ids_along
 from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import NO_TIER, Namespace, Residency
-from hicache.engine.residency.leases import NOBODY
+from hicache.engine.residency.leases import NO_OWNER
 from hicache.tiers.block import Ids
 
 
 class _WriteProgress(Enum):
-    DONE = "nothing left to hand over"
-    WAITING = "for room or for a copy on its way"
-    HOPELESS = "a hole above, or no room to be had"
+    DONE = "all moves submitted"
+    WAITING = "for room or for a copy in flight"
+    HOPELESS = "a missing ancestor, or no room possible"
 
 
 class PathWriter:
-    """The paths that are wanted in one persistent tier and not all there yet.
+    """The paths to be written to one persistent tier that are not all there yet.
 
-    `pending`: the end of each, with the ids of its blocks from the root on. They are looked at
-    after every batch, in one go: nodes come and go meanwhile, but a node keeps its end, and blocks
-    above others stay. An end that was given up is shorter than it was. `others`: the writers of the
-    other persistent tiers.
+    `pending`: the last node of each, with the ids of its blocks from the root on, checked after
+    every batch. Nodes are split and merged meanwhile, but a node keeps its last block, and blocks
+    above others stay. If blocks at its end were evicted, the path is shorter. `others`: the writers
+    of the other persistent tiers.
     """
 
     def __init__(self, residency: Residency, evictor: Evictor, tier: int, gate: WriteGate) -> None:
@@ -75,15 +75,15 @@ class PathWriter:
             self.pending[node] = ids_along([piece.span for piece in path])
 
     def write_now(self, node: Node) -> None:
-        """Write as much of the path to this node as the queue has room for now, and no more."""
+        """Write only as much of the path to this node as the queue has room for now."""
         if node not in self.pending and not self._is_saturated():
             self.want(node)
             self._advance(node)
             self.pending.pop(node, None)
 
     def is_hopeless(self, node: Node) -> bool:
-        """Whether the path to this node cannot get there: what lacks above it and one block of its
-        own find no room, even at the expense of others, or have left memory."""
+        """Whether the path to this node cannot be written: its missing ancestors and one of its
+        blocks find no room, even by evicting others, or have left memory."""
         tier, residency = self.tier, self.residency
         path = residency.index.path_to(node)
         memory = ~residency.persistent
@@ -101,15 +101,15 @@ class PathWriter:
         return room < count and not self.evictor.room_is_coming(tier)
 
     def paths(self) -> list[Span]:
-        """The blocks of all paths that are pending and lack something: the others may go."""
+        """The blocks of all pending paths with blocks not written yet."""
         state = self.residency.blocks.state[self.tier]
         paths = [self._ids_to(node) for node in self.pending]
         return [path for path in paths if (state[path] == CopyState.ABSENT).any()]
 
     def flush(self, nodes: Sequence[Node]) -> int:
-        """Write the paths to these nodes (a clean stop). Returns how many are pending; `nodes` are
-        taken once, until it is 0: where the tier is too small for all, what it gives up for others
-        is not written again."""
+        """Write the paths to these nodes (a clean stop). Returns the number of pending paths;
+        repeat until it is 0. Each path is written once: where the tier is too small for all,
+        evicted ones are not written again."""
         if not self._is_flushing:
             for node in nodes:
                 self.want(node)
@@ -120,7 +120,8 @@ class PathWriter:
         return len(self.pending)
 
     def advance(self) -> None:
-        """Hand over what can go now. Called after every event that may have made room."""
+        """Submit the moves that are possible now. Called after every event that may have made
+        room."""
         if not self.pending:
             return
         if not self.takes:
@@ -135,7 +136,7 @@ class PathWriter:
             self._advance_all()
 
     def _follow_merges(self) -> None:
-        """An end that was merged into the node below it is that node's by now."""
+        """If a path's last node was merged into the node below it, continue with that node."""
         residency = self.residency
         for node in [node for node in self.pending if node.parent is None]:
             path = self.pending.pop(node)
@@ -145,7 +146,7 @@ class PathWriter:
                 continue
             now = residency.index.node_of(int(path[-1]))
             held = ids_along([piece.span for piece in residency.index.path_to(now)])[: len(path)]
-            if np.array_equal(held, path):  # else an id was given up, and is another block's now
+            if np.array_equal(held, path):  # else an id was freed, and is another block's now
                 self.pending.setdefault(now, path)
 
     def _advance_all(self) -> None:
@@ -162,9 +163,9 @@ class PathWriter:
                 return
 
     def _write_out_of_turn(self) -> bool:
-        """Nothing moves: the front of a path waits for room that its own end has. So the end is
-        written first. Not while a commit waits for its blocks to be durable: until the front is
-        written too, the end could not be found after a crash."""
+        """No move is in flight: the front of a path waits for room that its end takes. So write the
+        end first. Not while a commit waits until its blocks are persistent: the end cannot be found
+        after a crash until its front is written, too."""
         residency = self.residency
         if any(lease.decision.reason == "durable" for lease in residency.leases.leases.values()):
             return False
@@ -176,23 +177,23 @@ class PathWriter:
         return False
 
     def _is_stuck(self) -> bool:
-        """Nothing moves and no session holds anything, so no event will make room: warm-ups wait
-        for room themselves, and pins for nothing."""
+        """No move is in flight and no request holds a lease, so no event will make room (warmings
+        wait for room themselves, and pins do not end)."""
         residency = self.residency
         book = residency.leases
-        is_held = any(lease.owner != NOBODY for lease in book.leases.values())
+        is_held = any(lease.owner != NO_OWNER for lease in book.leases.values())
         return not (residency.moves or is_held or book.tickets)
 
     def _least_held(self) -> Node:
-        """The path that was wanted last, of those of which nothing is pinned if there are any."""
+        """The path added last, if possible one without pinned blocks."""
         blocks = self.residency.blocks
         free = (node for node in reversed(self.pending) if not blocks.is_pinned(node.span))
         return next(free, next(reversed(self.pending)))
 
     def _sacrifice(self, node: Node) -> None:
-        """Forget the last blocks of a path that is larger than the memory it has to pass through.
-        A path that only was to be written early loses nothing: it is not written now. Nor does one
-        that another persistent tier holds."""
+        """Drop the last blocks of a path that is larger than the memory it has to pass through. A
+        path that was only to be written early, or that another persistent tier holds, keeps its
+        blocks, and is not written now."""
         residency = self.residency
         if node.parent is None or not (self._is_flushing or any(residency.draining_bytes)):
             self.pending.pop(node, None)
@@ -201,7 +202,7 @@ class PathWriter:
         while leaf.children:
             leaf = next(iter(leaf.children.values()))
         is_elsewhere = leaf.tiers & residency.persistent & ~(1 << self.tier)
-        if residency.blocks.is_pinned(node.span) or is_elsewhere:  # it stays where it is
+        if residency.blocks.is_pinned(node.span) or is_elsewhere:  # these blocks are not dropped
             self._give_up_on(node)
             return
         self.evictor.forget(leaf, MIN_VICTIMS)
@@ -209,7 +210,7 @@ class PathWriter:
             self.pending.pop(node, None)
 
     def _advance(self, node: Node, out_of_turn: bool = False) -> _WriteProgress:
-        if node.parent is None:  # merged away or gone: see _follow_merges
+        if node.parent is None:  # merged or removed: see _follow_merges
             return _WriteProgress.WAITING
         tier, residency = self.tier, self.residency
         namespace = residency.namespace_of(node)
@@ -217,7 +218,7 @@ class PathWriter:
         state = residency.blocks.state[tier]
         seen = 0 if self._keeps_whole_prefixes else node.depth
         if (state[path[seen:]] == CopyState.DRAINING).any():
-            return _WriteProgress.WAITING  # a record that is being deleted is written anew first
+            return _WriteProgress.WAITING  # first wait for a deletion, then write it again
         while len(ahead := np.flatnonzero(state[path[seen:]] == CopyState.ABSENT)):
             piece = residency.index.node_of(int(path[seen + int(ahead[0])]))
             seen = piece.depth + len(piece)
@@ -230,7 +231,7 @@ class PathWriter:
                 if progress is not _WriteProgress.DONE:
                     return progress
                 continue
-            # Out of turn, paths would only take the room from each other, for ever.
+            # If they made room out of turn, paths would evict each other for ever.
             kept = self.paths() if out_of_turn else [path]
             room = self._room(namespace, kept, src, tier, len(absent))
             if not room:
@@ -245,11 +246,11 @@ class PathWriter:
         return _WriteProgress.DONE
 
     def _ids_to(self, node: Node) -> Ids:
-        """The blocks of a pending path; none where its end has gone."""
+        """The blocks of a pending path; none where its last node was removed."""
         return self.pending[node][: node.depth + len(node) if node.parent is not None else 0]
 
     def _source(self, piece: Node) -> int | None:
-        """Memory with a link to the tier that holds the piece."""
+        """A memory tier with a link to the tier that holds the piece."""
         residency = self.residency
         in_memory = piece.tiers & residency.up & ~residency.persistent
         for src in range(len(residency.tiers)):
@@ -258,13 +259,13 @@ class PathWriter:
         return None
 
     def _bring_closer(self, path: Ids, piece: Node) -> _WriteProgress:
-        """Copy a piece to memory from which it can be written; it waits for that copy."""
+        """Copy a piece to a memory tier that it can be written from."""
         tier, residency = self.tier, self.residency
         namespace = residency.namespace_of(piece)
         src = residency.fastest(piece.tiers & ~residency.persistent)
         if src == NO_TIER:
             return _WriteProgress.HOPELESS
-        # Copies of what is written already may go to make room for what is not.
+        # Copies of blocks already written may be evicted to make room.
         unwritten = path[residency.blocks.state[tier][path] != CopyState.READY]
         for middle in range(len(residency.tiers)):
             if not ((src, middle) in residency.links and (middle, tier) in residency.links):
@@ -284,7 +285,7 @@ class PathWriter:
     def _room(
         self, namespace: Namespace, kept: Sequence[Span], src: int, dst: int, count: int
     ) -> int:
-        """Slots for up to `count` blocks, made at the expense of all others than those `kept`."""
+        """Make room for up to `count` blocks by evicting others than those `kept`."""
         residency = self.residency
         queued = residency.moves.bytes_over((src, dst), Priority.DEMOTION)
         may_move = max(0, self.evictor.max_moving_bytes - queued) // namespace.block_bytes
@@ -306,8 +307,8 @@ class PathWriter:
         )
 
     def _give_up_on(self, node: Node) -> None:
-        """It will not get there: what drains because of it is dropped, the coldest first to go,
-        unless another persistent tier has it or is to have it."""
+        """The path cannot be written: drop its draining blocks, and make it the coldest, unless
+        another persistent tier has it or will have it."""
         self.pending.pop(node, None)
         residency = self.residency
         for tier in range(len(residency.tiers)):
@@ -322,11 +323,11 @@ class PathWriter:
             elif node.children or node.holding[tier] or self.evictor.is_held(node):
                 residency.rescue(draining, tier)
                 residency.settle(draining)
-            else:  # at once: rescued, it could be merged with blocks above that are held
+            else:  # at once: after a rescue it might be merged with held blocks above
                 self.evictor.drop(node, tier)
 
     def _is_for_another(self, node: Node) -> bool:
-        """Whether another persistent tier is still to have this node."""
+        """Whether this node is still to be written to another persistent tier."""
         state, ids = self.residency.blocks.state, node.block_ids()
         return any(
             node in other.pending or bool((state[other.tier][ids] == CopyState.FILLING).any())

@@ -1,9 +1,10 @@
-"""Promotion: what was just used moves up, where it is worth more than what it displaces.
+"""Promotion: blocks just used are copied to the next faster tier, if worth more than what they
+displace.
 
-By the policy of the faster tier: a run of blocks that all candidates there outrank stays where it
-is, and one that outranks some takes their room. Where the policy lets everything in (LRU), nothing
-is evicted for a promotion: watermarks keep a little room free in every tier, and whatever a
-promotion takes of it, the coldest blocks of that tier give back. Owned by the daemon's one loop.
+By the policy of the faster tier: a run of blocks of less worth than all candidates there stays
+where it is; one of more worth takes their room. Where the policy does not rank (LRU), nothing is
+evicted for a promotion: watermarks keep some room free in every tier, and the coldest blocks of
+that tier are evicted afterwards. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def promote(
     ids: Ids,
     max_moving_bytes: int,
 ) -> None:
-    """Blocks that were just used move up from the next slower tier, from the front, as far as they
-    are worth it there."""
+    """Copy blocks that were just used to the next faster tier, from the front, as far as their
+    worth there allows."""
     for src, dst in residency.promotions:
         if not residency.is_up(dst) or not residency.is_up(src):
             continue
@@ -41,9 +42,7 @@ def promote(
         budget = max_moving_bytes - residency.moves.bytes_over((src, dst), Priority.DEMOTION)
         wanted = wanted[: max(0, budget // namespace.block_bytes)]
         for run, worth in _runs(residency, dst, wanted):
-            run = run[
-                residency.blocks.tags[run] >> src & 1 == 1
-            ]  # room for others may have cost it
+            run = run[residency.blocks.tags[run] >> src & 1 == 1]  # making room may have evicted it
             with residency.pinned([run]):
                 room = _room(evictor, dst, namespace.slot_bytes[dst], len(run), worth)
             slots = residency.pools[dst].allocate(namespace.slot_bytes[dst], min(room, len(run)))
@@ -53,7 +52,7 @@ def promote(
 
 
 def _runs(residency: Residency, dst: int, ids: Ids) -> list[tuple[Ids, float]]:
-    """The blocks by what they are worth in the tier, front to back."""
+    """The blocks grouped by their worth in the tier, front to back."""
     numbers = residency.blocks.node[ids]
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(ids)]
     policy = residency.candidates.policies[dst]
@@ -66,7 +65,7 @@ def _runs(residency: Residency, dst: int, ids: Ids) -> list[tuple[Ids, float]]:
 
 
 def _room(evictor: Evictor, tier: int, slot_bytes: int, count: int, worth: float) -> int:
-    """Slots for blocks that are worth so much."""
+    """The number of slots for blocks of this worth."""
     if worth == ALWAYS:
         return evictor.residency.pools[tier].available(slot_bytes)
     if not evictor.may_displace(tier, slot_bytes * count, worth):

@@ -1,23 +1,21 @@
-"""Doing without a part of a tier's room, slab by slab: because the machine wants its memory back,
-or because a client of an earlier daemon may still write there.
+"""Takes slabs of a tier out of use: because the machine is short of memory, or because a client of
+an earlier daemon may still write there.
 
     free slabs                              ──▶ out of use at once
     else the slab that costs least to empty ──▶ its blocks leave as in slab_evacuation; it is out of
-                                                use next time, and one more is begun with
+                                                use at the next call, which starts another one
 
-In haste a slab's blocks do not wait for a slower tier: what is only there is forgotten, so that
-slab after slab is free within one call. Leased slabs stay, however short memory is. How much goes,
-how, and when it is room again (`weigh`):
+In haste blocks that only this tier holds are dropped, not demoted, so that several slabs are free
+within one call. Leased slabs stay in use, however short memory is. How much is taken, and when it
+is used again (`weigh`):
 
-    available < least            what is missing goes
-    available < least / 2        it goes in haste
-    available > 1.5 × least, and a slab more, of whatever is looked at
-                                 one slab is room again
+    available < least            slabs for the missing bytes
+    available < least / 2        the same, in haste
+    available > 1.5 × least plus a slab, in all measurements
+                                 one slab is used again
 
-What may still be written is quarantined, as the slots of an expired ticket are, but whole slabs of
-it, before anything is in the tier.
-
-Owned by the daemon's one loop.
+Slabs that a client may still write are quarantined, like the slots of an expired ticket, before any
+block is in the tier. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -35,7 +33,8 @@ from hicache.tiers.block import PAGE_BYTES
 
 
 class Wanted(NamedTuple):
-    """What the machine wants of a tier. `tightest`: the look that says so; None: nothing lacks."""
+    """What the machine needs from a tier. `tightest`: the measurement that decided; None: there is
+    enough memory."""
 
     num_slabs: int
     in_haste: bool
@@ -44,8 +43,8 @@ class Wanted(NamedTuple):
 
 
 def weigh(looks: Sequence[tuple[int, int]], slab_bytes: int) -> Wanted:
-    """`looks`: bytes that are available and that should be, of the host and of each control group;
-    the one that misses most decides. None at all: everything may be room again."""
+    """`looks`: (available bytes, least bytes) of the host and of each control group; the one that
+    lacks most decides. Without any, all slabs may be used again."""
     lacks = [least - available for available, least in looks]
     missing = max(lacks, default=0)
     if missing > 0:
@@ -57,7 +56,7 @@ def weigh(looks: Sequence[tuple[int, int]], slab_bytes: int) -> Wanted:
 
 
 def shed(residency: Residency, evictor: Evictor, event: Shed) -> list[int]:
-    """Carry out the event; its answer."""
+    """Apply the event. Returns its answer."""
     tier = residency.number_of(event.tier)
     pool, evacuations = residency.pools[tier], evictor.evacuations
     evacuations.watch()
@@ -81,7 +80,7 @@ def regain(residency: Residency, event: Regain) -> None:
 
 
 def set_aside(residency: Residency, event: SetAside) -> int:
-    """Carry out the event; its answer."""
+    """Apply the event. Returns its answer."""
     tier = residency.number_of(event.tier)
     pool = residency.pools[tier]
     slabs = pool.allocate(pool.slab_bytes, pool.capacity_bytes // pool.slab_bytes)

@@ -1,28 +1,28 @@
-"""Emptying slabs of one slot-size class for another, where victims by age would never free one.
+"""Empties slabs of one slot-size class for another, where evictions by age would never free one.
 
-A tier's slabs belong to one slot size each. Where a slab holds many slots, the coldest blocks are
-scattered over the slabs: however many go, no slab becomes free as a whole, and a class that has
-none (or whose own blocks are all young) gets no slot. Then one slab, or as many side by side as a
-slot of that class takes, is closed and emptied:
+Each slab of a tier belongs to one slot size. Where a slab holds many slots, the coldest blocks are
+scattered over all slabs: no slab becomes free as a whole, and a class without slabs (or whose
+blocks are all recent) gets no slot. Then one slab, or as many adjacent ones as a slot of that class
+needs, is closed and emptied:
 
     slab   | a a . a |  →  closed: | d . . d |  →  free, kept for b:  | b . . . |
-             class a        d draining, none handed out
+             class a        d draining, none allocated
 
-Of the least used slabs the one is taken that costs the fewest forgotten blocks, then the fewest
-copies, then the coldest. Copies go as the evictor sends its victims: at once where another copy
-stays; down, draining, where a slower tier takes them; and where there is nothing below, the block
-is forgotten together with all that hangs below it. A durable tier keeps whole prefixes, so there
-the records that hang below a given-up one go too.
+Of the least used slabs, the one is chosen that costs the fewest dropped blocks, then the fewest
+copies, then the coldest. Its copies are evicted as by the evictor: freed at once where another copy
+stays; demoted, draining, where a slower tier takes them; without one, the block is dropped together
+with all its descendants. A persistent tier keeps whole prefixes, so there the descendants' records
+are deleted too.
 
-Races, told once:
-1. *Held.* A slab with a block that is leased, read or being written is not begun with, nor one
-   where such a block would be forgotten: the next cheapest is taken, or none this time.
-2. *Asked for while it leaves.* A match rescues: draining → ready. The evacuation has failed and the
-   slab is opened again, emptier than before; whoever still lacks room begins anew.
-3. *A copy down fails, or the tier below dies.* The copy is ready again: as 2.
-4. *The old class goes on storing.* Nothing in the closed slab is offered to it, and what drains
-   there is not counted as its room: it gives up its own coldest blocks.
-5. *Empty, and nobody comes.* The slab is kept for its class for `KEEP_S`, then it is anybody's.
+Races, and who wins:
+1. *Held.* A slab with a block that is leased, read or being written is not chosen, nor one that
+   would drop such a block: the next cheapest is, or none this time.
+2. *Requested while draining.* A match rescues: draining → ready. The evacuation has failed and the
+   slab is opened again, emptier than before; the next request for room starts another one.
+3. *A demotion fails, or the slower tier's worker dies.* The copy is ready again: as 2.
+4. *The old class continues to store.* It gets no slot of the closed slab, and blocks draining there
+   do not count as its room: it evicts its other cold blocks.
+5. *Empty and not used.* The slab is kept for its class for `KEEP_S`, then any class may take it.
 
 At most one evacuation per tier. Owned by the daemon's one loop.
 """
@@ -48,15 +48,15 @@ _NO_IDS: Final = np.empty(0, np.int32)
 
 
 class Room(Protocol):
-    """What an evacuation needs of the evictor."""
+    """The part of the evictor that an evacuation uses."""
 
     dropped: int
 
     def make_room(self, tier: int, slot_bytes: int, count: int) -> int:
-        """Free slots of a class."""
+        """See Evictor.make_room."""
 
     def room_is_coming(self, tier: int) -> bool:
-        """Whether more slots will be free soon."""
+        """See Evictor.room_is_coming."""
 
     def evacuate(self, node: Node, tier: int) -> None:
         """Write the path to this node to persistent tiers, this one among them."""
@@ -67,9 +67,8 @@ class Room(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Departures:
-    """Who has to leave a clearing and how: `spare` copies, copies that move `down`, blocks `lost`
-    altogether. `inside`: all blocks with a slot there, those that are leaving already among them.
-    """
+    """The blocks that have to leave a clearing: `spare` have another copy, `down` are demoted,
+    `lost` are dropped. `inside`: all blocks with a slot there, including those leaving already."""
 
     clearing: SlabClearing
     inside: Ids
@@ -104,11 +103,11 @@ class Evacuations:
         return evacuation is not None and evacuation.clearing.slot_bytes == slot_bytes
 
     def begin(self, tier: int, slot_bytes: int) -> None:
-        """Empty slabs for this class, if some can be."""
+        """Start emptying slabs for this class, if some can be emptied."""
         self._begin(tier, slot_bytes, self.residency.below(tier))
 
     def begin_in_haste(self, tier: int, slot_bytes: int) -> None:
-        """The same, at once: what has no other copy is forgotten, not written down."""
+        """As `begin`, at once: blocks without another copy are dropped, not demoted."""
         self._begin(tier, slot_bytes, None)
 
     def _begin(self, tier: int, slot_bytes: int, below: int | None) -> None:
@@ -119,28 +118,28 @@ class Evacuations:
         if below is not None and not residency.persistent >> below & 1:
             if not self._make_room_below(departures.down, below):
                 if self.room.room_is_coming(below):
-                    return  # whoever wants this room asks again
+                    return  # the request for this room will be repeated
                 below = None
             departures = self._departures(tier, departures.clearing, below)
-            if departures is None:  # making room has changed it
+            if departures is None:  # making room has changed the slab
                 return
         residency.pools[tier].close(departures.clearing)
         self.under_way[tier] = _Evacuation(departures.clearing, departures.inside)
         self._send_away(tier, departures, below)
 
     def watch(self) -> None:
-        """Open slabs again out of which a block does not leave after all."""
+        """Open slabs again in which a block stays after all."""
         if not self.under_way:
             return
         residency = self.residency
         for tier, evacuation in list(self.under_way.items()):
-            if residency.pools[tier].clearing is not evacuation.clearing:  # its class has moved in
+            if residency.pools[tier].clearing is not evacuation.clearing:  # its class uses it now
                 del self.under_way[tier]
             elif len(residency.where(self._left_inside(tier, evacuation), tier, CopyState.READY)):
                 self._end(tier)
 
     def tick(self, now_s: float) -> None:
-        """End what takes too long, and what nobody has come for."""
+        """End evacuations that take too long, and free slabs that their class has not used."""
         self.watch()
         for tier, evacuation in list(self.under_way.items()):
             if evacuation.ends_s is None:
@@ -152,7 +151,7 @@ class Evacuations:
         del self.under_way[tier]
         self.residency.pools[tier].reopen()
 
-    # --- whom it costs ------------------------------------------------------------------------
+    # --- the cost of a slab -------------------------------------------------------------------
 
     def _cheapest(self, tier: int, slot_bytes: int, below: int | None) -> _Departures | None:
         best: _Departures | None = None
@@ -166,7 +165,8 @@ class Evacuations:
     def _departures(
         self, tier: int, clearing: SlabClearing, below: int | None, limit: int | None = None
     ) -> _Departures | None:
-        """Who would have to go; None if somebody cannot, or if more than `limit` would be lost."""
+        """The blocks that would have to leave; None if one cannot, or if more than `limit` would be
+        dropped."""
         residency = self.residency
         tags, state = residency.blocks.tags, residency.blocks.state
         inside = self._inside(tier, clearing)
@@ -192,7 +192,7 @@ class Evacuations:
             if (limit is not None and len(lost) > limit) or self._is_held(lost):
                 return None
         if below is not None and (state[below][down] != CopyState.ABSENT).any():
-            return None  # on its way there or leaving there as well: not now
+            return None  # it is being copied there, or draining there, too: not now
         staying = np.concatenate((spare, down))
         if residency.blocks.leases[staying].any():
             return None
@@ -205,7 +205,7 @@ class Evacuations:
         return _Departures(clearing, inside, spare, down, lost, age_s)
 
     def _inside(self, tier: int, clearing: SlabClearing) -> Ids:
-        """The blocks that have a slot in these pages."""
+        """The blocks with a slot in these pages."""
         slots, state = self.residency.blocks.slot[tier], self.residency.blocks.state[tier]
         is_inside = (slots >= clearing.first_page) & (slots < clearing.end_page)
         return np.flatnonzero(is_inside & (state != CopyState.ABSENT)).astype(np.int32)
@@ -218,7 +218,7 @@ class Evacuations:
         return left
 
     def _with_all_below(self, ids: Ids, limit: int | None = None) -> Ids:
-        """These blocks and all that hang below them. Stops beyond `limit` blocks."""
+        """These blocks and all their descendants. Stops beyond `limit` blocks."""
         residency = self.residency
         numbers = residency.blocks.node[ids]
         parts: list[Ids] = []
@@ -242,7 +242,7 @@ class Evacuations:
             yield from self.residency.index.subtree(child)
 
     def _is_held(self, ids: Ids) -> bool:
-        """Whether any of the blocks is leased, read or being written, in whatever tier."""
+        """Whether any of the blocks is leased, read or being written, in any tier."""
         residency = self.residency
         return (
             bool(residency.blocks.leases[ids].any())
@@ -253,7 +253,7 @@ class Evacuations:
             )
         )
 
-    # --- sending them away --------------------------------------------------------------------
+    # --- emptying it --------------------------------------------------------------------------
 
     def _make_room_below(self, ids: Ids, below: int) -> bool:
         residency = self.residency
@@ -278,7 +278,7 @@ class Evacuations:
                 residency.drain(ids, tier)
                 continue
             slots = residency.pools[below].allocate(namespace.slot_bytes[below], len(ids))
-            leaving = ids[: len(slots)]  # all, or the slab is opened again by `watch`
+            leaving = ids[: len(slots)]  # if not all: `watch` opens the slab again
             residency.drain(leaving, tier)
             residency.start(namespace, leaving, tier, below, slots, Priority.DEMOTION)
         residency.settle(np.concatenate((departures.spare, departures.lost, departures.down)))
@@ -287,7 +287,8 @@ class Evacuations:
                 self.room.evacuate(node, below)
 
     def _give_up(self, namespace: Namespace, ids: Ids, tiers: Iterable[int]) -> None:
-        """Copies in these tiers go: at once, or after their records, the deepest first."""
+        """Free copies in these tiers: at once, or after deleting their records, the deepest
+        first."""
         residency = self.residency
         ids = ids[np.argsort(-residency.blocks.depth[ids], kind="stable")]
         for tier in tiers:
@@ -308,12 +309,12 @@ class Evacuations:
         return [(residency.namespaces[n], ids[spaces == n]) for n in np.unique(spaces).tolist()]
 
     def validate(self) -> None:
-        """Every closed slab has its evacuation, and holds nobody who is not known to leave it."""
+        """Check that every closed slab has an evacuation, and that all its blocks are leaving."""
         for tier, pool in enumerate(self.residency.pools):
             evacuation = self.under_way.get(tier)
             if pool.clearing is None:
                 continue
-            assert evacuation is not None, "a slab closed for ever"
+            assert evacuation is not None, "a closed slab has no evacuation"
             assert evacuation.clearing is pool.clearing, "another slab is closed"
             assert np.isin(self._inside(tier, pool.clearing), evacuation.inside).all(), "a newcomer"
 

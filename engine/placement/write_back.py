@@ -1,14 +1,15 @@
-"""What leaves memory is written to the persistent tiers, fastest first.
+"""Writes blocks that leave memory to the persistent tiers, fastest first.
 
-Each persistent tier that lacks a block, takes blocks now and admits it by its own gate gets a copy
-from memory; none is read to fill another. Memory waits for one copy, never for a second:
+Each persistent tier that lacks a block, takes blocks now and admits it by its gate gets a copy from
+memory; none is read to fill another. Memory waits for one copy, never for a second:
 
     no other copy stays     the block drains until the first tier has it; the others write
-                            meanwhile, and what they have not begun by then they do not get
-    another copy stays      it is given up at once, but for what a queue has room for now
+                            meanwhile, and do not get blocks that they have not started by then
+    another copy stays      it is freed at once, except for moves that a queue has room for now
 
-So a slow tier holds up no put. What it missed it gets when the block is in memory again and leaves
-it again. What a persistent tier gives up is forgotten there. Owned by the daemon's one loop.
+So a slow tier does not delay puts. It gets a block that it missed when that is in memory again and
+leaves it again. Blocks that a persistent tier evicts are dropped there. Owned by the daemon's one
+loop.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _NO_IDS: Final = np.empty(0, np.int32)
 
 
 class WriteBack:
-    """The writers of all persistent tiers. `min_hits`: of a block that is written; 0 unless only
-    selected blocks are."""
+    """The writers of all persistent tiers. `min_hits`: the least hits of a block to be written; 0
+    unless the policy writes only selected blocks."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class WriteBack:
         self.configure(settings)
 
     def configure(self, settings: EngineSettings) -> None:
-        """Apply what can change while serving; the tiers are the residency's."""
+        """Apply changed settings."""
         is_selective = settings.write_policy == "write_through_selective"
         self.min_hits = settings.selective_hits if is_selective else 0
         for writer in self.writers:
@@ -70,14 +71,15 @@ class WriteBack:
     # --- which blocks are written ---------------------------------------------------------------
 
     def unselected(self, ids: Ids) -> Ids:
-        """The blocks that have too few hits to be written."""
+        """The blocks with too few hits to be written."""
         if not self.min_hits:
             return _NO_IDS
         few: Ids = ids[self.residency.blocks.hits[ids] < self.min_hits]
         return few
 
     def num_unselected(self, ids: Ids) -> int:
-        """The same, counted at the end of a node's `ids`: hits never rise along a path."""
+        """The number of unselected blocks at the end of a node's `ids`: hits never rise along a
+        path."""
         if not self.min_hits:
             return 0
         selected = np.flatnonzero(self.residency.blocks.hits[ids] >= self.min_hits)
@@ -89,7 +91,7 @@ class WriteBack:
         return is_admitted and self._is_selected(node)
 
     def is_refused(self, node: Node) -> bool:
-        """Whether no gate admits the node, so that nothing waits for its sake."""
+        """Whether no gate admits the node."""
         return bool(self.writers) and not any(w.gate.admits(node) for w in self.writers)
 
     def refusing(self, node: Node) -> list[WriteGate]:
@@ -97,7 +99,7 @@ class WriteBack:
         return [writer.gate for writer in self.writers if not writer.gate.admits(node)]
 
     def hopeful(self, node: Node) -> list[int]:
-        """The persistent tiers that the path to this node can get to."""
+        """The persistent tiers that the path to this node can be written to."""
         return [writer.tier for writer in self._takers(node) if not writer.is_hopeless(node)]
 
     def room_is_coming(self, node: Node) -> bool:
@@ -117,7 +119,7 @@ class WriteBack:
         """Whether any of its blocks is to be written."""
         return not self.min_hits or self.num_unselected(node.block_ids()) < len(node)
 
-    # --- writing them ---------------------------------------------------------------------------
+    # --- writing --------------------------------------------------------------------------------
 
     def want(self, node: Node, tiers: Iterable[int]) -> None:
         """Write the path to this node to these tiers, as queues allow."""
@@ -126,22 +128,23 @@ class WriteBack:
                 writer.want(node)
 
     def write_through(self, node: Node) -> bool:
-        """Write the path to this node wherever it is lacking and admitted. Whether that is
-        anywhere."""
+        """Write the path to this node to all tiers that lack and admit it. Returns whether there is
+        one."""
         takers = self._takers(node)
         for writer in takers:
             writer.want(node)
         return bool(takers)
 
     def write_now(self, node: Node) -> bool:
-        """The same, but no more than queues have room for now. Whether that is anything."""
+        """As `write_through`, limited to the room of queues. Returns whether anything is
+        written."""
         num_moves = len(self.residency.moves)
         for writer in self._takers(node):
             writer.write_now(node)
         return len(self.residency.moves) > num_moves
 
     def evacuate(self, node: Node, tier: int) -> None:
-        """Write the path to this node through, and to `tier` whatever its gate says."""
+        """Write the path to this node through, and to `tier` even if its gate refuses."""
         self.want(node, [tier])
         self.write_through(node)
 
@@ -150,28 +153,29 @@ class WriteBack:
         return next((writer for writer in self.writers if writer.takes), None)
 
     def paths(self, tier: int) -> list[Span]:
-        """The blocks of all paths on their way to this tier."""
+        """The blocks of all paths being written to this tier."""
         return [path for w in self.writers if w.tier == tier for path in w.paths()]
 
     def advance(self) -> None:
-        """Hand over what can go now. Called after every event that may have made room."""
+        """Submit the moves that are possible now. Called after every event that may have made
+        room."""
         for writer in self.writers:
             writer.advance()
 
     def flush(self) -> None:
-        """Write everything that a persistent tier lacks and memory holds (a clean stop); repeat
-        until `num_pending` is 0."""
+        """Write all blocks in memory that a persistent tier lacks (a clean stop); repeat until
+        `num_pending` is 0."""
         nodes = self._ends_in_memory() if self.writers else []
         for writer in self.writers:
             writer.flush(nodes)
 
     @property
     def num_pending(self) -> int:
-        """Paths that are still to be handed over."""
+        """The number of paths still to be written."""
         return sum(len(writer.pending) for writer in self.writers)
 
     def _ends_in_memory(self) -> list[Node]:
-        """Of every path the last node that memory holds and that is selected, each once."""
+        """The last node in memory that is selected, of every path, each once."""
         memory = ~self.residency.persistent
         ends: dict[Node, None] = {}
         for namespace in self.residency.namespaces:

@@ -1,9 +1,8 @@
-"""Block keys, computed when a block leaves for a persistent tier and not kept per block.
+"""Computes block keys when a block is written to a persistent tier; they are not kept per block.
 
-A key commits to the whole prefix, so a node's keys start from its parent's last. The chains of the
-nodes moved most recently are kept; those of nodes that are no more go soon. A node whose blocks are
-on their way is split at its front again and again, as they arrive; it keeps its end, so what was
-computed for the whole serves for the rest.
+A key is a hash of the whole prefix, so a node's keys start from its parent's last. The keys of the
+nodes moved most recently are cached. A node whose blocks are being moved is split at its front
+repeatedly, as they arrive; it keeps its end, so the keys computed for the whole node remain valid.
 
     computed   [ k0 k1 k2 k3 k4 k5 k6 k7 ]
     node now               [ b4 b5 b6 b7 ]      its keys: the last four
@@ -30,8 +29,8 @@ _FEW_CHAINS: Final = 16
 
 @dataclass(slots=True)
 class _Chain:
-    """Keys up to the end of a node: the key before the first, and the keys of blocks `first` … of
-    the path."""
+    """Keys up to the end of a node: the key before the first, and the keys from block `first` of
+    the path on."""
 
     node: Node
     first: int
@@ -39,18 +38,18 @@ class _Chain:
     keys: list[bytes]
 
     def fits(self) -> bool:
-        """Whether the node ends where it did and has not grown at its front: what a node holds at a
+        """Whether the node has the same end and has not grown at its front. A node's block at a
         depth never changes."""
         depth = self.node.depth
         return depth >= self.first and depth + len(self.node) == self.first + len(self.keys)
 
     def key(self, depth: int) -> bytes:
-        """The key of the block at this depth, or (one before the first) the key before it."""
+        """The key of the block at this depth; one before the first block is allowed."""
         return self.keys[depth - self.first] if depth >= self.first else self.before
 
 
 class Identities:
-    """Fills in the identity of moves. `chains` caches keys by node number."""
+    """Sets the identity of moves. `chains` caches keys by node number."""
 
     def __init__(self, residency: Residency) -> None:
         self.residency = residency
@@ -84,7 +83,7 @@ class Identities:
             )
 
     def key_of(self, block: int) -> bytes:
-        """The key of a block that is in the tree."""
+        """The key of a block in the tree."""
         residency = self.residency
         node = residency.index.node_of(block)
         chain = self._chain(node, residency.namespace_of(node))
@@ -118,7 +117,7 @@ class Identities:
         return chain
 
     def _tidy(self) -> None:
-        """Nodes come and go all the time: for those that are gone nobody will ask."""
+        """Remove the cached keys of removed nodes."""
         self._num_new = 0
         nodes = self.residency.index.nodes
         gone = [number for number, chain in self.chains.items() if nodes[number] is not chain.node]

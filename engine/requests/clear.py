@@ -1,29 +1,29 @@
-"""Forgetting a namespace, so many blocks at a time, while requests are served.
+"""Removes a namespace's blocks in steps, while requests are served.
 
-From the leaves on. A node goes when nobody holds it and everything below it has gone or is about
-to; then the one above it is looked at:
+Starts at the leaves. A node is removed when it is not held and everything below it was removed or
+is being removed; then its parent is checked:
 
-    a ─ b ─ c        c and d have nothing below them: they go
-        └── d        b: c and d go, so it goes; then a
+    a ─ b ─ c        c and d have no children: they are removed
+        └── d        b: c and d are being removed, so it is removed; then a
 
-Memory is free at once. A durable copy drains until its record is deleted, and so long its node
-stays, but it keeps none of those above. Records are deleted in this order, a node's last block
-first, so that what a crash leaves of them are whole prefixes.
+Memory is freed at once. A persistent copy drains until its record is deleted; until then its node
+stays in the tree, but does not keep its ancestors. Records are deleted in this order, a node's last
+block first, so that after a crash whole prefixes are left.
 
-Nodes are looked through by their numbers, some at a time (`Index.nodes`). It is over when all
-records are deleted: until then whoever dies could bring them back.
+Nodes are scanned by their numbers (`Index.nodes`), a part at a time. A clearing is complete when
+all records are deleted: before that a crash could bring blocks back.
 
-Races, told once:
-1. *Held.* What is leased, pinned or being written stays, with all above it.
-2. *On its way.* A block that is being copied stays for now; the next pass looks again.
-3. *Stored meanwhile.* It goes if the pass has not come by yet. What is written below a block that
-   goes is not found: it leaves as a leaf, as anything does that nobody asks for.
+Races, and who wins:
+1. *Held.* Blocks that are leased, pinned or being written stay, with all their ancestors.
+2. *Being copied.* The block stays for now; the next pass checks it again.
+3. *Stored meanwhile.* It is removed if the pass has not reached it yet. Blocks stored below a block
+   being removed cannot be found, and are evicted as unused leaves.
 4. *Deleting a record fails.* The copy is ready again, and the next pass tries once more. If that
-   is of no use it is found no more where one above it is gone, and leaves as in 3.
-5. *Asked for while it goes.* What is being deleted is no hit; what has not had its turn is one, and
-   its lease keeps it.
-6. *The disk dies while it goes.* Whoever starts again tells records that were to be deleted: they
-   come too late and are removed (`misses_records`).
+   fails, too, and an ancestor is gone, it cannot be found, and is evicted as in 3.
+5. *Requested meanwhile.* A block being deleted is no hit; one that the pass has not reached is a
+   hit, and its lease keeps it.
+6. *The disk's worker dies meanwhile.* After its restart it lists records that were to be deleted:
+   they are removed then (`misses_records`).
 
 Owned by the daemon's one loop.
 """
@@ -40,19 +40,19 @@ from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import Namespace, Residency
 
 MAX_LOOKED_AT: Final = 4096
-"""Nodes in one step, whoever's they are: half a millisecond."""
+"""Nodes scanned in one step, of all namespaces: half a millisecond."""
 MAX_MOVES: Final = 4096
-"""Moves under way, of whatever kind, with which no more records are deleted for now."""
+"""With more moves in flight, of any kind, no more records are deleted for now."""
 MAX_PASSES: Final = 20
 
 
 class Clearing:
-    """One namespace being cleared. `misses_records`: a durable tier was away or telling what it
-    holds meanwhile, so that records are removed later, as they are told."""
+    """One namespace being cleared. `misses_records`: a persistent tier was down or restoring
+    meanwhile, so its records are removed later, when they are listed."""
 
     def __init__(self, residency: Residency, namespace: Namespace) -> None:
         self.namespace = namespace
-        self._house = residency
+        self._residency = residency
         self._front: list[Node] = []
         self._next = 0
         self._num_passes = 0
@@ -63,8 +63,9 @@ class Clearing:
         self.misses_records = False
 
     def step(self, most_blocks: int) -> p.Cleared:
-        """So many blocks more, or twice as many: a longer node is split, and its end goes."""
-        residency = self._house
+        """Remove about `most_blocks` more blocks, at most twice as many: a longer node is split,
+        and its end is removed."""
+        residency = self._residency
         if len(self._deleting) > MAX_MOVES:
             self._is_deleting()
         if len(residency.moves) >= MAX_MOVES or (self._is_walked and self._is_deleting()):
@@ -90,7 +91,7 @@ class Clearing:
             going = [node for node in dict.fromkeys(front) if self._may_go(node)]
             for node in going:
                 kept = max(residency.blocks.num_held(node.span), len(node) - most_blocks)
-                if kept > 0:  # only its end goes
+                if kept > 0:  # remove only its end
                     residency.candidates.queue(
                         residency.index.split(node, kept, self.namespace.step)
                     )
@@ -103,7 +104,7 @@ class Clearing:
         return self._end_pass(num_blocks)
 
     def _end_pass(self, num_blocks: int) -> p.Cleared:
-        """Another one follows, after a while, if something stayed that should not."""
+        """Another pass follows later, if blocks stayed that should be removed."""
         self._num_passes += 1
         is_all = not self._is_incomplete
         is_over = is_all or self._num_passes == MAX_PASSES
@@ -112,8 +113,8 @@ class Clearing:
         return p.Cleared(num_blocks, is_over, is_waiting=not is_over, is_complete=is_complete)
 
     def _is_deleting(self) -> bool:
-        """Whether records are still being deleted. Notes those that could not be."""
-        residency = self._house
+        """Whether records are still being deleted. Notes failed deletions."""
+        residency = self._residency
         ended = self._deleting.keys() - residency.moves.keys()
         for move in ended:
             block, tier = self._deleting.pop(move)
@@ -123,13 +124,13 @@ class Clearing:
         return bool(self._deleting)
 
     def _may_go(self, node: Node) -> bool:
-        """Whether nobody holds its end and nothing stays below it. Notes what is only on its
-        way."""
+        """Whether a node's end is not held and nothing stays below it. Notes blocks that are only
+        being copied."""
         if node.parent is None or not node.tiers or any(node.holding):
             return False
         if not all(self._is_going(child) for child in node.children.values()):
             return False
-        blocks, moves_of = self._house.blocks, self._house.moves.of_block
+        blocks, moves_of = self._residency.blocks, self._residency.moves.of_block
         if moves_of and any(block in moves_of for block in node.block_ids().tolist()):
             self._is_incomplete = self._is_incomplete or not self._is_going(node)
             return False
@@ -138,11 +139,11 @@ class Clearing:
     def _is_going(self, node: Node) -> bool:
         if node in self._gone:
             return True
-        return bool(node.tiers) and all(map(self._house.is_going, node.block_ids().tolist()))
+        return bool(node.tiers) and all(map(self._residency.is_going, node.block_ids().tolist()))
 
     def _give_up(self, nodes: list[Node]) -> None:
-        """Their copies; and what is above them is looked at next."""
-        residency = self._house
+        """Remove the nodes' copies, and check their parents next."""
+        residency = self._residency
         above = [node.parent for node in nodes if node.parent is not None]
         ids = np.concatenate([node.block_ids()[::-1] for node in nodes])
         for tier, spec in enumerate(residency.tiers):

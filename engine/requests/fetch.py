@@ -1,10 +1,10 @@
-"""Making leased blocks readable by a client, and telling who waits for what.
+"""Makes leased blocks readable, and tracks which leases wait for which blocks.
 
-Blocks with a copy in a mapped tier are readable at once, those in GPU memory too where its worker
-is to read them (`by_worker`). The others are copied, demand first, into the mapped tier that their
-tier has a link to. A block that is on its way already (somebody else's
-fetch, a promotion) is only waited for: one move serves every lease. Where room is lacking the rest
-of the lease is placed later, as room is made; what cannot be placed at all ends the prefix there.
+Blocks with a copy in a mapped tier are readable at once; those in GPU memory, too, if the GPU's
+worker is to read them (`by_worker`). The others are copied, with the priority of a demand, to the
+mapped tier that their tier has a link to. A block that is being copied already (for another fetch,
+or as a promotion) is only waited for: one move serves all leases. Without room, the rest of the
+lease is placed later, as room is made; a block that cannot be placed at all ends the prefix.
 
     lease   [ 0 … 4 hbm ][ 5 … 9 disk          ][ 10 … 15 disk ]
               ready        awaited (moves)        unplaced (no room yet)
@@ -34,12 +34,12 @@ Positions = npt.NDArray[np.intp]
 """Positions within a lease: shape [n]."""
 
 READING_S: Final = 0.5
-"""Who has all that will come has mostly read it by then. Some keep their lease far longer: a model
-that reads in place, one that releases at the end of its answer."""
+"""Most readers have read everything within this time. Some keep their lease far longer: a model
+that reads in place, or one that releases at the end of its answer."""
 
 
 class Fetching:
-    """The leases that wait, and the blocks they wait for."""
+    """The leases being fetched, and the blocks that they wait for."""
 
     def __init__(self, residency: Residency, evictor: Evictor, sources: Sources) -> None:
         self.residency = residency
@@ -51,8 +51,8 @@ class Fetching:
         self._ended: list[int] = []
 
     def fetch(self, lease: Lease, settings: PlannerSettings) -> tuple[list[ReadyRun], float]:
-        """Start what has to move. Returns what is readable now and when the rest is expected; the
-        lease's deadline is brought forward to the time from which waiting is worth it no more.
+        """Start the moves of a lease. Returns the runs readable now, and the expected seconds until
+        the rest is; shortens the lease's deadline to the time after which recomputing is better.
 
         The runs are numbered by blocks of the prompt (the lease's first block is `first_block`).
         """
@@ -73,8 +73,8 @@ class Fetching:
         return ready, expected_s
 
     def _expected(self, lease: Lease, ids: Ids) -> tuple[float, float]:
-        """Seconds until these blocks are readable, and how far off that may be: links work side by
-        side, each behind what is queued there."""
+        """Expected seconds until these blocks are readable, and their standard deviation: links
+        work in parallel, each behind its queue."""
         residency = self.residency
         block_bytes = residency.namespaces[lease.namespace].block_bytes
         src = self.source_of(lease, ids)
@@ -92,7 +92,7 @@ class Fetching:
         return expected_s, doubt_s
 
     def place_more(self, leases: Iterable[Lease]) -> None:
-        """Room was made: place what lacked it."""
+        """Room was made: place blocks that need it."""
         residency = self.residency
         for lease in leases:
             mapped = self.readable_tier(lease, lease.ids)
@@ -101,26 +101,26 @@ class Fetching:
             self._place(lease, missing)
             while lease.unplaced < len(lease.ids) and not (
                 residency.moves or any(residency.draining_bytes) or self._others_are_read(lease)
-            ):  # nothing else will make room any more: the lease's own end must
+            ):  # nothing else will make room: drop the lease's end
                 self._shorten(lease)
                 missing = missing[(missing >= lease.unplaced) & (missing < len(lease.ids))]
                 self._place(lease, missing)
             if lease.unplaced >= len(lease.ids):
                 self.unplaced.pop(lease.id, None)
                 if not lease.awaited:
-                    self._ended.append(lease.id)  # no outcome will tell of it
+                    self._ended.append(lease.id)  # no outcome will report it
 
     def take_ended(self) -> list[int]:
-        """Leases for which nothing is to come since no room could be had; told once."""
+        """Leases that ended because no room could be made; each is returned once."""
         ended, self._ended = self._ended, []
         return ended
 
     def came(self, move: Move, ok: bool, leases: dict[int, Lease]) -> list[Lease]:
-        """A move into a mapped tier has ended. Returns the leases that waited for the block."""
+        """A move to a mapped tier has ended. Returns the leases that waited for its block."""
         waiting = self.waiters.pop(move.block, None)
         if not waiting:
             return []
-        told = []
+        waited = []
         for lease_id in waiting:
             lease = leases.get(lease_id)
             if lease is None:
@@ -129,11 +129,11 @@ class Fetching:
             if not ok:
                 position = int(np.flatnonzero(lease.ids == move.block)[0])
                 lease.failed_at = min(lease.failed_at, position)
-            told.append(lease)
-        return told
+            waited.append(lease)
+        return waited
 
     def is_finished(self, lease: Lease) -> bool:
-        """Whether nothing that could lengthen the readable prefix is still to come."""
+        """Whether no block is still to come that would extend the readable prefix."""
         if lease.id in self.unplaced and lease.failed_at > lease.unplaced:
             return False
         if not lease.awaited:
@@ -144,8 +144,8 @@ class Fetching:
         return not (before & lease.awaited)
 
     def prefix_blocks(self, lease: Lease) -> int:
-        """How many of its blocks could be read at most, or were loaded by the worker: before
-        whatever failed or is still to come."""
+        """The number of blocks at its front that could be read, or were loaded by the worker: those
+        before the first that failed or is still to come."""
         blocks = min(lease.failed_at, len(lease.ids), *lease.not_loaded)
         if lease.id in self.unplaced:
             blocks = min(blocks, lease.unplaced)
@@ -155,7 +155,7 @@ class Fetching:
         return blocks
 
     def forget(self, lease: Lease) -> list[int]:
-        """The lease is closed. Returns moves that nobody waits for any more."""
+        """The lease is closed. Returns the moves that no other lease waits for."""
         self.unplaced.pop(lease.id, None)
         unwanted: list[int] = []
         for block in lease.awaited:
@@ -188,8 +188,8 @@ class Fetching:
         return runs
 
     def _others_are_read(self, lease: Lease) -> bool:
-        """Whether somebody has all blocks that will come, and reads them: mostly such leases end
-        soon, so that is waited for, but not long, and not the most of what the load may take."""
+        """Whether another lease has all its blocks and is being read: such leases mostly end soon,
+        so their room is waited for, up to READING_S and half of the time until the deadline."""
         patience_s = min(READING_S, (lease.deadline_s - lease.started_s) / 2)
         return self.now_s < lease.started_s + patience_s and any(
             other.fetching and not other.awaited and other.id not in self.unplaced
@@ -197,14 +197,14 @@ class Fetching:
         )
 
     def _shorten(self, lease: Lease) -> None:
-        """A prompt larger than the memory it is to be read from: half of what is not placed yet is
-        given up at the end, so that its copies there can make room for the front."""
+        """A prompt larger than the memory that it is to be read from: drop half of the blocks not
+        placed yet, at its end, so that their copies there can be evicted for the front."""
         kept = lease.unplaced + (len(lease.ids) - lease.unplaced) // 2
         self.residency.leases.shorten(lease, kept)
         self.residency.candidates.unpark()
 
     def _place(self, lease: Lease, missing: Positions) -> None:
-        """Wait for the lease's `missing` positions: join moves under way, start the others."""
+        """Wait for the lease's `missing` positions: join moves in flight, start the others."""
         residency = self.residency
         namespace = residency.namespaces[lease.namespace]
         ids = lease.ids[missing]
@@ -258,13 +258,13 @@ class Fetching:
         return len(slots)
 
     def wait(self, lease: Lease, block: int) -> None:
-        """The lease is told when a copy of the block has come to a mapped tier."""
+        """Report to the lease when a copy of the block is in a mapped tier."""
         lease.awaited.add(block)
         self.waiters.setdefault(block, set()).add(lease.id)
 
     def readable_tier(self, lease: Lease, ids: Ids) -> Ids:
-        """Per block the fastest tier from which whoever fetches this lease can read it, NO_TIER
-        where there is none: a client the mapped tiers, the GPU worker all that is memory."""
+        """Per block the fastest tier that this lease's reader can read it from, NO_TIER where there
+        is none. A client reads mapped tiers, the GPU worker all memory."""
         residency = self.residency
         usable = 0
         for tier in range(len(residency.tiers)):

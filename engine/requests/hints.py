@@ -1,11 +1,10 @@
-"""What inference engines say about prompts to come: when, and whether, one will go on.
+"""Hints of inference engines: whether and when a prompt will be extended.
 
-Advice only, and taken as such: where a policy ranks by the model of reuse, what was said is one
-more feature of a prompt's class, and weighs what it has proved worth; elsewhere a conversation that
-is said to have ended goes first. Only blocks that are not to be kept, and that
-nobody has asked for since they were stored, are given up at once. Nothing that anybody leases,
-reads or writes is touched, and a block that is asked for after all is a hit or a miss like any
-other. Owned by the daemon's one loop.
+Hints affect ranking only. Where a policy ranks by the hazard model, a hint is one more feature of a
+prompt's class, and the fit decides its weight; elsewhere a conversation reported as ended is
+evicted first. Only blocks with `keep=False` that were not requested since they were stored are
+evicted at once. Leased blocks, and blocks being read or written, are not affected, and a later
+request for a block is a hit or a miss as usual. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Hints:
         self._stops: dict[tuple[str, str], int] = {}
 
     def take(self, event: p.Hint) -> None:
-        """Apply what was said to the prompt, as far as it is known, and to what only it led to."""
+        """Apply the hint to the prompt's known blocks, and to blocks that only it led to."""
         residency = self.residency
         namespace = residency.namespaces[event.namespace]
         path = residency.index.match(namespace.root, event.tokens, namespace.step)
@@ -58,9 +57,8 @@ class Hints:
             self._give_up_unasked(own)
 
     def _number_of(self, event: p.Hint) -> int:
-        """The same number for the same reason, as long as there are few; 0 for what says nothing:
-        an inference engine's plain "stop" stands for turns and tool calls alike, and the answer's
-        length tells more of which it was."""
+        """A number for each reason, while there are few; 0 for an uninformative one: an inference
+        engine's "stop" may mean a turn or a tool call, and the answer's length says more."""
         if not event.ended and event.finish_reason in _SAYS_NOTHING:
             return 0
         reason = (event.ended, event.finish_reason)
@@ -70,7 +68,7 @@ class Hints:
         return min(number, MAX_STOP)
 
     def _give_up_unasked(self, nodes: Sequence[Node]) -> None:
-        """Forget the last blocks that nobody has asked for, as far as nobody holds them."""
+        """Remove the last blocks that were never requested and are not held."""
         for node in reversed(nodes):
             if node.parent is None or node.children or self.evictor.is_held(node):
                 return
@@ -84,8 +82,8 @@ class Hints:
 
 
 def _own_part(node: Node) -> list[Node]:
-    """The nodes, top first, that lead to this one and what was stored behind it and to nothing
-    else, and that nobody has used since: none where several ways lead on from it."""
+    """The nodes, top first, that lead only to this node and to what was stored below it, and were
+    not used since. Empty where the path branches below it."""
     while len(node.children) == 1:
         node = next(iter(node.children.values()))
     own: list[Node] = []

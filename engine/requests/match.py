@@ -1,8 +1,8 @@
-"""A prompt comes in: what of it is held, how much is worth reloading, and who holds it meanwhile.
+"""Match: finds a prompt's held blocks, decides how many to reload, and leases these.
 
-Matching itself changes no tree and no byte. Being asked for does: the path becomes the youngest,
-what was draining of it is rescued, and what is planned to be reloaded is leased before anybody
-else can have it evicted. Owned by the daemon's one loop.
+Matching itself changes nothing. The use does: the path becomes the most recently used, its draining
+copies are rescued, and the blocks to be reloaded are leased before any other event can evict them.
+Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hicache.engine.settings import EngineSettings
 
 @dataclass(slots=True)
 class Estimates:
-    """What is believed about speeds: links by (from, to), prefill and the last copy by namespace:
-    that of its client, and that of the GPU's worker, of those that it copies for."""
+    """The estimates of speeds: links by (from, to); by namespace: prefill, and the last copy by the
+    client and, where it is used, by the GPU's worker."""
 
     links: dict[tuple[int, int], LinkCost]
     prefill: list[PrefillCost] = field(default_factory=list)
@@ -41,12 +41,11 @@ class Estimates:
     loads: dict[int, LoadCost] = field(default_factory=dict)
 
     def load(self, namespace: int, residency: Residency) -> LoadCost:
-        """The worker's, of a namespace that may be the first that has one: it is kept from now
-        on."""
+        """The worker's last copy for a namespace; created and kept if there is none."""
         return self.loads.setdefault(namespace, self.expected_load(namespace, residency))
 
     def expected_load(self, namespace: int, residency: Residency) -> LoadCost:
-        """The same to ask only."""
+        """As `load`, without keeping it."""
         cost = self.loads.get(namespace)
         if cost is None:
             tiers = range(len(residency.tiers))
@@ -61,7 +60,7 @@ class Estimates:
 
 
 class _Unsettled(msgspec.Struct, frozen=True):
-    """An answered match whose bookkeeping is still to be done."""
+    """An answered match whose bookkeeping is not done yet."""
 
     event: p.MatchPrompt
     path: Path
@@ -71,8 +70,8 @@ class _Unsettled(msgspec.Struct, frozen=True):
 
 
 class Matching:
-    """Answers Match. The answer leaves first: opening its lease and noting the use of its path
-    are done by `settle`, which comes before anything else happens here."""
+    """Answers Match. The answer is sent first: `settle` then opens its lease and records the use of
+    its path, before any other call."""
 
     def __init__(
         self,
@@ -102,7 +101,7 @@ class Matching:
         namespace = residency.namespaces[event.namespace]
         path = residency.index.match(namespace.root, event.tokens, namespace.step)
         for node in path.nodes:
-            if node.leaving:  # what is leaving may be needed: rescue it
+            if node.leaving:  # draining copies may be needed: rescue them
                 residency.index.cut(path, namespace.step)
                 residency.touch(path, event.now_s)
                 path = residency.index.match(namespace.root, event.tokens, namespace.step)
@@ -120,8 +119,8 @@ class Matching:
         return p.Matched(lease_id, tuple(runs), hit_blocks, decision)
 
     def take_up(self, namespace: Namespace, tokens: bytes, now_s: float) -> list[Span]:
-        """The ids of what is held of a prompt, front to back. It is as good as asked for: it is the
-        youngest, and what is leaving of it stays."""
+        """The ids of a prompt's held blocks, front to back. Counts as a use: the path becomes the
+        most recently used, and draining copies are rescued."""
         residency = self.residency
         path = residency.index.match(namespace.root, tokens, namespace.step)
         if path.num_blocks:
@@ -132,8 +131,7 @@ class Matching:
         return in_few(path.spans(0, held))
 
     def score(self, event: p.MatchPrompt) -> p.Scored:
-        """What this match would find, and what that is expected to take. Changes nothing: no lease,
-        no use is noted, nothing is rescued, decided or tried."""
+        """What this match would find, and its expected time. Changes nothing."""
         residency = self.residency
         namespace = residency.namespaces[event.namespace]
         path = residency.index.match(namespace.root, event.tokens, namespace.step)
@@ -146,14 +144,14 @@ class Matching:
         return p.Scored(tuple(runs), hit_blocks, self.planner.forecast(hit))
 
     def _staying_if_asked(self, path: Path) -> Iterator[tuple[int, int]]:
-        """(tiers, number of blocks) along a path of which something is leaving: as if it had been
-        rescued, which a match does first."""
+        """(tiers, number of blocks) along a path with draining copies, as if they were rescued,
+        which a match does first."""
         residency = self.residency
         ids = path.ids()
         tags = residency.blocks.tags[ids]
         held, leaving = tags & 0xFF, tags >> LEAVING_SHIFT
         for tier, spec in enumerate(residency.tiers):
-            if spec.traits.deletion_is_io:  # a record that is being deleted cannot be called back
+            if spec.traits.deletion_is_io:  # a deletion in flight cannot be cancelled
                 for place in np.flatnonzero(leaving >> tier & 1).tolist():
                     if residency.moves.is_deleted(int(ids[place]), tier):
                         held[place] ^= 1 << tier
@@ -171,7 +169,7 @@ class Matching:
         runs: list[p.TierRun],
         hit_blocks: int,
     ) -> Hit:
-        """What there is to decide on."""
+        """The input of the planner's decision."""
         num_tokens = len(event.tokens) // 4
         skipped = event.skip_blocks
         loadable = (num_tokens - 1) // namespace.block_tokens if num_tokens else 0
@@ -197,7 +195,7 @@ class Matching:
         return hit
 
     def settle(self) -> None:
-        """Do what the last answer promised: open its lease, and note that its path was used."""
+        """Open the last answer's lease, and record the use of its path."""
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None:
             return
@@ -237,7 +235,7 @@ class Matching:
             self._touch(path, namespace, event.now_s)
 
     def _touch(self, path: Path, namespace: Namespace, now_s: float) -> None:
-        """The path is used: youngest, and written down if one hit more makes it worth it."""
+        """Record a use of the path, and write it if its hits now suffice for the write policy."""
         residency = self.residency
         last = path.nodes[-1]
         residency.touch(path, now_s)
@@ -281,7 +279,7 @@ class Matching:
     def _in_runs(
         self, pieces: Iterable[tuple[int, int]], order: Order
     ) -> tuple[list[p.TierRun], int]:
-        """The readable part at the front of (tiers, number of blocks), by each one's fastest."""
+        """The readable front of (tiers, number of blocks), by the fastest tier of each."""
         residency = self.residency
         runs: list[p.TierRun] = []
         total, before = 0, 0
@@ -301,7 +299,7 @@ class Matching:
     def _estimate_reload(
         self, hit: Hit, namespace: Namespace, path: Path, event: p.MatchPrompt
     ) -> None:
-        """Fill in what reloading the hit's runs takes."""
+        """Set the expected times of reloading the hit's runs."""
         hop = event.hop_bytes_per_s
         own_s_per_byte = 1.0 / hop if hop else self.estimates.hop_s_per_byte[hit.namespace]
         if not hit.by_worker:
@@ -312,7 +310,7 @@ class Matching:
                     break
                 blocks += run.num_blocks
                 seconds.append(blocks * s_per_block)
-            else:  # only the client's own copy counts
+            else:  # only the client's copy takes time
                 hit.reload_s = seconds
                 return
         routes: dict[str, Route] = {}
@@ -328,7 +326,7 @@ class Matching:
         hit.start_s = reload.start_s
 
     def _note_decision(self, hit: Hit) -> None:
-        """A decision was taken by what it was expected to take."""
+        """A decision has used the estimates of its links."""
         for link in {self._link_of(run.tier, hit.by_worker) for run in hit.runs}:
             if link[0] != link[1]:
                 self.estimates.links[link].note_decision()
@@ -336,8 +334,8 @@ class Matching:
             self.estimates.load(hit.namespace, self.residency).note_decision()
 
     def _reload_again(self, hit: Hit, blocks: int) -> float:
-        """What reloading so much of a hit would take by what is known now, behind the queue of
-        then."""
+        """Expected seconds to reload the first blocks of a hit by the current estimates, behind the
+        queue of the time of the decision."""
         residency = self.residency
         size = residency.namespaces[hit.namespace].block_bytes
         over: dict[tuple[int, int], float] = {}
@@ -359,14 +357,14 @@ class Matching:
         return seconds + self._last_copy(hit, own_s_per_byte).seconds(bytes_from)
 
     def _last_copy(self, hit: Hit, own_s_per_byte: float) -> LastCopy:
-        """Into the inference engine's memory, by whoever makes it."""
+        """The last copy into the inference engine's memory, by the client or the GPU's worker."""
         if hit.by_worker:
             return self.estimates.expected_load(hit.namespace, self.residency)
         return ClientCopy(own_s_per_byte)
 
     def _link_of(self, tier: str, by_worker: bool) -> tuple[int, int]:
-        """The tier, and that from which the last copy reads what lies there: the same one, or
-        another where it cannot be read in place."""
+        """(the tier, the tier that the last copy reads its blocks from): the same, or another one
+        if it cannot be read in place."""
         src = self.residency.number_of(tier)
         landing = self.residency.landing[src]
         if landing == NO_TIER or self.residency.is_readable(src, by_worker=by_worker):
@@ -381,8 +379,8 @@ class Matching:
         path: Path,
         event: p.MatchPrompt,
     ) -> QueuedLink | None:
-        """None where nothing has to come. Some of the hit's own blocks may be on their way there:
-        they are in that queue, and need not be copied once more."""
+        """The link's queue; None where blocks need not be copied. Blocks of this hit that are being
+        copied already are in the queue, and are not counted twice."""
         residency, src = self.residency, link[0]
         if src == link[1]:
             return None

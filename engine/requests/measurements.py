@@ -1,4 +1,4 @@
-"""What prefills, copies and loads really took: the estimates learn from it.
+"""Passes measurements of prefills, copies and loads to the estimates.
 
 Owned by the daemon's one loop.
 """
@@ -44,7 +44,7 @@ class Measurements:
             return
         for run in event.runs:
             lease.not_loaded.difference_update(range(run.first, run.first + len(run.slots)))
-        lease.took_s = event.now_s - lease.started_s  # unless its client says better
+        lease.took_s = event.now_s - lease.started_s  # until the client reports its measurement
         block_bytes = self.residency.namespaces[lease.namespace].block_bytes
         bytes_from: dict[int, float] = {}
         for run in event.runs:

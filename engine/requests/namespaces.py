@@ -1,4 +1,4 @@
-"""Namespaces by number: opened once, reused once nothing of them is left.
+"""Namespaces by number. A number is reused once its namespace is idle.
 
 Owned by the daemon's one loop.
 """
@@ -21,7 +21,7 @@ from hicache.tiers.block import TierSpec, slot_bytes_for
 
 
 class Namespaces:
-    """Handles OpenNamespace. `by_digest`: the numbers of those that are open."""
+    """Handles OpenNamespace. `by_digest`: the numbers of the open ones."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Namespaces:
         )
         if number is not None:
             if event.flop_per_token and not estimates.prefill[number].num_observed:
-                estimates.prefill[number] = PrefillCost(prior)  # it had only restored rows so far
+                estimates.prefill[number] = PrefillCost(prior)  # it was restored, but not opened
             return number
         hop_s_per_byte = 1.0 / self.settings.hop_bytes_per_s
         if event.instead_of is None:
@@ -60,7 +60,7 @@ class Namespaces:
         else:
             number = event.instead_of
             idle = residency.namespaces[number]
-            assert not idle.root.children, "a namespace with blocks was to be forgotten"
+            assert not idle.root.children, "an idle namespace has blocks"
             del self.by_digest[idle.digest]
             self.record.forget(number)
             self.saved.forget(number)
@@ -70,13 +70,13 @@ class Namespaces:
             estimates.prefill[number] = PrefillCost(prior)
             estimates.hop_s_per_byte[number] = hop_s_per_byte
         self.by_digest[event.digest] = number
-        with suppress(ValueError):  # damaged: it is learned anew
+        with suppress(ValueError):  # a damaged snapshot: start without it
             self.saved.opened(number)
         return number
 
     def idle(self, used: Container[int]) -> int | None:
-        """A namespace, not one of `used`, of which nothing is left: no block in any tier or on its
-        way to one, hence no move, and no lease or ticket."""
+        """A namespace not in `used` without any block, move, lease or ticket; None if there is
+        none."""
         book = self.residency.leases
         held = {lease.namespace for lease in book.leases.values()}
         held |= {ticket.namespace for ticket in book.tickets.values()}
@@ -101,7 +101,7 @@ class Namespaces:
         )
 
     def _slot_sizes(self, block_bytes: int, stored: Sequence[int]) -> tuple[int, ...]:
-        """What a block takes in each tier: as `stored` says, else its length in whole pages."""
+        """A block's slot size in each tier: `stored`, or by default its length in whole pages."""
         num_tiers = len(self.residency.tiers)
         sizes = tuple(stored) or (slot_bytes_for(block_bytes),) * num_tiers
         assert len(sizes) == num_tiers, "one slot size for each tier"

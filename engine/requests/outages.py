@@ -1,11 +1,11 @@
-"""Tiers that go down, come back and report what they hold, and the clearings that they miss.
+"""Tiers that go down, come up again and list their blocks, and the clearings that they miss.
 
     down ──TierUp──▶ up, restoring (Restore, Restore, …) ──Restored──▶ up, takes blocks
      ▲                                                                       │
      └───────────────────────────────TierDown────────────────────────────────┘
 
 A namespace that is cleared while a persistent tier is down or restoring is cleared there later: its
-rows are removed as they are reported. Owned by the daemon's one loop.
+rows are deleted as they are listed. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 
 from hicache.engine import plan as p
 from hicache.engine.requests.clear import Clearing
-from hicache.engine.requests.outcomes import Outcomes, Told
+from hicache.engine.requests.outcomes import Leases, Outcomes
 from hicache.engine.requests.restore import Restoration
 from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import Residency
 
 
 class Outages:
-    """Handles TierUp, TierDown, Restore, Restored, Spoiled and Clear. `clearings`: those under way,
-    by namespace."""
+    """Handles TierUp, TierDown, Restore, Restored, Spoiled and Clear. `clearings`: the running
+    ones, by namespace."""
 
     def __init__(self, residency: Residency, outcomes: Outcomes) -> None:
         self.residency = residency
@@ -43,22 +43,21 @@ class Outages:
             self._begin_restoring(tier)
         self.residency.backoff.took(tier)
 
-    def down(self, event: p.TierDown) -> Told:
-        """Its moves have failed (their outcomes, if any still come, are ignored), and what it held
-        is gone for now: the worker of a persistent tier restores it row by row when it is back.
-        Returns the leases to tell."""
+    def down(self, event: p.TierDown) -> Leases:
+        """Fail the tier's moves (later outcomes are ignored), and remove its copies: the next
+        worker of a persistent tier restores them row by row. Returns the leases to report."""
         residency = self.residency
         tier = residency.number_of(event.tier)
         residency.up &= ~(1 << tier)
         residency.restoring &= ~(1 << tier)
         self._restorations.pop(tier, None)
         if residency.tiers[tier].persistent:
-            for clearing in self.clearings.values():  # records not deleted yet will be reported
+            for clearing in self.clearings.values():  # records not deleted yet will be listed
                 self._cleared_unseen[tier].add(clearing.namespace.digest)
                 clearing.misses_records = True
         mine = [m.id for m in residency.moves.values() if event.tier in (m.src, m.dst)]
         failed = [p.Outcome(move, False, error="tier down") for move in mine]
-        told, _, _ = self.outcomes.apply(failed, event.now_s)
+        leases, _, _ = self.outcomes.apply(failed, event.now_s)
         ids = residency.blocks.live_ids()
         held = ids[residency.blocks.tags[ids] >> tier & 1 == 1]
         for namespace in residency.namespaces:
@@ -71,9 +70,9 @@ class Outages:
             if len(gone):
                 lease.failed_at = min(lease.failed_at, int(gone[0]))
                 if lease.fetching:
-                    told[lease.id] = lease
+                    leases[lease.id] = lease
         residency.candidates.unpark()
-        return told
+        return leases
 
     def restore(self, event: p.Restore) -> list[bytes]:
         """See Restore."""
@@ -88,14 +87,14 @@ class Outages:
         self._restorations.pop(tier, None)
         self.residency.restoring &= ~(1 << tier)
 
-    def spoiled(self, event: p.Spoiled, number: int) -> Told:
-        """As after a read that found it so: the copy is gone. One that is being read will be found
-        out. `number`: the namespace's. Returns the leases to tell."""
+    def spoiled(self, event: p.Spoiled, number: int) -> Leases:
+        """Remove the copy, as after a corrupt read. A read in flight will find it corrupt itself.
+        `number`: the namespace's. Returns the leases to report."""
         residency = self.residency
         tier = residency.number_of(event.tier)
         namespace = residency.namespaces[number]
         path = residency.index.match(namespace.root, event.tokens, namespace.step)
-        told: Told = {}
+        leases: Leases = {}
         if path.num_blocks * namespace.step == len(event.tokens):
             ids = path.ids()[-1:]
             block = int(ids[0])
@@ -103,9 +102,9 @@ class Outages:
             if is_stored and not residency.moves.is_read(block, tier):
                 residency.vacate(ids, tier)
                 residency.corrupt[tier] += 1
-                told = self.outcomes.lose(ids)
+                leases = self.outcomes.lose(ids)
                 residency.settle(ids)
-        return told
+        return leases
 
     def clear(self, event: p.Clear) -> p.Cleared:
         """See Clear."""

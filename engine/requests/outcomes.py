@@ -1,4 +1,4 @@
-"""Outcomes of moves: copies change, and leases learn which of their blocks can be read now.
+"""Applies outcomes of moves to copies, and finds the leases with newly readable blocks.
 
 Owned by the daemon's one loop.
 """
@@ -15,15 +15,15 @@ from hicache.engine.requests.fetch import Fetching, Positions
 from hicache.engine.requests.put import Storing
 from hicache.engine.requests.warm import Warming
 from hicache.engine.residency.copies import Residency
-from hicache.engine.residency.leases import NOBODY, Lease
+from hicache.engine.residency.leases import NO_OWNER, Lease
 from hicache.tiers.block import Ids
 
-Told = dict[int, Lease]
-"""The leases that there is news for, by id."""
+Leases = dict[int, Lease]
+"""The leases with changes to report, by id."""
 
 
 class Outcomes:
-    """Applies outcomes and tells what came of them."""
+    """Applies outcomes, and collects what to report."""
 
     def __init__(
         self, residency: Residency, fetching: Fetching, storing: Storing, warming: Warming
@@ -35,14 +35,15 @@ class Outcomes:
 
     def apply(
         self, outcomes: Iterable[p.Outcome], now_s: float
-    ) -> tuple[Told, dict[int, list[int]], int]:
-        """Apply outcomes. Returns the leases to tell, what came for each, and blocks changed."""
+    ) -> tuple[Leases, dict[int, list[int]], int]:
+        """Apply outcomes. Returns the leases to report, the blocks that came for each, and the
+        number of blocks changed."""
         residency = self.residency
         arrived: dict[int, list[int]] = {}
         finished = [(residency.finish(outcome, now_s, arrived), outcome) for outcome in outcomes]
         residency.arrive(arrived)
         changed: list[int] = []
-        told: Told = {}
+        leases: Leases = {}
         came: dict[int, list[int]] = {}
         for move, outcome in finished:
             if move is None:
@@ -51,44 +52,45 @@ class Outcomes:
             if move.dst is None or not residency.tiers[residency.number_of(move.dst)].mapped:
                 continue
             for lease in self.fetching.came(move, outcome.ok, residency.leases.leases):
-                if lease.owner == NOBODY:
+                if lease.owner == NO_OWNER:
                     continue
-                told[lease.id] = lease
+                leases[lease.id] = lease
                 if outcome.ok:
                     came.setdefault(lease.id, []).append(move.block)
         ids = np.unique(np.array(changed, np.int32))
         residency.free_drained(ids)
         residency.settle(ids)
         residency.candidates.unpark()
-        return told, came, len(ids)
+        return leases, came, len(ids)
 
-    def lose(self, ids: Ids) -> Told:
-        """Copies went. The leases whose readable prefix ends there now, of those being fetched."""
+    def lose(self, ids: Ids) -> Leases:
+        """Copies were lost. Returns the leases, of those being fetched, that lose readable
+        blocks."""
         residency = self.residency
-        told = {}
+        leases = {}
         gone = ids[residency.blocks.tags[ids] == 0]
         for lease in residency.leases.leases.values() if len(gone) else ():
             lost = np.flatnonzero(np.isin(lease.ids, gone))
             if len(lost):
                 lease.failed_at = min(lease.failed_at, int(lost[0]))
                 if lease.fetching:
-                    told[lease.id] = lease
-        return told
+                    leases[lease.id] = lease
+        return leases
 
-    def arrivals(self, told: Told, came: dict[int, list[int]], freed: bool) -> p.Arrivals:
-        """What there is to tell, once all that follows from the event has been done."""
+    def arrivals(self, leases: Leases, came: dict[int, list[int]], freed: bool) -> p.Arrivals:
+        """The report on these leases, after all consequences of the event."""
         arrived = {}
         for lease_id, blocks in came.items():
-            lease = told[lease_id]
+            lease = leases[lease_id]
             positions = np.flatnonzero(np.isin(lease.ids, np.array(blocks, np.int32)))
             arrived[lease_id] = self._runs_at(lease, positions)
-        finished = [lease.id for lease in told.values() if self.fetching.is_finished(lease)]
-        return self.told(arrived, finished, freed)
+        finished = [lease.id for lease in leases.values() if self.fetching.is_finished(lease)]
+        return self.report(arrived, finished, freed)
 
-    def told(
+    def report(
         self, arrived: dict[int, list[p.ReadyRun]], finished: list[int], freed: bool
     ) -> p.Arrivals:
-        """The same with what has ended besides, each told once."""
+        """The report on these runs and fetches, with everything else that has ended, each once."""
         finished = finished + self.fetching.take_ended()
         durable, warmed = self.storing.durable_now(), self.warming.take_ended()
         return p.Arrivals(arrived, finished, durable, freed, warmed)

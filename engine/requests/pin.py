@@ -1,18 +1,18 @@
-"""Pins: prefixes that stay, whoever comes and goes, until they are unpinned or their time is over.
+"""Pins: prefixes that are not evicted until they are unpinned or expire, independent of sessions.
 
-Somebody knows what no policy can: this tool catalogue must never be evicted. A pin is a lease of
-nobody's that lasts long, so it holds every copy that its blocks have and get, each where it is: the
-copy on disk, and the one in memory that makes a hit fast. What a lease does not keep from happening
-a pin does not either: a copy that is corrupt, or whose tier dies, is gone.
+For prompts that an operator knows to be important, for example a tool catalogue. A pin is a long
+lease without an owner, so it keeps all copies of its blocks, present and future: the copy on disk,
+and the one in memory that makes a hit fast. Like a lease, it does not protect a copy that is
+corrupt, or whose tier's worker dies.
 
-All pins together have a share of what each tier has now (`LeaseBook.max_share`), the blocks that
-several hold counted once:
+All pins together may hold a share of each tier (`LeaseBook.max_share`); blocks with several pins
+count once:
 
-    where blocks come unasked (to be read, written down)   all that is pinned counts
-    elsewhere                                              what is there; no more is promoted
+    tiers that blocks are copied to for reading or writing   all pinned blocks count
+    other tiers                                              only pinned blocks there; no more
+                                                             are promoted
 
-So copies that come later do not make pins hold more of a tier than that. Owned by the daemon's one
-loop.
+So later copies do not make pins exceed their share. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Pinning:
         }
 
     def pin(self, event: p.PinPrompt) -> p.PinPlaced:
-        """What is leaving of the prompt stays. Nothing is held where the share is too small."""
+        """Pin the prompt's held blocks; draining copies are rescued. Pins nothing where the share
+        would be exceeded."""
         residency = self.residency
         namespace = residency.namespaces[event.namespace]
         spans = self.matching.take_up(namespace, event.tokens, event.now_s)
@@ -56,7 +57,7 @@ class Pinning:
         return p.PinPlaced(pin.id, len(ids))
 
     def unpin(self, *pin_ids: int) -> bool:
-        """Their blocks are as all others. False when there are no such pins."""
+        """Remove pins. Returns False when none of them exists."""
         residency = self.residency
         num_ended, gone = residency.leases.let_go(pin_ids)
         lost = gone[residency.blocks.tags[gone] == 0]
@@ -67,12 +68,13 @@ class Pinning:
         return num_ended > 0
 
     def expire(self, now_s: float) -> None:
-        """Unpin those whose time is over."""
+        """Remove expired pins."""
         pins = self.residency.leases.pins.values()
         self.unpin(*(pin.id for pin in pins if pin.expires_s <= now_s))
 
     def _full(self, ids: Ids) -> int | None:
-        """A tier of which pins would have more than their share with these blocks."""
+        """A tier in which pins would exceed their share with these blocks; None if there is
+        none."""
         residency = self.residency
         kept = once_each((residency.leases.kept, ids))
         for tier, pool in enumerate(residency.pools):

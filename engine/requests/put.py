@@ -1,12 +1,12 @@
-"""New blocks come in: which are wanted, where they are to be written, and when they are visible.
+"""Put: chooses which offered blocks to store and where, and makes them visible on commit.
 
     put ──▶ ticket (slots, filling) ──▶ commit ──▶ ready
-                       │                  └──────▶ blocks not written: given up
-                       └─▶ abort, expiry, death ─▶ given up; slots quarantined while the writer
+                       │                  └──────▶ blocks not written: dropped
+                       └─▶ abort, expiry, death ─▶ dropped; slots quarantined while the writer
                                                    may still write them
 
-A block is stored once: blocks that are there are `present`, blocks that somebody else is writing
-are `busy`. One whose last record is being deleted is not there any more: it is stored anew.
+A block is stored once: held blocks are `present`, blocks being written by another put are `busy`. A
+block whose last record is being deleted is not held: it is stored again.
 Owned by the daemon's one loop.
 """
 
@@ -33,7 +33,7 @@ from hicache.engine.settings import EngineSettings
 from hicache.tiers.block import Ids
 
 DURABLE_WAIT_S: Final = 60.0
-"""Longer than any caller waits: blocks are kept from being evicted at most so long."""
+"""Blocks of a durable put are leased at most this long, which is longer than any caller waits."""
 
 _NO_IDS: Final = np.empty(0, np.int32)
 _NOWHERE: Final[Positions] = np.empty(0, np.intp)
@@ -72,7 +72,7 @@ class Storing:
         wanted = len(lacking) + new
         if wanted == 0:
             return p.Placed(0, "", _NO_IDS, _NO_IDS, present, busy, 0, False)
-        pinned = path.spans(0, known)  # the path must not be given up to make room for its end
+        pinned = path.spans(0, known)  # the path must not be evicted to make room for its end
         for pin in pinned:
             residency.blocks.pin(pin)
         marks = self._marks(event, namespace)
@@ -120,8 +120,8 @@ class Storing:
         return p.Placed(ticket.id, name, indices, slots, present, busy, refused, refused > 0)
 
     def _known(self, path: Path, ids: Ids) -> tuple[int, int, Positions]:
-        """Of blocks on the path: how many are held, how many somebody is writing, and the positions
-        of those that are neither: holes, and blocks whose last record is just being deleted."""
+        """Of blocks on the path: the number held, the number being written, and the positions of
+        the others: holes, and blocks whose last record is being deleted."""
         if all(node.staying for node in path.nodes):
             return len(ids), 0, _NOWHERE
         residency = self.residency
@@ -136,7 +136,7 @@ class Storing:
         return int(held.sum()), int((filling & ~held).sum()), lacking
 
     def _marks(self, event: p.Put, namespace: Namespace) -> list[Mark]:
-        """What the history knows of the prompt's blocks, [] where there is none."""
+        """The history's marks of the prompt's blocks; [] without a history."""
         if self.history is None:
             return []
         symbols = symbols_of(event.tokens[: event.last * namespace.step], namespace.step)
@@ -145,9 +145,9 @@ class Storing:
     def _place(
         self, namespace: Namespace, count: int, marks: Sequence[Mark], event: p.Put
     ) -> tuple[int, Ids]:
-        """Slots for new blocks: the fastest mapped tier that has room, or can make some at once at
-        the expense of blocks that are worth less. Where the policy ranks nothing, a slower tier's
-        free room comes before what a faster one holds."""
+        """Slots for new blocks: in the fastest mapped tier with room, or where room can be made at
+        once by evicting blocks of less worth. If the policy does not rank, free room of a slower
+        tier is used before blocks of a faster one are evicted."""
         residency = self.residency
         mapped = [n for n, tier in enumerate(residency.tiers) if tier.mapped and residency.is_up(n)]
         ranking = []
@@ -168,7 +168,7 @@ class Storing:
     def _make_room(
         self, tier: int, slot_bytes: int, count: int, marks: Sequence[Mark], event: p.Put
     ) -> int:
-        """Room for the last `count` blocks of a put, as far down as they are worth it."""
+        """Make room for the last `count` blocks of a put, in the tiers where their worth allows."""
         if self.history is None:
             return self.evictor.make_room(tier, slot_bytes, count)
         policy = self.residency.candidates.policies[tier]
@@ -212,7 +212,7 @@ class Storing:
     def _wait_until_durable(
         self, ticket: Ticket, ids: Ids, writer: PathWriter, now_s: float
     ) -> None:
-        """Lease the blocks meanwhile: an id given to another block would answer for this one."""
+        """Lease the blocks meanwhile: otherwise their ids might be reused for other blocks."""
         book = self.residency.leases
         decision = p.ReloadDecision("reload", len(ids), "durable", 0.0, 0.0, 0.0)
         lease = Lease(

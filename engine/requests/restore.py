@@ -1,16 +1,16 @@
-"""Taking back what a durable tier holds, after a restart or after its worker came back, while
-requests are served.
+"""Restores a persistent tier's blocks into the index, after a restart of the daemon or of the
+tier's worker, while requests are served.
 
-Rows come some at a time, chains of blocks that follow one another, each below a row told before
-(`StoredRows`). A chain is hung in at once, as a node for each stretch that was last used together:
+Rows come in parts: chains of consecutive blocks, each below an earlier row (`StoredRows`). A chain
+is added as one node for each stretch with the same last use:
 
-    told      a b c d   (below the root)        x y   (below b)
-    hung in   a ── b ── c ── d                        x ── y
+    rows     a b c d   (below the root)        x y   (below b)
+    nodes    a ── b ── c ── d                        x ── y
 
-A row's number leads to the block that it became. That block may have gone meanwhile (its bytes were
-bad, say) and its id may be another's: `_row_of` tells. Blocks that the index knows already (stored
-since) gain the durable copy. A row of another block size, without its parent or without room is
-homeless: it is to be removed from the tier. Owned by the daemon's one loop.
+A row's number is mapped to its block. That block may have been removed since (corrupt, for example)
+and its id reused: `_row_of` shows that. Blocks that the index has already (stored since) gain the
+persistent copy. A row of another block size, without its parent or without room has no place: it is
+deleted from the tier. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Restoration:
         self.residency = residency
         self.tier = tier
         self.cleared: set[bytes] = set()
-        """Digests of namespaces that were cleared meanwhile, or while the worker was away: what is
-        told of them comes too late."""
+        """Digests of namespaces that were cleared meanwhile, or while the worker was down: their
+        rows are deleted."""
         self._block_of = np.empty(0, np.int32)  # by row
         self._row_of = np.empty(0, np.int32)  # by block
 
     def add(
         self, namespace: Namespace, rows: StoredRows, now_s: float, zero_s: float
     ) -> list[bytes]:
-        """Hang rows into the namespace's tree. Returns the keys of the homeless."""
+        """Add rows to the namespace's tree. Returns the keys of rows without a place."""
         self._make_room_for(rows.first + len(rows))
         is_fitting = (
             rows.block_bytes == namespace.block_bytes
@@ -96,7 +96,7 @@ class Restoration:
         self._row_of[ids] = np.arange(first, first + len(ids), dtype=np.int32)
 
     def _parent(self, namespace: Namespace, row: int) -> Node | None:
-        """The node that ends with a row's block, split there if need be; None where it has gone."""
+        """The node that ends with a row's block, split there if needed; None if it was removed."""
         if row == ROOT_ROW:
             return namespace.root
         if not 0 <= row < len(self._block_of):
@@ -122,8 +122,8 @@ class Restoration:
         hits: Counts,
         used_s: _Seconds,
     ) -> tuple[Ids, Ids]:
-        """Hang a chain below a node. Returns the ids of those blocks that found room, the first
-        ones of the chain, and those of them that gained their durable copy."""
+        """Add a chain below a node. Returns the ids of the blocks that found room, from the chain's
+        front, and of those that gained their persistent copy."""
         residency, step, tier = self.residency, namespace.step, self.tier
         index, blocks = residency.index, residency.blocks
         count, depth = len(hits), parent.depth + len(parent)
@@ -156,7 +156,7 @@ class Restoration:
     def _extend(
         self, namespace: Namespace, parent: Node, tokens: bytes, hits: Counts, used_s: _Seconds
     ) -> tuple[Ids, Ids]:
-        """The same where none of the chain is known."""
+        """As `_hang`, for a chain without known blocks."""
         residency, step, tier = self.residency, namespace.step, self.tier
         slots = residency.pools[tier].allocate(namespace.slot_bytes[tier], len(hits))
         count = len(slots)
@@ -173,7 +173,7 @@ class Restoration:
         return ids, ids
 
     def _date(self, node: Node, used_s: _Seconds, step: int) -> None:
-        """Note when a new node was used last, in pieces where its blocks differ."""
+        """Set a new node's time of last use, splitting it where its blocks differ."""
         cuts = np.flatnonzero(np.diff(used_s)) + 1 if used_s[0] != used_s[-1] else _NO_CUTS
         done = 0
         for cut in cuts.tolist():

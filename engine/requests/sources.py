@@ -1,6 +1,6 @@
-"""Which copy of a block a reload reads: one in memory, where there is one. Of copies in several
-persistent tiers it is the one that is expected to come first, by the same figures as the planner's:
-the measured speed of each tier's link, what is queued there, and how late that is.
+"""Chooses the copy of a block that a reload reads: one in memory, if there is one. Of copies in
+several persistent tiers, it is the one expected to arrive first, by the planner's estimates: the
+measured speed of each tier's link, its queue, and how late that is.
 
     memory    disk (queue: 2 s)    shelf (0.3 s away)
               [ a ][ b ]           [ a ][ b ][ c ]        a, b and c come from the shelf
@@ -18,15 +18,15 @@ import numpy as np
 from hicache.engine.planner.cost import LinkCost
 from hicache.engine.planner.reload_time import QueuedLink
 from hicache.engine.residency.copies import NO_TIER, Residency
-from hicache.engine.residency.moves import TRAVELLING_BYTES
+from hicache.engine.residency.moves import IN_FLIGHT_BYTES
 from hicache.tiers.block import Ids
 
 Order = tuple[int, ...]
-"""Persistent tiers, the one to read from first at the front; empty: by their numbers."""
+"""Persistent tiers, in the order to read from; empty: by their numbers."""
 
 
 class Sources:
-    """Chooses sources. `has_choice`: whether there are several persistent tiers at all."""
+    """Chooses sources. `has_choice`: whether there are several persistent tiers."""
 
     def __init__(self, residency: Residency, links: Mapping[tuple[int, int], LinkCost]) -> None:
         self.residency = residency
@@ -35,7 +35,7 @@ class Sources:
         self._tables: dict[tuple[int, Order], Ids] = {}
 
     def order(self, num_bytes: int, now_s: float) -> Order:
-        """The persistent tiers that are up, by when so much would have come from each."""
+        """The persistent tiers that are up, by the expected time for `num_bytes` from each."""
         residency = self.residency
         if not self.has_choice:
             return ()
@@ -51,7 +51,7 @@ class Sources:
         return next(tier for tier in order if bits >> tier & 1)
 
     def table(self, usable: int, order: Order = ()) -> Ids:
-        """`cheapest` of each set of bits, none but `usable` tiers."""
+        """`cheapest` for each bit set, with only `usable` tiers."""
         table = self._tables.get((usable, order))
         if table is None:
             if len(self._tables) > 256:
@@ -66,7 +66,7 @@ class Sources:
         ahead = residency.moves.bytes_ahead(link)
         if not ahead:
             return QueuedLink(cost, 0)
-        due_s = cost.seconds(min(ahead, TRAVELLING_BYTES))
+        due_s = cost.seconds(min(ahead, IN_FLIGHT_BYTES))
         return QueuedLink(cost, ahead, max(residency.moves.silent_s(link, now_s) - due_s, 0.0))
 
     def _seconds(self, tier: int, num_bytes: int, now_s: float) -> float:

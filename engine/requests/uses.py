@@ -1,7 +1,7 @@
-"""How often and when blocks were used, written back to the durable tier now and then.
+"""Collects blocks' uses, to be written to the persistent tier now and then.
 
-A use costs nothing here: what was used since its hits were noted is found by comparing two arrays.
-Keys are derived for those alone, some at a time. Owned by the daemon's one loop.
+A use costs nothing here: blocks used since the last write are found by comparing two arrays, and
+keys are computed only for these, in parts. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_IDS = np.empty(0, np.int32)
 
 
 class Uses:
-    """Of each persistent tier, the blocks whose uses are not noted there."""
+    """Uses not yet written, of each persistent tier."""
 
     def __init__(self, residency: Residency, identities: Identities) -> None:
         self.residency = residency
@@ -26,7 +26,7 @@ class Uses:
         self._due: dict[int, Ids] = {}
 
     def take(self, event: p.TakeUses) -> list[p.Use]:
-        """See TakeUses. What is told counts as noted."""
+        """See TakeUses. Returned uses count as written."""
         residency = self.residency
         tier = residency.number_of(event.tier)
         if not residency.takes(tier):

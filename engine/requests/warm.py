@@ -1,18 +1,19 @@
-"""Warming: a prompt will be asked for, so what is held of it comes to where it can be read.
+"""Warming: copies a prompt's held blocks to where they can be read, before it is requested.
 
-Somebody knows what no policy can: this prompt is asked for at nine o'clock. What a fetch would have
-to wait for is copied beforehand, by the same moves, but behind all demand and into free room only:
+For prompts with a known time, for example nine o'clock every morning. Blocks that a fetch would
+have to wait for are copied beforehand by the same moves, but with a lower priority than demands and
+only into free room:
 
     lease   [ 0 … 4 dram ][ 5 … 9 disk           ][ 10 … 15 disk ]
-              warm          awaited (a few moves)    not begun yet
+              warm          awaited (a few moves)    not started yet
 
-A piece at a time, from the front. So a fetch that comes meanwhile takes what is not begun itself,
-as demand, and joins few moves that stand behind others' demand; and room that a piece took above
-the tier's high watermark is given back by the coldest there before the next one is begun. Nothing
-is forgotten for a warming: where no slower tier takes the coldest, the rest is refused.
+One piece at a time, from the front. So a fetch that comes meanwhile starts the remaining moves as
+demands, and joins only a few with a lower priority; and if a piece exceeds the tier's high
+watermark, the coldest blocks there are demoted before the next piece is started. Nothing is dropped
+for a warming: where no slower tier takes the coldest blocks, the rest of the warming is refused.
 
 A warming holds its blocks by a lease that belongs to no session. It ends when nothing more can
-come, and by its time at the latest. Owned by the daemon's one loop.
+come, at the latest after its `ttl_s`. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from hicache.engine.requests.match import Matching
 from hicache.engine.residency.block_ids import ids_along
 from hicache.engine.residency.blocks import CopyState
 from hicache.engine.residency.copies import NO_TIER, Residency
-from hicache.engine.residency.leases import NOBODY, Lease
+from hicache.engine.residency.leases import NO_OWNER, Lease
 from hicache.tiers.block import Ids
 
 PIECE_BYTES: Final = 64 << 20
-"""Begun at a time: two batches of a disk's worker in flight, and two that wait."""
+"""The bytes started at a time: two batches of a disk's worker in flight, and two that wait."""
 _FORESEEN: Final = p.ReloadDecision("reload", 0, "foreseen", 0.0, 0.0, 0.0)
 
 
@@ -50,21 +51,21 @@ class Warming:
         self.evictor = evictor
         self.fetching = fetching
         self._under_way: dict[int, Lease] = {}
-        self._lacking: dict[int, int] = {}  # the tier in which each waits for room
+        self._lacking: dict[int, int] = {}  # the tier in which each lease waits for room
         self._ended: dict[int, p.WarmStarted] = {}
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     def begin(self, event: p.Warm) -> Lease:
-        """The prompt is as good as asked for: it is the youngest, and what is leaving of it stays.
-        Where something has to come, the lease is opened, and `advance` goes on with it."""
+        """Start warming a prompt. Counts as a use of its path, and rescues draining copies. If
+        blocks must be copied, the lease is opened, and `advance` continues it."""
         residency = self.residency
         namespace = residency.namespaces[event.namespace]
         spans = self.matching.take_up(namespace, event.tokens, event.now_s)
         lease = Lease(
             residency.leases.next_id(),
-            NOBODY,
+            NO_OWNER,
             event.namespace,
             ids_along(spans),
             spans,
@@ -80,24 +81,24 @@ class Warming:
         return lease
 
     def answer(self, lease: Lease) -> p.WarmStarted:
-        """What has come of it by now."""
+        """The state of a warming, for the reply."""
         ended = self._ended.pop(lease.id, None)
-        return ended or self._told(lease, lease.id if lease.id in self._under_way else 0)
+        return ended or self._state(lease, lease.id if lease.id in self._under_way else 0)
 
     def advance(self) -> None:
-        """Begin what can be begun, end what has come to its end. Called after every event."""
+        """Start further pieces, and end finished warmings. Called after every event."""
         for lease in list(self._under_way.values()):
             if not self._go_on(lease):
                 self.end(lease)
 
     def is_warming(self, lease: int) -> bool:
-        """Whether this lease is a warming's."""
+        """Whether this lease belongs to a warming."""
         return lease in self._under_way
 
     def end(self, lease: Lease) -> None:
-        """Nothing of it is held any more. What travels arrives, and helps who asks."""
+        """End a warming and its lease. Moves in flight complete."""
         residency = self.residency
-        self._ended[lease.id] = self._told(lease, 0)
+        self._ended[lease.id] = self._state(lease, 0)
         del self._under_way[lease.id]
         self._lacking.pop(lease.id, None)
         residency.leases.close(lease.id)
@@ -116,22 +117,22 @@ class Warming:
         residency.candidates.unpark()
 
     def end_all(self) -> None:
-        """The daemon stops, so that nobody will ask; or those who did ask lack memory."""
+        """End all warmings: the daemon stops, or requests need their memory."""
         for lease in list(self._under_way.values()):
             self.end(lease)
 
     def take_ended(self) -> dict[int, p.WarmStarted]:
-        """Those that have ended, told once."""
+        """The warmings that have ended; each is returned once."""
         ended, self._ended = self._ended, {}
         return ended
 
-    def _told(self, lease: Lease, number: int) -> p.WarmStarted:
+    def _state(self, lease: Lease, number: int) -> p.WarmStarted:
         held = len(lease.ids)
         warm = held - len(self._cold(lease))
         return p.WarmStarted(number, held, warm, 0 if number else held - warm)
 
     def _cold(self, lease: Lease) -> Positions:
-        """The positions that nobody could read now."""
+        """The positions of blocks that cannot be read now."""
         readable = self.fetching.readable_tier(lease, lease.ids)
         return np.flatnonzero(readable == NO_TIER)
 
@@ -141,7 +142,8 @@ class Warming:
         return lease.ids[: int(cold[0])] if len(cold) else lease.ids
 
     def _go_on(self, lease: Lease) -> bool:
-        """Begin a piece if the last one has nearly come. False when nothing more will come."""
+        """Start a piece if the last one has nearly arrived. Returns False when nothing more will
+        come."""
         namespace = self.residency.namespaces[lease.namespace]
         most = max(1, PIECE_BYTES // namespace.block_bytes)
         if len(lease.awaited) > most // 2:
@@ -155,8 +157,8 @@ class Warming:
         return is_coming or bool(lease.awaited)
 
     def _begin(self, lease: Lease, cold: Positions) -> bool:
-        """Start moves for these positions, or join those under way. False when no room for the rest
-        is to be had, or no way: then it ends with what has been begun."""
+        """Start moves for these positions, or join moves in flight. Returns False when there is no
+        room or no link for the rest: then the warming ends with the moves started."""
         residency = self.residency
         ids = lease.ids[cold]
         src = self.fetching.source_of(lease, ids)
@@ -176,12 +178,12 @@ class Warming:
         return True
 
     def _waits_for_room(self, lease: Lease, tier: int) -> bool:
-        """Whether some is coming: the lease is not looked through again before there is."""
+        """Whether room will come; then the lease is not checked again before it does."""
         self._lacking[lease.id] = tier
         return bool(lease.awaited) or self.evictor.room_is_coming(tier)
 
     def _start(self, lease: Lease, run: Ids, src: int, dst: int) -> int:
-        """The same for blocks of one tier. Returns how many, from the front."""
+        """As `_begin` for blocks of one tier. Returns the number started, from the front."""
         residency = self.residency
         namespace = residency.namespaces[lease.namespace]
         absent = np.flatnonzero(residency.blocks.state[dst][run] == CopyState.ABSENT)
@@ -198,7 +200,7 @@ class Warming:
         return begun
 
     def _room(self, tier: int, slot_bytes: int) -> int:
-        """Free slots, as long as the tier is not above its high watermark."""
+        """The number of free slots up to the tier's high watermark."""
         residency = self.residency
         pool = residency.pools[tier]
         staying = pool.used_bytes - residency.draining_bytes[tier]

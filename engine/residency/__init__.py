@@ -1,4 +1,4 @@
-"""Where every block is: block ids, the states of their copies, leases, moves under way.
+"""The copies of every block: block ids, the states of copies, leases, moves in flight.
 
 Door: `copies.Residency`. States change only through `blocks`' transition table.
 """

@@ -1,13 +1,13 @@
-"""Block ids: small integers, handed out as consecutive ranges wherever they can be.
+"""Block ids: small integers, allocated as consecutive ranges wherever possible.
 
 Consecutive ids let the rest of the cache engine index its arrays with slices. Free ids are kept as
-extents that join with their neighbours when they are given back:
+extents, which are joined with adjacent ones when ids are freed:
 
     ids      0 ── 511   512 ── 600   601 ── 1023
-             in use     free         in use            give 0 ── 511 back: free 0 ── 600
+             in use     free         in use            after freeing 0 ── 511: free 0 ── 600
 
-A request takes the front of an extent that is long enough, one not much longer if there is one,
-used lately if there are several. Owned by the daemon's one loop.
+An allocation takes the front of an extent that is long enough, if possible one not much longer, of
+several the one freed last. Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from hicache.tiers.block import Ids
 
 Span = slice | Ids
-"""Block ids as an index into the arrays: a slice where they are consecutive, which is faster."""
+"""Block ids as an index into the arrays: a slice if they are consecutive, which is faster."""
 
 _LOOKED_AT: Final = 8
 _FEW: Final = 16
@@ -38,7 +38,7 @@ def ids_of(span: Span) -> Ids:
 
 
 def size_of(span: Span) -> int:
-    """How many ids."""
+    """The number of ids."""
     return span.stop - span.start if isinstance(span, slice) else len(span)
 
 
@@ -59,7 +59,7 @@ def cut_at(span: Span, at: int) -> tuple[Span, Span]:
 
 
 def joined(front: Span, back: Span) -> Span:
-    """Two spans in a row, a slice if they meet."""
+    """Two spans in a row; a slice if they are adjacent."""
     if isinstance(front, slice) and isinstance(back, slice) and front.stop == back.start:
         return slice(front.start, back.stop)
     return np.concatenate((ids_of(front), ids_of(back)))
@@ -81,7 +81,7 @@ def ids_along(spans: Sequence[Span]) -> Ids:
 
 
 def in_few(spans: Iterable[Span]) -> list[Span]:
-    """The same ids in the same order, in so few spans that each is worth an array operation."""
+    """The same ids in the same order, with short spans combined into arrays."""
     met: list[Span] = []
     for span in spans:
         last = met[-1] if met else None
@@ -93,7 +93,7 @@ def in_few(spans: Iterable[Span]) -> list[Span]:
 
 
 def together(spans: Sequence[Span]) -> list[Span]:
-    """The same ids, in whatever order, in as few spans as slices that meet allow."""
+    """The same ids in any order, with adjacent slices joined."""
     slices = [span for span in spans if isinstance(span, slice)]
     met: list[Span] = [span for span in spans if not isinstance(span, slice)]
     slices.sort(key=_start_of)
@@ -110,8 +110,8 @@ def together(spans: Sequence[Span]) -> list[Span]:
 
 
 class IdSpace:
-    """Free ids below `size`. `given` marks those that were given back, for somebody who asked for
-    it by `mark_given` and clears what it has seen; None until then."""
+    """Free ids below `size`. `given` marks ids that were freed; it is None until `mark_given`,
+    whose caller clears the marks that it has handled."""
 
     def __init__(self) -> None:
         self.given: npt.NDArray[np.bool_] | None = None
@@ -120,7 +120,7 @@ class IdSpace:
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
         self._listed: list[list[int]] = [[] for _ in range(33)]
-        """Starts of extents by the bits of their length, the last used at the end; some stale."""
+        """Starts of extents by the bits of their length, the last freed at the end; some stale."""
         self._num_listed = 0
 
     def grow(self, size: int) -> None:
@@ -131,14 +131,14 @@ class IdSpace:
             self.mark_given()
 
     def mark_given(self) -> None:
-        """From now on. An id costs one byte, however often it is given back."""
+        """Start marking freed ids, at one byte per id."""
         marks = np.zeros(self.size, np.bool_)
         if self.given is not None:
             marks[: len(self.given)] = self.given
         self.given = marks
 
     def take(self, count: int) -> slice | None:
-        """`count` ids in a row; None where no such extent is found."""
+        """Allocate `count` consecutive ids; None where no such extent is found."""
         assert count > 0
         for length in range(count.bit_length(), self.size.bit_length() + 1):
             starts = self._listed[length]
@@ -161,7 +161,7 @@ class IdSpace:
         return None
 
     def gather(self, count: int) -> Ids:
-        """`count` ids out of several extents, the longest first. There are as many."""
+        """Allocate `count` ids from several extents, the longest first. There must be as many."""
         assert count <= self.num_free
         parts = []
         for length in range(self.size.bit_length(), -1, -1):
@@ -178,7 +178,7 @@ class IdSpace:
         return np.concatenate(parts)
 
     def give(self, span: Span) -> None:
-        """These ids are free again."""
+        """Free these ids."""
         if self.given is not None:
             self.given[span] = True
         if isinstance(span, slice):
@@ -193,7 +193,7 @@ class IdSpace:
             self._add(int(ids[first]), int(ids[last - 1]) + 1)
 
     def _add(self, start: int, end: int) -> None:
-        """Free an extent, joined with those that it touches."""
+        """Free an extent, joined with adjacent ones."""
         self.num_free += end - start
         before = self._start_of.pop(start, None)
         if before is not None:
@@ -206,7 +206,7 @@ class IdSpace:
         self._list(start, end)
 
     def _cut(self, start: int, end: int, count: int) -> None:
-        """Take the front of an extent."""
+        """Allocate the front of an extent."""
         self.num_free -= count
         del self._end_of[start]
         del self._start_of[end]
@@ -230,7 +230,7 @@ class IdSpace:
         self._num_listed -= 1
 
     def validate(self) -> None:
-        """Extents do not touch, add up, and can be found."""
+        """Check that extents are not adjacent, add up, and can be found."""
         last_end = -1
         total = 0
         for start in sorted(self._end_of):

@@ -1,14 +1,14 @@
-"""Blocks as a struct of arrays, and the one table of what may become of their copies.
+"""Blocks as a struct of arrays, and the table of the allowed transitions of their copies.
 
-Everything that changes hangs on block ids, not on tree nodes: nodes are split and merged freely
-while leases and moves go on. Owned by the daemon's one loop.
+All state is by block id, not by tree node: nodes are split and merged freely during leases and
+moves. Owned by the daemon's one loop.
 
-A copy (one block in one tier) lives so, and no other way:
+The states of a copy (one block in one tier):
 
     absent ──▶ filling ──▶ ready ──▶ draining ──▶ absent
                  │  ▲        ▲           │
-                 ▼  │        └───────────┘ rescued: somebody asked for it in time
-              cancelled ──▶ ready (it came anyway) or absent
+                 ▼  │        └───────────┘ rescued: requested before it was freed
+              cancelled ──▶ ready (the copy completed) or absent
 
 A copy can be read while it is ready or draining. `tags` holds, per block, a bit for each tier it
 can be read from (low byte) and a bit for each tier it is leaving (high byte): the residency that
@@ -35,7 +35,7 @@ LEAVING_SHIFT: Final = 8
 
 
 class CopyState(IntEnum):
-    """What one copy is doing."""
+    """The state of one copy."""
 
     ABSENT = 0
     FILLING = 1
@@ -55,13 +55,13 @@ _MAY_BECOME: Final = np.array([[new in _ALLOWED[old] for old in CopyState] for n
 
 
 class IllegalTransition(AssertionError):
-    """A copy was asked to do what the table does not allow. Nothing was changed."""
+    """The table does not allow this transition. Nothing was changed."""
 
 
 class BlockTable:
     """Every block's node, depth, leases, hits, and per tier its copy's state and slot.
 
-    `change` is the only way a state is set; it keeps `tags` and `counts` in step.
+    States are set only by `change`, which also updates `tags` and `counts`.
     """
 
     def __init__(self, tiers: Sequence[TierSpec], pools: Sequence[SlotAllocator]) -> None:
@@ -71,7 +71,7 @@ class BlockTable:
         self.counts = np.zeros((len(tiers), len(CopyState)), np.int64)
         self.ids = IdSpace()
         self.num_pins = 0
-        self._pinned_ends: list[int] = []  # the deepest block of each span that is pinned, sorted
+        self._pinned_ends: list[int] = []  # the deepest block of each pinned span, sorted
         self.node = np.empty(0, np.int32)
         self.depth = np.empty(0, np.int32)
         self.leases = np.empty(0, np.int32)
@@ -88,8 +88,8 @@ class BlockTable:
         return self.ids.size - self.ids.num_free
 
     def allocate(self, count: int) -> Span:
-        """`count` fresh ids with no copies. Consecutive nearly always: an id costs some thirty
-        bytes, so there are rather a quarter more of them than runs of odd ones."""
+        """Allocate `count` ids without copies, nearly always consecutive ones: an id costs about
+        thirty bytes, so a quarter more ids is better than fragmented spans."""
         span = self.ids.take(count)
         if span is None and self.ids.num_free < max(count, self.ids.size // 4):
             self._grow(count)
@@ -97,7 +97,7 @@ class BlockTable:
         return self.ids.gather(count) if span is None else span
 
     def place(self, span: Span, node: int, depth: int) -> None:
-        """These blocks hang in this node, the first of them at this depth."""
+        """These blocks belong to this node, the first of them at this depth."""
         end = depth + size_of(span)
         if end > len(self._ramp):
             self._ramp = np.arange(2 * end, dtype=np.int32)
@@ -105,14 +105,14 @@ class BlockTable:
         self.depth[span] = self._ramp[depth:end]
 
     def pin(self, span: Span) -> None:
-        """One lease more on these blocks, which are of one path."""
+        """Add a lease to these blocks, which are of one path."""
         if count := size_of(span):
             self.leases[span] += 1
             self.num_pins += count
             insort(self._pinned_ends, self._end_of(span))
 
     def unpin(self, span: Span) -> None:
-        """One lease less on what was pinned together."""
+        """Remove a lease from blocks that were pinned together."""
         if count := size_of(span):
             self.leases[span] -= 1
             self.num_pins -= count
@@ -123,8 +123,8 @@ class BlockTable:
         return bool(self.num_pins and np.count_nonzero(self.leases[span]))
 
     def is_tail_pinned(self, span: Span, first: int = 0) -> bool:
-        """The same for the blocks of a childless node, those before `first` left out, at a cost
-        that does not grow with them: no path leads past them, so what leases them ends in them."""
+        """Whether any block of a childless node, from `first` on, is leased. Its cost does not grow
+        with the node: no path continues below it, so a lease of its blocks ends in them."""
         if not isinstance(span, slice):
             return self.is_pinned(span[first:])
         ends = self._pinned_ends
@@ -132,15 +132,15 @@ class BlockTable:
         return at < len(ends) and ends[at] < span.stop
 
     def num_held(self, span: Span) -> int:
-        """Of the blocks of one node, how many from the front are leased or above one that is."""
+        """The number of blocks from the node's front up to its last leased one."""
         if not self.num_pins:
             return 0
         leased = np.flatnonzero(self.leases[span])
         return int(leased[-1]) + 1 if len(leased) else 0
 
     def is_path_pinned(self, span: Span) -> bool:
-        """The same for the blocks of any node: what leases some of them begins above it or in it,
-        and goes on below it or ends in it."""
+        """Whether any block of a node is leased, for any node: a lease of its blocks begins above
+        it or in it, and ends in it or below it."""
         if not isinstance(span, slice):
             return self.is_pinned(span)
         return bool(self.leases[span.stop - 1]) or self.is_tail_pinned(span)
@@ -152,7 +152,7 @@ class BlockTable:
         return int(span[self.depth[span].argmax()])
 
     def free(self, span: Span) -> None:
-        """Forget blocks that have no copy left and no lease."""
+        """Free blocks without copies and leases."""
         assert not np.count_nonzero(self.tags[span]), "a block with copies was freed"
         assert not self.is_pinned(span), "a leased block was freed"
         self.node[span] = -1
@@ -160,10 +160,10 @@ class BlockTable:
         self.ids.give(span)
 
     def forget(self, tier: int, spans: list[Span], slot_bytes: int) -> int:
-        """ready → absent and free at once: blocks whose only copy nobody leases, reads or needs.
+        """ready → absent, and free: for blocks whose only copy is not leased or read.
 
-        The same as draining, vacating and freeing them one after the other. `spans` are joined
-        where they meet. Returns how many."""
+        The same as draining, vacating and freeing them, in one step. Adjacent `spans` are joined.
+        Returns the number of blocks."""
         if len(spans) > 1:
             spans[:] = together(spans)
         slots = self.slot[tier]
@@ -183,7 +183,7 @@ class BlockTable:
         return num_blocks
 
     def change(self, tier: int, ids: Span, new: CopyState) -> None:
-        """Move copies to a new state. Raises IllegalTransition, changing nothing."""
+        """Set copies to a new state. Raises IllegalTransition, and changes nothing."""
         states = self.state[tier]
         old = states[ids]
         if len(old) == 0:
@@ -222,7 +222,7 @@ class BlockTable:
         self.slot[tier][ids] = slots
 
     def vacate(self, tier: int, ids: Ids, slot_bytes: int) -> None:
-        """→ absent, giving the slots back. A ready copy drains first."""
+        """→ absent, and free the slots. A ready copy must drain first."""
         if len(ids) == 0:
             return
         ready = ids[self.state[tier][ids] == CopyState.READY]
@@ -232,7 +232,7 @@ class BlockTable:
         self.pools[tier].free(slot_bytes, self.slot[tier][ids])
 
     def story(self, block: int) -> str:
-        """One block in words, for errors."""
+        """A block's state in words, for errors."""
         copies = ", ".join(
             f"{tier.name}={CopyState(self.state[number][block]).name.lower()}@{self.slot[number][block]}"
             for number, tier in enumerate(self.tiers)
@@ -277,7 +277,7 @@ class BlockTable:
             tags |= leaving << np.uint16(number + LEAVING_SHIFT)
             counted = np.bincount(state, minlength=len(CopyState))
             assert (counted == self.counts[number]).all(), (counted, self.counts[number])
-            assert not (state[self.node < 0] != CopyState.ABSENT).any(), "a copy of no block"
+            assert not (state[self.node < 0] != CopyState.ABSENT).any(), "a free id has a copy"
         assert (tags == self.tags).all()
         assert (self.leases >= 0).all()
         assert self.num_pins == int(self.leases.sum())

@@ -1,6 +1,6 @@
-"""Which nodes may be given up next in each tier: the policies' order, and what it leaves out.
+"""The candidates for eviction in each tier: the policies' order, parked and dismissed nodes.
 
-    a leaf of its tier ──queue──▶ its policy ──coldest──▶ given up
+    a leaf of its tier ──queue──▶ its policy ──coldest──▶ evicted
                                      ▲            │ leased or read
                                      └──unpark────┴──park
 
@@ -16,12 +16,12 @@ from hicache.engine.index.node import Node
 from hicache.engine.policies.base import ALWAYS, EvictionPolicy
 
 DISMISSED_S: Final = -1.0
-"""When a block that is not expected to be used again was last used: before all others."""
+"""The time of last use of a block that is not expected to be used again: before all others."""
 MAX_DISMISSED: Final = 4096
 
 
 class Candidates:
-    """`policies`: one for each tier. `dismissed`: nodes that go before all others, by tier."""
+    """`policies`: one for each tier. `dismissed`: nodes to evict before all others, by tier."""
 
     def __init__(self, policies: Sequence[EvictionPolicy]) -> None:
         self.policies = policies
@@ -29,12 +29,11 @@ class Candidates:
         self._parked: list[set[Node]] = [set() for _ in policies]
 
     def ranks(self, tier: int) -> bool:
-        """Whether the tier's policy tells now which blocks are worth more than others, so that not
-        everything is let in."""
+        """Whether the tier's policy currently ranks blocks by worth, so that it refuses some."""
         return self.policies[tier].worth(-1, 0.0) != ALWAYS
 
     def queue(self, node: Node) -> None:
-        """Tell the policies of the tiers in which the node is a leaf now."""
+        """Add the node as a candidate in the tiers in which it is a leaf."""
         staying = node.staying
         holding = node.holding
         for tier in range(len(self.policies)):
@@ -44,17 +43,17 @@ class Candidates:
                     self.dismissed[tier][node] = None
 
     def dismiss(self, nodes: Sequence[Node]) -> None:
-        """Nobody is expected to ask for these again: they go before all others, whatever the
-        policy, unless they are used after all. Ancestors first."""
+        """These are not expected to be used again: evict them before all others, whatever the
+        policy, unless they are used. Ancestors first."""
         for node in nodes:
             node.touched_s = DISMISSED_S
         for tier, dismissed in enumerate(self.dismissed):
             if len(dismissed) > MAX_DISMISSED:
-                dismissed.clear()  # nothing had to go for so long: the policy will do
+                dismissed.clear()  # a long list without evictions: leave them to the policy
             dismissed.update((node, None) for node in nodes if node.staying >> tier & 1)
 
     def coldest(self, tier: int, worth: float = ALWAYS) -> Node | None:
-        """The candidate to go next, as `EvictionPolicy.pop` gives it."""
+        """The next candidate for eviction, see `EvictionPolicy.pop`."""
         dismissed = self.dismissed[tier]
         while dismissed:
             node, _ = dismissed.popitem()
@@ -63,11 +62,11 @@ class Candidates:
         return self.policies[tier].pop(worth)
 
     def park(self, node: Node, tier: int) -> None:
-        """A candidate that cannot go now (leased, read): queued again by `unpark`."""
+        """Put a candidate that cannot be evicted now (leased, read) aside until `unpark`."""
         self._parked[tier].add(node)
 
     def unpark(self) -> None:
-        """Leases or moves ended: parked candidates may go now."""
+        """Leases or moves have ended: queue parked candidates again."""
         for tier, parked in enumerate(self._parked):
             for node in parked:
                 if node.parent is not None:

@@ -141,7 +141,7 @@ class Residency:
 
     def below(self, tier: int) -> int | None:
         """The next slower tier that takes blocks and is linked from this one. None for a persistent
-        tier: what it gives up is forgotten there."""
+        tier: blocks that it evicts are dropped there."""
         for lower in self._lower[tier]:
             if self.takes(lower):
                 return lower

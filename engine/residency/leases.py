@@ -1,13 +1,13 @@
 """Leases: claims that keep copies from being evicted; tickets: claims on slots being written.
 
 Both belong to an owner (a client group, by number) and expire. A lease pins every copy of its
-blocks by a count per block id, so tree nodes may be split and merged under it.
+blocks by a count per block id, so tree nodes may be split and merged meanwhile.
 
-A pin is a lease of nobody's that lasts long. It is kept apart: who waits for leases to end, or for
-room that readers will make, must not wait for pins.
+A pin is a long lease without an owner. It is kept separately: code that waits for leases to end, or
+for room that readers will free, must not wait for pins.
 
 Shared memory cannot be revoked: an expired ticket's slots are quarantined, never freed, until the
-writer acknowledges or is known dead (`Quarantine`). Owned by the daemon's one loop.
+writer acknowledges or is dead (`Quarantined`). Owned by the daemon's one loop.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hicache.engine.residency.block_ids import Span, ids_of, size_of
 from hicache.engine.residency.blocks import BlockTable
 from hicache.tiers.block import Ids
 
-NOBODY: Final = 0
-"""The owner of what is held for no session."""
+NO_OWNER: Final = 0
+"""The owner of leases that belong to no session."""
 _NO_IDS: Final = np.empty(0, np.int32)
 
 
@@ -32,11 +32,10 @@ _NO_IDS: Final = np.empty(0, np.int32)
 class Lease:
     """A leased prefix; `spans` are its `ids` as indices into the arrays.
 
-    `awaited`: blocks on their way; `unplaced`: blocks that still lack room, from this position of
-    `ids` on; `failed_at`: the readable prefix ends here at the latest. `started_s` and `deadline_s`
-    are set by the first fetch, `took_s` when its end is known. `by_worker`: the GPU's worker is to
-    read the blocks, and not a client. `not_loaded`: where its loads begin that have not come, be
-    they under way or failed.
+    `awaited`: blocks being copied; `unplaced`: blocks from this position of `ids` on still need
+    room; `failed_at`: the readable prefix ends here at the latest. `started_s` and `deadline_s` are
+    set by the first fetch, `took_s` at its end. `by_worker`: the GPU's worker reads the blocks, not
+    a client. `not_loaded`: the first positions of its loads that are running or have failed.
     """
 
     id: int
@@ -60,7 +59,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A prefix that is kept; `spans` are its blocks' ids, each once."""
+    """A pinned prefix; `spans` are its blocks' ids, each once."""
 
     id: int
     namespace: int
@@ -75,7 +74,7 @@ class Pin:
 
 @dataclass(slots=True)
 class Ticket:
-    """Slots handed out for a put: `ids` (`span`: as an index) in `tier`, written by `owner`."""
+    """Slots granted for a put: `ids` (`span`: as an index) in `tier`, written by `owner`."""
 
     id: int
     owner: int
@@ -98,7 +97,7 @@ class Quarantined:
 
 
 def once_each(parts: Sequence[Ids]) -> Ids:
-    """All these ids, each once, in order. Merged run by run, a tenth of what sorting takes."""
+    """All these ids, each once, in order. Merged run by run, in a tenth of the time of sorting."""
     ids = np.concatenate((_NO_IDS, *parts))
     ids.sort(kind="stable")
     is_first = np.ones(len(ids), bool)
@@ -108,14 +107,14 @@ def once_each(parts: Sequence[Ids]) -> Ids:
 
 class LeaseBook:
     """All leases, pins, tickets and quarantines. `kept`: each pinned block once, in order.
-    `max_share`: of each tier, what all pins together may hold."""
+    `max_share`: the share of each tier that all pins together may hold."""
 
     def __init__(self, blocks: BlockTable) -> None:
         self.blocks = blocks
         self.leases: dict[int, Lease] = {}
         self.pins: dict[int, Pin] = {}
         self.kept: Ids = _NO_IDS
-        self._num_keeping = _NO_IDS  # by block, how many pins keep it
+        self._num_keeping = _NO_IDS  # by block, the number of its pins
         self.max_share = 0.0
         self.tickets: dict[int, Ticket] = {}
         self.quarantine: dict[int, Quarantined] = {}
@@ -133,7 +132,7 @@ class LeaseBook:
         self.leases[lease.id] = lease
 
     def close(self, lease_id: int) -> Lease | None:
-        """Unpin; None when there is no such lease."""
+        """Close a lease and unpin its blocks. Returns None when it does not exist."""
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             for span in lease.spans:
@@ -150,7 +149,7 @@ class LeaseBook:
         lease.failed_at = min(lease.failed_at, num_blocks)
 
     def keep(self, pin: Pin) -> None:
-        """Pin its blocks."""
+        """Add a pin."""
         new = [self.unkept(ids_of(span)) for span in pin.spans]
         for span in pin.spans:
             self.blocks.pin(span)
@@ -159,9 +158,8 @@ class LeaseBook:
         self.kept = once_each((self.kept, *new))
 
     def let_go(self, pin_ids: Iterable[int]) -> tuple[int, Ids]:
-        """Unpin those that there are. Returns how many, and the blocks that no pin keeps any
-        more. What that takes does not grow with the pins that stay: the same prompt may be pinned
-        a thousand times."""
+        """Remove the pins that exist. Returns how many, and the blocks that have no pin now. Its
+        time does not depend on the pins that stay: a prompt may be pinned a thousand times."""
         ended = [self.pins.pop(number) for number in pin_ids if number in self.pins]
         for pin in ended:
             for span in pin.spans:
@@ -172,7 +170,7 @@ class LeaseBook:
         return len(ended), gone
 
     def unkept(self, ids: Ids) -> Ids:
-        """Those of these blocks that no pin keeps."""
+        """The blocks of `ids` without a pin."""
         more = len(self.blocks.leases) - len(self._num_keeping)
         if more:
             self._num_keeping = np.append(self._num_keeping, np.zeros(more, np.int32))
@@ -180,7 +178,7 @@ class LeaseBook:
         return unkept
 
     def expired(self, now_s: float) -> tuple[list[int], list[int]]:
-        """Ids of leases and of tickets past their time."""
+        """The ids of expired leases, and of expired tickets."""
         return (
             [lease.id for lease in self.leases.values() if lease.expires_s <= now_s],
             [ticket.id for ticket in self.tickets.values() if ticket.expires_s <= now_s],
@@ -196,9 +194,9 @@ class LeaseBook:
             for span in pin.spans:
                 num_keeping[span] += 1
         assert not (counted - num_keeping).any(), "lease counts differ from leases and pins"
-        assert np.array_equal(np.flatnonzero(num_keeping), self.kept), "not what the pins keep"
+        assert np.array_equal(np.flatnonzero(num_keeping), self.kept), "pinned blocks differ"
         known = len(self._num_keeping)
-        assert np.array_equal(num_keeping[:known], self._num_keeping), "not how many pins keep it"
+        assert np.array_equal(num_keeping[:known], self._num_keeping), "pin counts differ"
         for tier, pool in enumerate(self.blocks.pools):
             held = sum(
                 len(item.slots) * item.slot_bytes

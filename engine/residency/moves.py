@@ -1,4 +1,4 @@
-"""The moves in flight, by their numbers: what they read, and what is queued on each link.
+"""The moves in flight by number: the copies that they read, and the queue of each link.
 
 Owned by the daemon's one loop.
 """
@@ -10,14 +10,14 @@ from typing import Final
 
 from hicache.engine.plan import Move, Priority
 
-TRAVELLING_BYTES: Final = 32 << 20
-"""At most, over one link (`transfer/move_queue.py`)."""
+IN_FLIGHT_BYTES: Final = 32 << 20
+"""The most bytes in flight over one link (`transfer/move_queue.py`)."""
 
 
 class MovesInFlight(dict[int, Move]):
-    """`of_block`: those of each block. `outbox`: those to be handed out with the next plan.
-    `num_bytes`: by link and priority. `progress_s`: when a move over a link last ended, where some
-    are still to."""
+    """Moves by number. `of_block`: the moves of each block. `outbox`: moves for the next plan.
+    `num_bytes`: by link and priority. `progress_s`: when a move over a link last ended, for links
+    with moves in flight."""
 
     def __init__(self, tiers: Sequence[str], links: Iterable[tuple[int, int]]) -> None:
         super().__init__()
@@ -34,13 +34,13 @@ class MovesInFlight(dict[int, Move]):
         return self._serial
 
     def issue(self, move: Move) -> None:
-        """Hand a move out."""
+        """Add a move, and put it into the next plan."""
         self[move.id] = move
         self.of_block.setdefault(move.block, []).append(move)
         self.outbox.append(move)
 
     def end(self, number: int) -> Move | None:
-        """Forget a move that has ended; None where it is not known."""
+        """Remove a move that has ended. Returns None where it is unknown."""
         move = self.pop(number, None)
         if move is not None:
             others = self.of_block[move.block]
@@ -63,12 +63,12 @@ class MovesInFlight(dict[int, Move]):
         return sum(self.num_bytes[link][: at_most + 1])
 
     def bytes_ahead(self, link: tuple[int, int]) -> int:
-        """Bytes that a demand waits for: other demand, and what travels already, whatever it is."""
+        """Bytes that a new demand waits for: other demands, and moves of any priority in flight."""
         demand, *others = self.num_bytes[link]
-        return demand + min(sum(others), TRAVELLING_BYTES)
+        return demand + min(sum(others), IN_FLIGHT_BYTES)
 
     def silent_s(self, link: tuple[int, int], now_s: float) -> float:
-        """For how long nothing has come over a link that a demand waits for."""
+        """For how long a link with waiting demands has copied nothing."""
         return now_s - self.progress_s.get(link, now_s)
 
     def is_read(self, block: int, tier: int) -> bool:
@@ -77,7 +77,7 @@ class MovesInFlight(dict[int, Move]):
         return any(move.src == name for move in self.of_block.get(block, ()))
 
     def is_deleted(self, block: int, tier: int) -> bool:
-        """Whether the block's record in the tier is being deleted, which cannot be called back."""
+        """Whether the block's record in the tier is being deleted, which cannot be cancelled."""
         name = self._names[tier]
         moves = self.of_block.get(block, ())
         return any(move.src == name and move.dst is None for move in moves)

@@ -1,12 +1,12 @@
-"""How much of the tiers that clients read from is held by leases and pins.
+"""The share of the mapped tiers that leases and pins hold.
 
 Every request that waits in an inference engine's queue may hold a lease. Together they could hold
-all of memory: then nothing finds room that must come up from below, and those at the front of the
-queue wait for those behind them. Above a share the service grants no more. Counted from the ground,
-and not with every lease: prefixes that many requests share count once.
+all of memory: then no block finds room that must be copied from a slower tier, and the requests at
+the front of the queue wait for those behind them. Above a share, no more leases are granted. It is
+computed from the blocks, not summed over leases: prefixes that many requests share count once.
 
-It is a share of what pins leave. Nobody waits for those to end, and where memory was given back to
-the machine they may hold all that is left: then what they hold is a hit, and the rest is not.
+It is a share of what pins leave. Pins do not end soon, and after memory was returned to the machine
+they may hold all that is left: then only pinned blocks are hits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from hicache.engine.residency.copies import Residency
 from hicache.tiers.block import Ids
 
 SCAN_SHARE: Final = 256
-"""One pin in so many blocks, or more, and looking through all of them takes less time than sorting
-those pinned: 7 ms for six million."""
+"""If at least one block in this many is pinned, scanning all blocks is faster than sorting the
+pinned ones: 7 ms for six million."""
 
 
 def pinned_bytes(residency: Residency, tier: int) -> int:
-    """What of the tier pins hold now, in slots."""
+    """The bytes of the tier's slots that pins hold now."""
     return _held_bytes(residency, residency.leases.kept, tier)
 
 
 def within_share(residency: Residency, ids: Ids, tier: int) -> Ids:
-    """Of blocks of one size those that may be copied to the tier: of pinned ones no more than pins
-    may hold there, from the front."""
+    """The blocks of `ids` (of one size) that may be copied to the tier: pinned ones only within the
+    share of pins there, from the front."""
     book = residency.leases
     if not len(book.kept) or not len(ids):
         return ids
@@ -46,8 +46,8 @@ def within_share(residency: Residency, ids: Ids, tier: int) -> Ids:
 
 
 def leased_share(residency: Residency) -> float:
-    """Of what pins leave of the mapped tier where it is least: what finds no room in one may find
-    it in another."""
+    """The share that leases hold of what pins leave, in the mapped tier where it is smallest, since
+    a block may use any of them."""
     if not residency.leases.leases:
         return 0.0
     ids = _leased(residency)
@@ -61,13 +61,13 @@ def leased_share(residency: Residency) -> float:
 
 
 def _held_bytes(residency: Residency, ids: Ids, tier: int) -> int:
-    """Of these blocks, what lies in the tier, in slots."""
+    """The bytes of these blocks' slots in the tier."""
     return bytes_in(residency, ids[residency.blocks.state[tier][ids] != CopyState.ABSENT], tier)
 
 
 def bytes_in(residency: Residency, ids: Ids, tier: int) -> int:
-    """What these blocks take in the tier if all that it can hold lie there, in slots. Counted by
-    node: sorting them takes a hundred times as long."""
+    """The bytes of slots that these blocks would take if all were in the tier. Counted by node:
+    sorting them takes a hundred times as long."""
     counts = np.bincount(residency.blocks.node[ids])
     numbers = np.flatnonzero(counts)
     nodes = [residency.index.nodes[number] for number in numbers.tolist()]
@@ -80,7 +80,7 @@ def bytes_in(residency: Residency, ids: Ids, tier: int) -> int:
 
 
 def _leased(residency: Residency) -> Ids:
-    """Each block that is leased and not pinned, once."""
+    """The leased blocks that are not pinned, each once."""
     blocks, book = residency.blocks, residency.leases
     if blocks.num_pins * SCAN_SHARE < len(blocks.leases):
         leased = np.unique(np.concatenate([lease.ids for lease in book.leases.values()]))
