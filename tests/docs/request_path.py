@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -108,10 +109,10 @@ class TracedDaemon:
         self, request: Callable[[], object], after: Callable[[], object] = lambda: None
     ) -> RequestPath:
         """The files that `request` runs. It is made TIMES times, with `after` after each."""
-        idle = {row[0] for _ in range(TIMES) for row in self._record(lambda: None)[1]}
+        idle = {row[0] for _ in range(TIMES) for row in self.record(lambda: None)[1]}
         records = []
         for _ in range(TIMES):
-            records.append(self._record(request))
+            records.append(self.record(request))
             after()
         daemon = [[row for row in rows if row[0] not in idle] for _, rows in records]
         before = _in_all([[row for row in rows if row[2] == BEFORE] for rows in daemon])
@@ -122,7 +123,8 @@ class TracedDaemon:
             afterwards=tuple(file for file in later if file not in before),
         )
 
-    def _record(self, request: Callable[[], object]) -> tuple[list[Row], list[Row]]:
+    def record(self, request: Callable[[], object]) -> tuple[list[Row], list[Row]]:
+        """The client's rows and the daemon's while `request` is made."""
         self._signal(signal.SIGUSR1)
         mine = Recorder()
         mine.begin()
@@ -165,6 +167,23 @@ def path_of_a_match(num_blocks: int = 32) -> RequestPath:
         path = traced.path_of(match, lambda: client.release(answers[-1]))
         assert all(answer.hit_blocks == num_blocks for answer in answers)
     return path
+
+
+def files_of_evictions() -> set[str]:
+    """What a daemon runs while prompts are stored for which others must leave its memory."""
+    traced = TracedDaemon(hbm=None, dram={"size": "16MiB"})
+    files: set[str] = set()
+    with traced.server as server:
+        client = server.client()
+
+        def fill(seed: int) -> None:
+            assert store(client, prompt(seed, 8)) == 8
+            server.settle()
+
+        for seed in range(12):  # of 2 MiB each
+            files |= {file for _, file, _ in traced.record(partial(fill, seed))[1]}
+        assert server.tier("disk")["blocks"] > 0
+    return files
 
 
 def main() -> None:

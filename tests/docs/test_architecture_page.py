@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import DOCS, ROOT
-from tests.docs.request_path import path_of_a_match
+from tests.docs.request_path import files_of_evictions, path_of_a_match
 
 PAGE = (DOCS / "architecture.md").read_text()
 MATCH, REST = PAGE.split("## One match\n")[1].split("\n## One put\n")
@@ -58,3 +58,13 @@ def test_every_room_is_in_the_table_of_rooms() -> None:
             if is_own and (package / "__init__.py").exists():
                 name = str(package.relative_to(ROOT))
                 assert name in named or Path(name).parts[0] in ("engine", "tiers"), name
+
+
+@pytest.mark.e2e
+def test_an_eviction_runs_the_files_that_the_page_names() -> None:
+    """Those of the daemon, while blocks are demoted; the worker's own are not traced."""
+    eviction = REST.split("\n## One eviction\n")[1]
+    named = {file for file, _ in ROW.findall(eviction)}
+    workers = {"transfer/worker.py", "transfer/copy_thread.py", "transfer/media/disk.py"}
+    workers |= {"tiers/disk/disk_tier.py", "engine/plan.py"}  # a plan is made without a call
+    assert not named - workers - files_of_evictions()
