@@ -93,7 +93,8 @@ def cli() -> None:
 
 
 class OutputLost(Exception):
-    """The output of a command could not be written."""
+    """The output of a command could not be written. Its text is a sentence, or empty where the
+    reader of a pipe has closed it, as `| head` does."""
 
 
 class _Output(io.FileIO):
@@ -104,7 +105,9 @@ class _Output(io.FileIO):
             return super().write(data)
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # for what is still buffered
-            raise OutputLost(f"the output could not be written: {error.strerror}") from error
+            is_closed = isinstance(error, BrokenPipeError)
+            why = "" if is_closed else f"the output could not be written: {error.strerror}\n"
+            raise OutputLost(why) from error
 
 
 def main() -> None:
@@ -121,7 +124,7 @@ def main() -> None:
         code: Any = cli.main(prog_name="hicache", standalone_mode=False)
         sys.stdout.flush()
     except OutputLost as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(str(error))
         sys.exit(1)
     except click.exceptions.Abort:
         sys.exit(130)
