@@ -208,7 +208,7 @@ class ReplayedEngine:
         return plan.answer
 
     def evictions(self) -> Counter[str]:
-        """Copies given up so far, by tier."""
+        """Copies evicted so far, by tier."""
         rows = self.engine.queries.tier_counters()
         return Counter({tier: row["evictions"] for tier, row in rows.items()})
 

@@ -119,13 +119,14 @@ def summed(prefixes: dict[Prefix, int], num_tiers: int) -> tuple[int, ...]:
     return (sum(tiers > 0 for tiers in prefixes.values()), *per_tier)
 
 
-def told(total: Sum) -> tuple[int, ...]:
+def counts(total: Sum) -> tuple[int, ...]:
     return (total.blocks, *total.per_tier)
 
 
 def rows_of(trunk: Trunk) -> list[tuple[Any, ...]]:
     return sorted(
-        (b.tokens[0], b.depth, b.blocks, b.ends, told(b.own), told(b.all)) for b in trunk.branches
+        (b.tokens[0], b.depth, b.blocks, b.ends, counts(b.own), counts(b.all))
+        for b in trunk.branches
     )
 
 
@@ -169,7 +170,7 @@ def test_the_branches_are_those_of_the_prefixes(
         number = next(n.number for n in server.namespaces if n.digest.hex() == trunk.space.digest)
         prefixes = prefixes_of(server, number)
         assert rows_of(trunk) == expected(prefixes, len(server.tiers))
-        assert told(trunk.all) == summed(prefixes, len(server.tiers))
+        assert counts(trunk.all) == summed(prefixes, len(server.tiers))
         assert trunk.ends == sum(not b.children for b in trunk.branches)
         below = trunk.children + [child for b in trunk.branches for child in b.children]
         assert {id(b) for b in below} == {id(b) for b in trunk.branches}
@@ -188,7 +189,7 @@ def test_a_chain_is_one_branch_of_the_youngest_age() -> None:
     (branch,) = trunk.branches
     assert (branch.number, branch.blocks, branch.nodes, branch.tokens) == (5, 5, 2, [1])
     assert (branch.idle_s, branch.is_leased, branch.ends) == (7.0, True, 1)
-    assert told(branch.all) == told(trunk.all) == (5, 2, 5)
+    assert counts(branch.all) == counts(trunk.all) == (5, 2, 5)
 
 
 def test_nobody_is_expected_to_ask_again_only_where_that_holds_for_all() -> None:
@@ -221,7 +222,7 @@ def test_a_number_that_comes_twice_counts_once() -> None:
     first = answer([run(1, None, 0, 2), run(2, None, 0, 3)], next=5)
     again = answer([run(2, None, 0, 4, tiers=2)])
     (trunk,) = read(first, again).trunks
-    assert told(trunk.all) == (6, 2, 4)
+    assert counts(trunk.all) == (6, 2, 4)
 
 
 def test_its_own_parent() -> None:
@@ -263,7 +264,7 @@ def test_what_a_newer_daemon_adds_is_ignored() -> None:
     row = [1, None, 0, 0, 2, 1, 0, 1.5, False, b"", "new", {"newer": 1}]
     reply = answer([], nodes=[row], namespaces=[{**SPACE, "colour": "red"}], more_to_come=1)
     (trunk,) = read(reply).trunks
-    assert told(trunk.all) == (2, 2, 0)
+    assert counts(trunk.all) == (2, 2, 0)
 
 
 def test_orders() -> None:
@@ -297,7 +298,7 @@ def test_a_hundred_thousand_nodes_each_below_the_other() -> None:
         reading.take(answer([*spine, *tries], next=after))
     forest = reading.forest()
     (trunk,) = forest.trunks
-    assert told(trunk.all) == (2 * num_turns, num_turns, num_turns)
+    assert counts(trunk.all) == (2 * num_turns, num_turns, num_turns)
     assert len(trunk.branches) == 2 * num_turns
     assert trunk.ends == num_turns + 1
     deepest: Branch | None = trunk.branches[-1]

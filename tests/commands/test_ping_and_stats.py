@@ -1,4 +1,4 @@
-"""`hicache ping` and `hicache stats` against a daemon that says what the test tells it to."""
+"""`hicache ping` and `hicache stats` against a daemon with scripted replies."""
 
 from __future__ import annotations
 
@@ -177,9 +177,9 @@ def test_what_if_as_a_table_and_as_data(daemon: ScriptedDaemon) -> None:
     table = run(stats, daemon, "--what-if").output
     assert "8 requests" in table
     assert "75.0 (75.0)" in table
-    told = json.loads(run(stats, daemon, "--what-if", "--json").stdout)
-    assert (told["requests"], told["sampled_share"]) == (8, 1.0)
-    by_scale = {row["scale"]: row["all_hit"] for row in told["estimates"]}
+    data = json.loads(run(stats, daemon, "--what-if", "--json").stdout)
+    assert (data["requests"], data["sampled_share"]) == (8, 1.0)
+    by_scale = {row["scale"]: row["all_hit"] for row in data["estimates"]}
     assert by_scale[4.0] == 0.75
     assert by_scale[0.5] <= by_scale[1.0] <= by_scale[2.0]
     warm = json.loads(run(stats, daemon, "--what-if", "--warm", "0.5", "--json").stdout)

@@ -1,4 +1,4 @@
-"""`hicache tree` against a daemon that says what the test tells it to: the text, to the letter."""
+"""`hicache tree` against a daemon with scripted replies: the text, to the letter."""
 
 from __future__ import annotations
 
@@ -178,22 +178,22 @@ def test_a_narrow_line_ends_behind_what_fits() -> None:
 
 
 def _seen() -> Any:
-    """A question that nobody had to send."""
+    """The reply to a request that was not sent."""
     return SimpleNamespace(body={"namespace": b"", "after": 0})
 
 
 def test_as_data(daemon: ScriptedDaemon) -> None:
     """All of it, whatever the depth, parents first; a branch a line."""
     result = ask(daemon, "--json", "--depth", "1", "--top", "1")
-    told = json.loads(result.stdout)
-    assert told["tiers"] == ["dram", "disk"]
-    assert told["loose"] == 0
-    assert [space["digest"] for space in told["namespaces"]] == [s["digest"] for s in SPACES]
-    assert told["namespaces"][0]["branches"] == 5
-    assert told["namespaces"][0]["bytes"] == 44 * (64 << 20)
-    assert told["namespaces"][2]["idle_s"] is None
-    rows = {row["number"]: row for row in told["branches"]}
-    assert {row["parent"] for row in told["branches"]} == {None, 9}
+    data = json.loads(result.stdout)
+    assert data["tiers"] == ["dram", "disk"]
+    assert data["loose"] == 0
+    assert [space["digest"] for space in data["namespaces"]] == [s["digest"] for s in SPACES]
+    assert data["namespaces"][0]["branches"] == 5
+    assert data["namespaces"][0]["bytes"] == 44 * (64 << 20)
+    assert data["namespaces"][2]["idle_s"] is None
+    rows = {row["number"]: row for row in data["branches"]}
+    assert {row["parent"] for row in data["branches"]} == {None, 9}
     assert rows[9] == {
         "number": 9,
         "parent": None,
@@ -275,8 +275,8 @@ def test_an_empty_index(
 
 def test_an_empty_index_as_data(daemon: ScriptedDaemon) -> None:
     daemon.on("tree", pages([], []))
-    told = json.loads(ask(daemon, "--json").stdout)
-    assert told == {"tiers": ["dram", "disk"], "loose": 0, "namespaces": [], "branches": []}
+    data = json.loads(ask(daemon, "--json").stdout)
+    assert data == {"tiers": ["dram", "disk"], "loose": 0, "namespaces": [], "branches": []}
 
 
 def test_a_tree_that_changes_while_it_is_read(daemon: ScriptedDaemon) -> None:

@@ -1,4 +1,4 @@
-"""`hicache warm`, `pin`, `unpin`, `pins` against a daemon that says what the test tells it to."""
+"""`hicache warm`, `pin`, `unpin`, `pins` against a daemon with scripted replies."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_is_not_held_cannot_be_pinned(daemon: ScriptedDaemon) -> None:
 
 
 @pytest.mark.parametrize(
-    ("namespace", "told"),
+    ("namespace", "message"),
     [
         ("a", "names several of"),
         ("A", "names several of"),
@@ -86,9 +86,9 @@ def test_what_is_not_held_cannot_be_pinned(daemon: ScriptedDaemon) -> None:
         ("A model", "is none of"),
     ],
 )
-def test_a_namespace_has_to_be_one(daemon: ScriptedDaemon, namespace: str, told: str) -> None:
+def test_a_namespace_has_to_be_one(daemon: ScriptedDaemon, namespace: str, message: str) -> None:
     result = run(warm, daemon, "-", "--namespace", namespace)
-    assert told in str(result.exception)
+    assert message in str(result.exception)
     assert daemon.ops() == ["stats"]
 
 
@@ -100,7 +100,7 @@ def test_tokens_have_to_be_ids(daemon: ScriptedDaemon, tokens: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "flag", "time", "told"),
+    ("command", "flag", "time", "message"),
     [
         (pin, "--for", "long", "a time such as"),
         (pin, "--for", "0s", "0s is outside 1s … 720h"),
@@ -113,10 +113,10 @@ def test_tokens_have_to_be_ids(daemon: ScriptedDaemon, tokens: object) -> None:
     ],
 )
 def test_a_time_has_a_unit_and_bounds(
-    daemon: ScriptedDaemon, command: Any, flag: str, time: str, told: str
+    daemon: ScriptedDaemon, command: Any, flag: str, time: str, message: str
 ) -> None:
     result = run(command, daemon, "-", "--namespace", "ab", flag, time)
-    assert told in str(result.exception)
+    assert message in str(result.exception)
     assert daemon.ops() == []
 
 

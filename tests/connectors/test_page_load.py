@@ -28,7 +28,7 @@ PAGE_BYTES, PAGES_PER_BLOCK, NUM_PAGES = 48, 2, 64
 
 class LateRunner:
     """The kernel's copies, page by page on the stream it was given: done when the device pleases,
-    and the device tells nobody but by events."""
+    and the device reports only by events."""
 
     def __init__(self, device: StandIn) -> None:
         self._memcpy = device.cuda.runtime.memcpyAsync
@@ -52,7 +52,7 @@ class Pages:
     def __init__(
         self, num_planes: int, seed: int, staged_blocks: float = 3.0, *, is_lazy: bool = False
     ) -> None:
-        """A lazy device copies only when somebody waits."""
+        """A lazy device copies only when a caller waits."""
         rng = Random(seed)
         self.device = StandIn(choose=lambda waiting: 0 if is_lazy else rng.randint(0, waiting))
         self.tensors = np.zeros((num_planes, NUM_PAGES, PAGE_BYTES), np.uint8)
@@ -144,11 +144,11 @@ def test_a_run_whose_slots_were_given_away_is_not_told_of() -> None:
     pages = Pages(4, seed=2, staged_blocks=100)
     (rows,), blocks = pages.tables(5), pages.blocks(5)
     run = Reused(0, "dram", [block.tobytes() for block in blocks])
-    told = [part.planes for part in pages.staging.load(run, rows, 1)]
-    assert told == [1, 2], "the third was on its way, and is told of by nobody"
+    parts_seen = [part.planes for part in pages.staging.load(run, rows, 1)]
+    assert parts_seen == [1, 2], "the third was under way, and is not reported"
     assert not pages.device.waiting
     assert pages.holds(rows, blocks, 3)
-    assert not pages.tensors[3].any(), "what was read too late is in nobody's pages"
+    assert not pages.tensors[3].any(), "what was read too late is in no pages"
 
 
 def test_a_load_that_is_given_up_leaves_nothing_on_its_way() -> None:
@@ -177,24 +177,24 @@ def load_of(
     parts: list[LoadedPart], *, is_at_rest: bool = True
 ) -> tuple[PageLoad, list[LoadedPart]]:
     """And what has been told so far."""
-    told: list[LoadedPart] = []
+    parts_seen: list[LoadedPart] = []
 
-    def tell() -> Generator[LoadedPart, None, None]:
+    def yield_parts() -> Generator[LoadedPart, None, None]:
         for part in parts:
-            told.append(part)
+            parts_seen.append(part)
             yield part
 
-    return PageLoad(tell(), 4, 4, lambda: is_at_rest), told
+    return PageLoad(yield_parts(), 4, 4, lambda: is_at_rest), parts_seen
 
 
 def test_a_layer_is_waited_for_and_no_longer() -> None:
-    load, told = load_of(PARTS)
+    load, parts_seen = load_of(PARTS)
     assert load.wait(1) == 4
-    assert len(told) == 4, "the third block was the last to get its first planes"
+    assert len(parts_seen) == 4, "the third block was the last to get its first planes"
     assert load.wait(2) == 4
-    assert len(told) == 4
+    assert len(parts_seen) == 4
     assert load.wait(3) == 4
-    assert len(told) == 5
+    assert len(parts_seen) == 5
     loaded = load.end()
     assert (loaded.blocks, loaded.is_at_rest) == (4, True)
     assert load.end() is loaded
@@ -215,7 +215,7 @@ def test_all_of_it_has_come_whatever_another_load_left_in_doubt() -> None:
 
 
 def test_left_by_an_error_the_rest_is_not_waited_for() -> None:
-    load, told = load_of(PARTS)
+    load, parts_seen = load_of(PARTS)
 
     def fail() -> None:
         with load:
@@ -224,7 +224,7 @@ def test_left_by_an_error_the_rest_is_not_waited_for() -> None:
 
     with pytest.raises(RuntimeError):
         fail()
-    assert len(told) == 4
+    assert len(parts_seen) == 4
     assert load.end().blocks == 2, "the others lack planes"
     with load_of(PARTS)[0] as whole:
         pass
@@ -263,7 +263,7 @@ def test_runs_come_in_any_order_and_only_what_was_asked_for() -> None:
     (rows,), blocks = pages.tables(6), pages.blocks(6)
     cache, client = cache_of(pages, [run_of(blocks[4:], 4), run_of(blocks[:4])])
     with cache.load_by_part(match_of(6), rows[:5], planes_per_part=2) as load:
-        assert len(client.runs) == 2, "it begins when somebody waits"
+        assert len(client.runs) == 2, "it begins when a caller waits"
         assert load.wait(2) == 5
         assert pages.holds(rows[:5], blocks[:5], 2)
     assert load.end().blocks == 5

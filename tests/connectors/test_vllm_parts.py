@@ -414,18 +414,18 @@ def test_a_close_takes_nothing_back_under_a_copy() -> None:
     daemon while a thread still wrote them."""
     background = Background("test-close", Trouble())
     begun, may_end = threading.Event(), threading.Event()
-    told: list[str] = []
+    steps: list[str] = []
 
     def copy() -> None:
         begun.set()
         may_end.wait()
-        told.append("copied")
+        steps.append("copied")
 
     async def store() -> None:
         try:
             await in_thread(copy)
         finally:
-            told.append("given back")
+            steps.append("given back")
 
     async def last() -> None:
         background.submit(store)
@@ -435,7 +435,7 @@ def test_a_close_takes_nothing_back_under_a_copy() -> None:
     background.submit(partial(asyncio.sleep, 0))
     background.close(last, 60.0)
     may_end.set()
-    assert told == ["copied", "given back"]
+    assert steps == ["copied", "given back"]
 
 
 def test_the_package_is_importable_without_vllm() -> None:

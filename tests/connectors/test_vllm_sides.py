@@ -61,11 +61,11 @@ def test_what_one_engine_stores_another_loads(
 
 
 def test_generated_blocks_are_stored_too(engine: Make) -> None:
-    (told,) = engine().run(request("a", tokens(1, 9), max_tokens=12))
-    conversation = told.all_token_ids[:-1] + tokens(2, 5)
+    (first,) = engine().run(request("a", tokens(1, 9), max_tokens=12))
+    conversation = first.all_token_ids[:-1] + tokens(2, 5)
     (again,) = engine().run(request("b", conversation))
-    check([told, again])
-    assert again.num_cached == (len(told.all_token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    check([first, again])
+    assert again.num_cached == (len(first.all_token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_only_what_the_engine_lacks_is_loaded(memory: AsyncMemory, engine: Make) -> None:
@@ -547,7 +547,7 @@ def test_stores_take_a_share_of_the_blocks(memory: AsyncMemory, engine: Make) ->
     one.run()
 
 
-# --- what is told --------------------------------------------------------------------------------
+# --- what is reported ----------------------------------------------------------------------------
 
 
 def test_steps_with_prefill_are_observed(memory: AsyncMemory, engine: Make) -> None:
@@ -562,7 +562,7 @@ def test_steps_with_prefill_are_observed(memory: AsyncMemory, engine: Make) -> N
     ]
 
 
-def test_why_an_answer_ended_and_how_long_it_was_is_told(memory: AsyncMemory, engine: Make) -> None:
+def test_why_an_answer_ended_and_how_long_it_was_is_sent(memory: AsyncMemory, engine: Make) -> None:
     one = engine()
     one.run(request("a", tokens(1, 9), session_id="a talk"))
     one.run(request("b", tokens(2, 5), mm_features=["an image"]))
@@ -582,17 +582,17 @@ def test_sources_of_a_hit(memory: AsyncMemory, engine: Make) -> None:
 
 
 def test_announcements(memory: AsyncMemory, engine: Make) -> None:
-    told = PublishedHashes()
-    one = engine(published=told)
+    published = PublishedHashes()
+    one = engine(published=published)
     (first,) = one.run(request("a", tokens(1, 21), max_tokens=1))
     hashes = first.block_hashes[:5]
-    news = list(told.take())
+    news = list(published.take())
     assert [name for n in news for name in n.hashes] == hashes
     assert {(n.medium, n.is_gone) for n in news} == {("CPU", False)}
     memory.tier = "disk"
     one.forget_local()
     one.run(request("b", tokens(1, 21), max_tokens=1))
-    news = list(told.take())
+    news = list(published.take())
     assert [(list(n.hashes), n.medium, n.is_gone) for n in news] == [
         (hashes, "STORAGE", False),
         (hashes, "CPU", True),
@@ -600,5 +600,5 @@ def test_announcements(memory: AsyncMemory, engine: Make) -> None:
     memory.blocks.clear()
     one.forget_local()
     one.run(request("c", tokens(1, 21), max_tokens=1))
-    gone = [n for n in told.take() if n.is_gone]
+    gone = [n for n in published.take() if n.is_gone]
     assert [(list(n.hashes), n.medium) for n in gone] == [(hashes, "STORAGE")]

@@ -2,9 +2,9 @@
 
     python -m tests.soak.client ENDPOINT SEED TRANSPORT JUDGES
 
-A line of JSON on stdout reports its counts every second. Wrong bytes end it with status 3. A
-call that outlasts its deadline is told too, unless somebody may stop this process (`JUDGES` is 0):
-then its own time says nothing.
+A line of JSON on stdout reports its counts every second. Wrong bytes end it with status 3. A call
+that outlasts its deadline is counted too, unless this process may be stopped (`JUDGES` is 0): then
+its own times mean nothing.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class SoakClient:
         waited_s = time.monotonic() - started_s
         self.judge("match", started_s, CALL_S)
         self.counts["matches"] += 1
-        if (
-            not match.is_answered
-        ):  # at once: after a failure nobody waits for the daemon for a while
+        if not match.is_answered:  # at once: for a while after a failure, calls do not wait
             self.counts["unanswered at once" if waited_s < AT_ONCE_S else "unanswered"] += 1
         have = self.fetch(match, tokens) if match.lease else 0
         if self.rng.random() < 0.95:  # some forget to: their leases run out

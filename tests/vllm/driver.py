@@ -219,31 +219,31 @@ class Driver:
 # --- the process itself ---------------------------------------------------------------------------
 
 
-def _prompts(told: dict[str, Any]) -> list[dict[str, Any]]:
-    if "embedded" in told:  # so many random vectors of such a length
+def _prompts(order: dict[str, Any]) -> list[dict[str, Any]]:
+    if "embedded" in order:  # so many random vectors of such a length
         import torch
 
         seeded = torch.Generator().manual_seed(1)
-        return [{"prompt_embeds": torch.randn(told["embedded"], generator=seeded)}]
-    salt = {"cache_salt": told["salt"]} if "salt" in told else {}
-    return [{"prompt_token_ids": ids, **salt} for ids in told["prompts"]]
+        return [{"prompt_embeds": torch.randn(order["embedded"], generator=seeded)}]
+    salt = {"cache_salt": order["salt"]} if "salt" in order else {}
+    return [{"prompt_token_ids": ids, **salt} for ids in order["prompts"]]
 
 
-def _generate(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
+def _generate(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    several = told.get("n", 1)
+    several = order.get("n", 1)
     sampling = SamplingParams(
-        max_tokens=told.get("max_tokens", 8),
+        max_tokens=order.get("max_tokens", 8),
         n=several,
         temperature=0.0 if several == 1 else 0.8,
         seed=7 if several > 1 else None,
         ignore_eos=True,
     )
-    lora = LoRARequest(*told["lora"]) if "lora" in told else None
+    lora = LoRARequest(*order["lora"]) if "lora" in order else None
     started_s = time.perf_counter()
-    results = llm.generate(_prompts(told), sampling, use_tqdm=False, lora_request=lora)
+    results = llm.generate(_prompts(order), sampling, use_tqdm=False, lora_request=lora)
     return {
         "outputs": [list(out.token_ids) for result in results for out in result.outputs],
         "cached": [result.num_cached_tokens for result in results],
@@ -251,12 +251,12 @@ def _generate(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _search(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
+def _search(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     """The best beams of each prompt, with the prompt; each token of each is a request to vLLM."""
     from vllm.sampling_params import BeamSearchParams
 
-    how = BeamSearchParams(told["beams"], told.get("max_tokens", 8), ignore_eos=True)
-    found = llm.beam_search(_prompts(told), how)
+    how = BeamSearchParams(order["beams"], order.get("max_tokens", 8), ignore_eos=True)
+    found = llm.beam_search(_prompts(order), how)
     return {
         "outputs": [list(beam.tokens) for result in found for beam in result.sequences],
         "cached": [],
@@ -284,15 +284,15 @@ def _nap(llm: Any, level: int) -> dict[str, Any]:
     return {}
 
 
-def _answer(llm: Any, told: dict[str, Any]) -> dict[str, Any]:
-    if "reset" in told:
-        return _reset(llm, told["reset"])
-    if "nap" in told:
-        return _nap(llm, told["nap"])
-    if "metric" in told:
-        values = [metric.value for metric in llm.get_metrics() if metric.name == told["metric"]]
+def _answer(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
+    if "reset" in order:
+        return _reset(llm, order["reset"])
+    if "nap" in order:
+        return _nap(llm, order["nap"])
+    if "metric" in order:
+        values = [metric.value for metric in llm.get_metrics() if metric.name == order["metric"]]
         return {"value": sum(values)}
-    return _search(llm, told) if "beams" in told else _generate(llm, told)
+    return _search(llm, order) if "beams" in order else _generate(llm, order)
 
 
 def _only_answers() -> IO[str]:
@@ -302,7 +302,7 @@ def _only_answers() -> IO[str]:
     return answers
 
 
-def main(arguments: dict[str, Any], told: IO[str]) -> None:
+def main(arguments: dict[str, Any], order: IO[str]) -> None:
     answers = _only_answers()
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
@@ -315,7 +315,7 @@ def main(arguments: dict[str, Any], told: IO[str]) -> None:
             arguments[name] = kind(**arguments[name])
     llm = LLM(**arguments)
     print(ANSWER + "{}", file=answers, flush=True)
-    for line in told:
+    for line in order:
         what = json.loads(line)
         if "quit" in what:
             break

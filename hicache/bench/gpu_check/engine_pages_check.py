@@ -235,11 +235,11 @@ def _there_and_back(server: PrivateDaemon, engine: Engine, share: PageShare, mib
         f"{tiers} {prompt_bytes / min(seconds) / 1e9:.1f}"
         for tiers, seconds in sorted(loaded.items())
     ]
-    told = server.stats()["pages"]
+    reported = server.stats()["pages"]
     return (
         f"{came} of {2 * num_prompts * BLOCKS} blocks came, every byte right; GB/s with all "
         f"requests, best: saved {prompt_bytes / min(saved_s) / 1e9:.1f}, loaded from "
-        f"{', '.join(rates)}; left over: {told}"
+        f"{', '.join(rates)}; left over: {reported}"
     )
 
 
@@ -262,15 +262,16 @@ def _by_layer(engine: Engine, share: PageShare) -> str:
     _load(engine, share, number)
     match = _matched(engine, number)
     started_s = time.perf_counter()
-    told: list[float] = []
+    reported: list[float] = []
     parts = engine.client.load_pages_by_part(match, share, pages, planes_per_part=1)
     for part in parts:
-        told.append((time.perf_counter() - started_s) * 1e3)
+        reported.append((time.perf_counter() - started_s) * 1e3)
         right = engine.right[number][part.first : part.first + part.blocks, : part.planes]
         found = engine.holds(pages[part.first : part.first + part.blocks])[:, : part.planes]
-        assert np.array_equal(found, right), f"told of {part.planes} layers, and they are not there"
+        assert np.array_equal(found, right), f"{part.planes} layers were reported and are not there"
     engine.client.release(match)
-    return f"{len(told)} parts, the first after {told[0]:.1f} ms; each compared when it was told"
+    first = f"the first after {reported[0]:.1f} ms"
+    return f"{len(reported)} parts, {first}; each compared when it was reported"
 
 
 def _by_layer_here(engine: Engine) -> str:
@@ -281,17 +282,19 @@ def _by_layer_here(engine: Engine) -> str:
     match = _matched(engine, number)
     right = engine.right[number]
     started_s = time.perf_counter()
-    told: list[float] = []
+    reported: list[float] = []
     with cache.load_by_part(match, pages, planes_per_part=1) as load:
         for layers in range(1, engine.layers + 1):
             blocks = load.wait(layers)
-            told.append((time.perf_counter() - started_s) * 1e3)
+            reported.append((time.perf_counter() - started_s) * 1e3)
             assert blocks == BLOCKS, f"{blocks} of {BLOCKS} blocks: {engine.client.last_error}"
             found = engine.holds(pages)[:, :layers]
             assert np.array_equal(found, right[:, :layers]), f"layer {layers} is not there"
     engine.client.release(match)
     cache.close()
-    return f"{cache.how[:40]}…; the first layer after {told[0]:.1f} ms, each compared when it came"
+    return (
+        f"{cache.how[:40]}…; the first layer after {reported[0]:.1f} ms, each compared when it came"
+    )
 
 
 def _killed(server: PrivateDaemon, engine: Engine, share: PageShare) -> str:

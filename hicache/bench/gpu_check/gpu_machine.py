@@ -105,7 +105,7 @@ def _note_gpu(check: Check) -> None:
     with check.step("NUMA node of the GPU") as step:
         bus = check.cupy.cuda.Device(0).pci_bus_id.lower()
         file = Path("/sys/bus/pci/devices") / bus / "numa_node"
-        step.value = f"{bus}: {file.read_text().strip() if file.exists() else 'not told'}"
+        step.value = f"{bus}: {file.read_text().strip() if file.exists() else 'unknown'}"
 
 
 def _doctor(check: Check) -> None:
@@ -135,11 +135,11 @@ def _pin(check: Check) -> None:
     with check.step("an arena pinned, given back, pinned again") as step, arena_of(size) as arena:
         seconds = []
         for chunk in (CHUNK_BYTES, 256 << 20):
-            told: list[int] = []
-            pinned = PinnedArena(runtime, arena, lambda done, _, t=told: t.append(done), chunk)  # type: ignore[misc]
+            reported: list[int] = []
+            pinned = PinnedArena(runtime, arena, lambda done, _, t=reported: t.append(done), chunk)  # type: ignore[misc]
             step.value = pinned.summary()
             assert pinned.is_whole, pinned.trouble
-            assert told[-1] == size
+            assert reported[-1] == size
             seconds.append(pinned.seconds)
             pinned.close()
         step.value += f"; again in {seconds[1]:.1f} s by 256 MiB"

@@ -1,4 +1,4 @@
-"""An inference engine's stand-in: a process that multiplies bf16 matrices and tells how fast.
+"""A process in the role of an inference engine: it multiplies bf16 matrices and reports the times.
 
     python -m hicache.bench.gpu_check.matmul [--dry]     "S\\n" on stdin: measure for S seconds
 

@@ -36,8 +36,8 @@ def _memcheck(check: Check, name: str) -> str:
         raise Skipped(f"{TOOL} refuses the device: {_REFUSED}")
     ours = [line for line in said.splitlines() if line.startswith("=========")]
     assert ran.returncode == 0, " ".join(ours[-4:]) or said[-300:]
-    told = " ".join(ours[-1:]).strip("= ") or f"status {ran.returncode}"
+    summary = " ".join(ours[-1:]).strip("= ") or f"status {ran.returncode}"
     rows = report.read_text()
-    assert '"status": "FAILED"' not in rows, f"a step failed under it; {told}"
+    assert '"status": "FAILED"' not in rows, f"a step failed under it; {summary}"
     num_ok = rows.count('"status": "ok"')
-    return f"{told}; {num_ok} steps were right under it"
+    return f"{summary}; {num_ok} steps were right under it"

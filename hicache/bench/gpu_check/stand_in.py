@@ -1,6 +1,6 @@
 """What of CuPy the GPU worker uses, in host memory: for `gpu-check` without a GPU, and for tests.
 
-Copies are done as late as the real device may do them: when somebody waits, and not before; or,
+Copies are done as late as the real device may do them: when a caller waits, and not before; or,
 if `choose` is given, whenever it says so. Each stream keeps its order, streams keep none among
 themselves. Errors come as CUDA's do: a call refused changes nothing else, a copy that fails takes
 the context with it, and every later call fails.
