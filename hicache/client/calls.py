@@ -39,7 +39,8 @@ from hicache.client.results import (
     Warmed,
 )
 from hicache.client.session import Connection
-from hicache.client.steps import Give, ReplyMap, Steps, Stream, operation, stream
+from hicache.client.steps import Give, ReplyMap, Send, Steps, Stream, operation, stream
+from hicache.client.trouble import TROUBLE
 from hicache.protocol.keys import TOKEN_BYTES, Tokens, encode_tokens
 from hicache.protocol.operations import (
     MAX_DEADLINE_S,
@@ -135,20 +136,31 @@ class PromptCalls(Calls):
             explain=bool(explain),
             conversation=conversation,
         )
-        attempt = connection.attempt(connection.timeouts.call_s)
-        with attempt:
-            attempt.admit()
-            greeting = connection.greeting or (yield from connection.greeted(attempt.deadline_s))
+        # An inference engine waits for this before it can compute its first token: what `attempt`,
+        # `ask` and `exchange` do stands here where nothing is unusual (2 µs less).
+        started_s = connection.clock()
+        deadline_s = started_s + connection.timeouts.call_s
+        try:
+            connection.admit(started_s)
+            greeting = connection.greeting or (yield from connection.greeted(deadline_s))
             if len(packed) > greeting.max_prompt_tokens * TOKEN_BYTES:
                 whole = greeting.max_prompt_tokens // greeting.block_tokens * greeting.block_tokens
                 wanted.tokens = packed[: whole * TOKEN_BYTES]
-            greeting, reply = yield from connection.ask(
-                wanted, attempt.deadline_s, read_plain_match
-            )
-            match = reply if isinstance(reply, Match) else read_match(reply)
+            if connection.late:
+                yield from connection.clean_up()
+            request_id, head = connection.packed(wanted, deadline_s, greeting.session)
+            frames = yield Send((head,), deadline_s)
+            match = None if frames is None else read_plain_match(frames[0], request_id)
+            if match is None:
+                sent = request_id, frames
+                greeting, reply = yield from connection.ask(wanted, deadline_s, greeting, sent)
+                match = read_match(reply)
             match.session = greeting.session
-            return match
-        return Match.miss(connection.last_error)
+        except TROUBLE as trouble:
+            connection.record_failure(trouble, started_s)
+            return Match.miss(connection.last_error)
+        connection.record_success()
+        return match
 
     @operation
     def score(self, prompts: Sequence[Tokens]) -> Steps[list[Score]]:

@@ -35,8 +35,8 @@ _MIN_DEADLINE_S: Final = 0.001
 
 Posted = AbortRequest | ByeRequest | HintRequest | ObserveRequest | ReleaseRequest
 """A request that may be sent without waiting for its reply."""
-Quick = Callable[[bytes, int], Any]
-"""Reads a reply's bytes; None where it is not a plain reply to the request of that id."""
+Sent = tuple[int, Sequence[Part] | None]
+"""A request's id, and the result of its Send."""
 
 
 class Exchange:
@@ -87,21 +87,21 @@ class Exchange:
         session: bytes = b"",
         parts: Sequence[Part] = (),
         *,
-        quick: Quick | None = None,
+        sent: Sent | None = None,
         may_connect: bool = True,
-    ) -> Steps[tuple[Any, list[Part]]]:
-        """Send one request, and return its reply: map and parts, or the result of `quick`. Raises
-        DaemonAbsent, DaemonError."""
-        if self.late:
-            yield from self.clean_up()
-        request_id = next(self._ids)
-        head = self._packed(request, request_id, deadline_s, session)
+    ) -> Steps[tuple[ReplyMap, list[Part]]]:
+        """Send one request, and return its reply: map and parts. `sent`: the request was packed and
+        sent already. Raises DaemonAbsent, DaemonError."""
+        if sent is None:
+            if self.late:
+                yield from self.clean_up()
+            request_id, head = self.packed(request, deadline_s, session)
+            frames = None
+        else:
+            request_id, frames = sent
         try:
-            frames = yield Send((head, *parts), deadline_s, may_connect=may_connect)
-            if frames is not None and quick is not None:
-                answer = quick(frames[0], request_id)
-                if answer is not None:
-                    return answer, []
+            if sent is None:
+                frames = yield Send((head, *parts), deadline_s, may_connect=may_connect)
             inbox = yield from self._inbox(request_id, session, frames)
             return (yield from self.next_reply(inbox, deadline_s))
         except BaseException as error:  # a later reply may still grant a lease or ticket
@@ -115,8 +115,7 @@ class Exchange:
         """Send a request that has several replies: `next_reply` takes them, then `close_inbox`."""
         if self.late:
             yield from self.clean_up()
-        request_id = next(self._ids)
-        head = self._packed(request, request_id, deadline_s, session)
+        request_id, head = self.packed(request, deadline_s, session)
         frames = yield Send((head,), deadline_s)
         return (yield from self._inbox(request_id, session, frames))
 
@@ -148,8 +147,7 @@ class Exchange:
         if self.late:
             yield from self.clean_up()
         request.quiet = True
-        request_id = next(self._ids)
-        head = self._packed(request, request_id, deadline_s, session)
+        request_id, head = self.packed(request, deadline_s, session)
         yield Send((head,), deadline_s, is_awaited=False)
         self._give_up(request_id, request, session)
 
@@ -174,19 +172,19 @@ class Exchange:
             if len(self._given_up) > MAX_LATE:
                 self._given_up.popitem(last=False)
 
-    def _packed(
-        self,
-        request: Request | dict[str, Any],
-        request_id: int,
-        deadline_s: float,
-        session: bytes,
-    ) -> bytes:
-        """A request as bytes, with its id, session and times. A deadline that the request has
-        already (`warm` with `wait_s`) is kept."""
+    def packed(
+        self, request: Request | dict[str, Any], deadline_s: float, session: bytes
+    ) -> tuple[int, bytes]:
+        """A request's id, and its bytes with that id, its session and its times. A deadline that
+        the request has already (`warm` with `wait_s`) is kept."""
+        request_id = next(self._ids)
         now_s = self.clock()
-        left_s = min(MAX_DEADLINE_S, max(_MIN_DEADLINE_S, (deadline_s - now_s) * TOLD_SHARE))
+        left_s = (deadline_s - now_s) * TOLD_SHARE
+        if not _MIN_DEADLINE_S <= left_s <= MAX_DEADLINE_S:
+            left_s = min(MAX_DEADLINE_S, max(_MIN_DEADLINE_S, left_s))
         if isinstance(request, dict):
-            return pack({"id": request_id, "sent_s": now_s, "deadline_s": left_s, **request})
+            head = {"id": request_id, "sent_s": now_s, "deadline_s": left_s, **request}
+            return request_id, pack(head)
         request.id, request.sent_s, request.s = request_id, now_s, session
         request.deadline_s = request.deadline_s or left_s
-        return pack(request)
+        return request_id, pack(request)

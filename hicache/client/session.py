@@ -17,11 +17,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
-from hicache.client.exchange import Exchange, Quick
+from hicache.client.exchange import Exchange, Sent
 from hicache.client.replies import read_greeting
 from hicache.client.results import Greeting, Match
 from hicache.client.steps import HangUp, Inbox, MapArenas, Part, ReplyMap, Steps, Work
@@ -137,13 +137,18 @@ class Connection(Exchange):
             self._breaker.record_success()  # the daemon answers
 
     def ask(
-        self, request: Request, deadline_s: float, quick: Quick | None = None
-    ) -> Steps[tuple[Greeting, Any]]:
-        """Send a request within a session. Returns the session and the reply's map (or the result
-        of `quick`). If the daemon does not know the session, opens another, once."""
-        greeting = self.greeting or (yield from self.greeted(deadline_s))
+        self,
+        request: Request,
+        deadline_s: float,
+        greeting: Greeting | None = None,
+        sent: Sent | None = None,
+    ) -> Steps[tuple[Greeting, ReplyMap]]:
+        """Send a request within a session. Returns the session and the reply's map. If the daemon
+        does not know the session, opens another, once. `sent`: the request was sent already, in
+        that session."""
+        greeting = greeting or self.greeting or (yield from self.greeted(deadline_s))
         try:
-            reply, _ = yield from self.exchange(request, deadline_s, greeting.session, quick=quick)
+            reply, _ = yield from self.exchange(request, deadline_s, greeting.session, sent=sent)
             return greeting, reply
         except DaemonError as error:
             if error.code != "unknown_session":
