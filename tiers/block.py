@@ -1,10 +1,10 @@
-"""The vocabulary every room shares: what a block, a slot and a tier are called.
+"""The vocabulary that every package shares: blocks, slots and tiers.
 
-Light on purpose (numpy only): clients import it inside an inference engine's process.
+Imports only numpy: clients import it inside an inference engine's process.
 
 A *block* is a fixed run of tokens' KV for all layers of one namespace. A *slot* is room for one
-block in one tier. Slots are named by where they start, counted in 4 KiB pages from the start of
-the tier, so one 31-bit number names any slot of a tier of up to 8 TiB whatever its size class:
+block in one tier. A slot's number is its first 4 KiB page, counted from the start of the tier, so
+one 31-bit number names any slot of a tier of up to 8 TiB, of any size class:
 
     page   0        1        2        3        4        5
            |--- slot 0 (8 KiB) ---|--- slot 2 (8 KiB) ---|-- free ...
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 PAGE_BYTES = 4096
 MAX_BLOCK_TOKENS = 4096
-"""A block has no more tokens, in any namespace."""
+"""The most tokens of a block, in any namespace."""
 MAX_TIER_BYTES = PAGE_BYTES << 31
 
 Ids = npt.NDArray[np.int32]
@@ -41,11 +41,11 @@ def slot_bytes_for(block_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TierTraits:
-    """What kind of medium a tier is. The cache engine asks for these and never for a tier's name.
+    """The properties of a tier's medium. The cache engine uses these, never a tier's name.
 
     `mapped`: clients on this host can read and write its slots through a shared mapping.
     `persistent`: its blocks are found again after a restart, so each carries its identity.
-    `deletion_is_io`: a copy is given up by a move, and its room is free after the outcome.
+    `deletion_is_io`: a copy is deleted by a move, and its room is free after the outcome.
     `keeps_whole_prefixes`: a block is written after its ancestors and deleted before them.
     `shared_between_hosts`: other hosts read, write and delete there too.
     """
@@ -59,10 +59,10 @@ class TierTraits:
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """What the cache engine knows of a tier. Tiers are ordered, fastest first.
+    """A tier as the cache engine sees it. Tiers are ordered, fastest first.
 
     `high_watermark`, `low_watermark`: shares of the capacity; above the first, cold blocks are
-    demoted ahead of need until the second is reached.
+    demoted before their room is needed, until the second is reached.
     `min_return`, `write_bytes_per_s`: an evicted block is written to this tier, a persistent one,
     only if its probability of reuse is at least this, and within this average rate.
     """
@@ -91,14 +91,13 @@ class TierSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredRows:
-    """Some of the blocks that a persistent tier holds of one namespace, read back after a restart.
+    """A part of a persistent tier's blocks of one namespace, listed after a restart.
 
-    They come as chains of blocks that follow one another, and are numbered in the order in which
-    they are told, these from `first` on. Of each chain: its `lengths`; `parents`, the number of the
-    row above its first, told before, or -1 for the root; that row's key (32 bytes in
-    `parent_keys`). Of each row: `step` bytes of `tokens`; its `hits`; `used_s`, when it or one
-    below it was used last, in seconds since 1970, so that it never rises along a chain. `total`
-    rows will have been told at the end.
+    Rows form chains of consecutive blocks, and are numbered in their order, these from `first` on,
+    `total` in all. Per chain: its `lengths`; `parents`, the number of the row above its first one,
+    which came earlier, or -1 for the root; that row's key (32 bytes in `parent_keys`). Per row:
+    `step` bytes of `tokens`; its `hits`; `used_s`, the last use of it or a row below it, in seconds
+    since 1970, so that it never rises along a chain.
     """
 
     namespace: bytes
@@ -117,7 +116,7 @@ class StoredRows:
         return len(self.hits)
 
     def is_sound(self) -> bool:
-        """Whether the lengths of all its parts agree. What is in them is not looked at."""
+        """Whether the lengths of all fields agree. Their contents are not checked."""
         count = int(self.lengths.sum())
         return (
             0 < count == len(self.hits) == len(self.used_s)
@@ -132,8 +131,8 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class SlabClearing:
-    """A run of pages of one tier, first_page … end_page-1, that is emptied of the slots it holds so
-    that slots of another class, `slot_bytes` large, find room there."""
+    """A run of pages of one tier, first_page … end_page-1, that is emptied to make room for slots
+    of another class, `slot_bytes` large."""
 
     slot_bytes: int
     first_page: int
@@ -141,7 +140,7 @@ class SlabClearing:
 
 
 class SlotAllocator(Protocol):
-    """The free list of one tier, as the cache engine sees it (tiers/pool.py implements it)."""
+    """A tier's free list as the cache engine sees it (implemented by tiers/pool.py)."""
 
     capacity_bytes: int
     used_bytes: int
@@ -152,45 +151,44 @@ class SlotAllocator(Protocol):
     reshaped: list[tuple[int, int]]
 
     def allocate(self, slot_bytes: int, count: int) -> Ids:
-        """Up to `count` slots of the class, fewer (perhaps none) when the tier lacks room."""
+        """Allocate up to `count` slots of the class, fewer or none when the tier lacks room."""
 
     def available(self, slot_bytes: int) -> int:
-        """How many slots of the class `allocate` could hand out now."""
+        """The number of slots of the class that `allocate` could return now."""
 
     def free(self, slot_bytes: int, slots: Ids) -> None:
-        """Give slots back. Raises ValueError on a slot that is not in use."""
+        """Free slots. Raises ValueError on a slot that is not in use."""
 
     def quarantine(self, slot_bytes: int, slots: Ids) -> None:
-        """Take slots out of use without offering them again: somebody may still write them."""
+        """Take slots out of use without freeing them: a process may still write them."""
 
     def end_quarantine(self, slot_bytes: int, slots: Ids) -> None:
-        """The writer is known to be gone: the slots are free."""
+        """Free slots in quarantine: their writer has ended."""
 
     def can_hold(self, slot_bytes: int) -> bool:
         """Whether a slot of the class would fit if the tier were empty."""
 
     def num_used(self, slot_bytes: int) -> int:
-        """How many slots of the class are in use."""
+        """The number of slots of the class in use."""
 
     def clearings(self, slot_bytes: int, count: int) -> Sequence[SlabClearing]:
-        """What could be emptied to make room for a slot of the class, the least used first."""
+        """Runs of pages that could be emptied for a slot of the class, the least used first."""
 
     def close(self, clearing: SlabClearing) -> None:
-        """Hand out nothing there until it is empty, and then only to its class."""
+        """Allocate nothing there until it is empty, and then only for its class."""
 
     def reopen(self) -> None:
         """End the clearing, empty or not."""
 
     @property
     def clearing_bytes(self) -> int:
-        """What is still in use in the clearing."""
+        """The bytes still in use in the clearing."""
 
     def withhold(self, count: int) -> Sequence[int]:
-        """Take free slabs out of use. Returns the pages they begin at, fewer than asked for where
-        there are no more."""
+        """Take up to `count` free slabs out of use. Returns their first pages."""
 
     def restore(self, first_page: int) -> None:
-        """A slab that was withheld is room again."""
+        """Use a withheld slab again."""
 
     def validate(self) -> None:
-        """Recount everything from the ground; AssertionError tells what differs."""
+        """Recount everything. Raises AssertionError where a count differs."""

@@ -1,8 +1,8 @@
 """The `hbm` tier: a pool of slots in GPU memory, or its emulation in a second shared mapping.
 
-`HostPool` is opened by the daemon like `dram`: same protocol, honest about being emulated.
-`CudaPool` is opened by the GPU worker and nobody else: the daemon never touches CUDA, and decides
-by what a process of its own has found (`pick_device`; tiers/hbm_probe.py).
+`HostPool` is opened by the daemon like `dram`, with the same protocol. `CudaPool` is opened only by
+the GPU worker: the daemon never calls CUDA, and chooses the device from the result of a probe
+process (`pick_device`; tiers/hbm_probe.py).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hicache.tiers.tier import DeviceSpec, DeviceTraits, OpenedTier, TierSite
 
 PageKernels = Literal["auto", "always", "never"]
 CONTEXT_BYTES: Final = 600 << 20
-"""What CUDA takes of a GPU for a process of its own (518 MiB on an H200), beside the pool."""
+"""The GPU memory of a process's CUDA context (518 MiB on an H200), besides the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where the pool lives and why, as a sentence for `stats`. `index` is -1 on the host."""
+    """The pool's device and the reason for it, for `stats`. `index` is -1 on the host."""
 
     index: int
     reason: str
@@ -37,14 +37,14 @@ class Device:
 
 
 def pick_device(wanted: str, indices: Sequence[int], trouble: str) -> Device:
-    """`auto`, `host` or `cuda:N`, from the GPUs that were found; `trouble` is why there are no
-    (more) of them. ValueError on other words, and on a GPU that is not there."""
+    """Choose the device for `auto`, `host` or `cuda:N` from the GPUs found; `trouble`: why there
+    are no (more) GPUs. Raises ValueError on other words, and on a missing GPU."""
     if wanted == "host":
         return Device(-1, "emulated in host memory, as configured")
     if wanted == "auto":
         if not indices:
             return Device(-1, f"emulated in host memory: {trouble}")
-        return Device(min(indices), f"GPU {min(indices)}, found by itself")
+        return Device(min(indices), f"GPU {min(indices)}, found automatically")
     name, _, number = wanted.partition(":")
     if name != "cuda" or not number.isdecimal():
         raise ValueError(f"device {wanted!r}: must be auto, host, or cuda:N")
@@ -56,29 +56,28 @@ def pick_device(wanted: str, indices: Sequence[int], trouble: str) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class ArenaOptions:
-    """What the worker of an emulated pool is told: where its arena lies."""
+    """The options of an emulated pool's worker: the path of its arena."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """What a GPU's worker is told. `page_kernels`: see page_choice.py."""
+    """The options of a GPU's worker. `page_kernels`: see page_choice.py."""
 
     gpu: int = 0
     page_kernels: PageKernels = "auto"
 
 
 class HostPool(DramTier):
-    """The pool emulated: a second arena, mapped by clients like `dram`."""
+    """The emulated pool: a second arena, mapped by clients like `dram`."""
 
 
 class CudaPool:
     """The pool in GPU memory, allocated in one piece by the GPU worker. Lost with its process.
 
-    `cupy` is the module, or what stands in for it where the stream protocol is tried without a GPU.
-    `context_bytes` is what CUDA took for itself beside the pool, 0 where nobody tells. Raises
-    TierUnavailable with the driver's own words.
+    `cupy` is the module, or a stand-in for tests without a GPU. `context_bytes` is the size of the
+    CUDA context, 0 where unknown. Raises TierUnavailable with the driver's message.
     """
 
     def __init__(self, index: int, capacity_bytes: int, cupy: Any = None) -> None:
@@ -95,31 +94,31 @@ class CudaPool:
             self.memory: Any = cupy.cuda.Memory(capacity_bytes)
             self.context_bytes = grown_by(before, used_bytes(self.bus_id), capacity_bytes)
         except (ImportError, RuntimeError, MemoryError, OSError, ValueError) as error:
-            # CuPy's own errors are RuntimeErrors, and its lack of memory a MemoryError.
+            # CuPy's errors are RuntimeErrors, and for lack of memory a MemoryError.
             raise TierUnavailable(f"GPU {index}: {error}") from error
         self.capacity_bytes = capacity_bytes
         self._start = int(self.memory.ptr)
 
     def use(self) -> None:
-        """Make the GPU and its context this thread's. Said outright: CuPy's `with device` leaves it
-        out where the number is the thread's already, and the driver's own calls need it."""
+        """Make the GPU and its context this thread's current ones. CuPy's `with device` skips that
+        where the index is current already, but direct driver calls need it."""
         self.cupy.cuda.runtime.setDevice(self.index)
 
     def address(self, slot: int, num_bytes: int) -> int:
-        """The device address of a slot. ValueError when it would leave the pool."""
+        """The device address of a slot. Raises ValueError when it leaves the pool."""
         start = slot * PAGE_BYTES
         if slot < 0 or num_bytes < 0 or start + num_bytes > self.capacity_bytes:
             raise ValueError(f"slot {slot} of {num_bytes} bytes leaves the pool")
         return self._start + start
 
     def close(self) -> None:
-        """Give the memory back; the process's exit would do the same."""
+        """Free the memory, as the process's exit would do."""
         self.memory = None
         self.capacity_bytes = 0
 
 
 def open_hbm(section: Any, site: TierSite) -> OpenedTier:
-    """See Builder. `section`: an HbmConfig. ValueError when it asks for a GPU that is not there."""
+    """See Builder. `section`: an HbmConfig. Raises ValueError when its GPU is missing."""
     found = [gpu.index for gpu in site.gpus.found]
     device = pick_device(section.device, found, site.gpus.trouble)
     if device.is_emulated:
@@ -132,13 +131,13 @@ def open_hbm(section: Any, site: TierSite) -> OpenedTier:
 
 
 def emulated_spec(arena: Arena) -> DeviceSpec:
-    """The worker that copies between the near arena and this one."""
+    """The device of an emulated pool, whose worker copies between the near arena and this one."""
     medium, options = "hicache.transfer.media.host:MemoryMedium", ArenaOptions(str(arena.path))
     return DeviceSpec("gpu:0", "hicache-gpu-0", medium, arena.data_bytes, asdict(options))
 
 
 def gpu_spec(index: int, capacity_bytes: int, page_kernels: PageKernels = "auto") -> DeviceSpec:
-    """The worker that holds the pool in this GPU's memory."""
+    """The device of a pool in this GPU's memory, which its worker owns."""
     return DeviceSpec(
         f"gpu:{index}",
         f"hicache-gpu-{index}",

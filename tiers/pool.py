@@ -172,12 +172,12 @@ class SlotPool:
         return bool(self._spans(self._stride(slot_bytes)))
 
     def num_used(self, slot_bytes: int) -> int:
-        """How many slots of the class are in use."""
+        """The number of slots of the class in use."""
         cls = self._classes.get(slot_bytes)
         return 0 if cls is None else cls.num_used
 
     def allocate(self, slot_bytes: int, count: int) -> Ids:
-        """Up to `count` slots of the class, from regions in use first, the lowest pages first."""
+        """Allocate up to `count` slots, from regions in use first, the lowest pages first."""
         cls = self._class(slot_bytes)
         if cls is None:
             return NO_SLOTS.copy()
@@ -202,7 +202,7 @@ class SlotPool:
         return slots
 
     def available(self, slot_bytes: int) -> int:
-        """How many slots of the class `allocate` could hand out now."""
+        """The number of slots of the class that `allocate` could return now."""
         cls = self._classes.get(slot_bytes)
         if cls is not None and cls.per_slab and self.clearing is None:  # nearly always
             return cls.num_free + self._num_free_slabs * cls.per_slab
@@ -224,7 +224,7 @@ class SlotPool:
         return room
 
     def free(self, slot_bytes: int, slots: Ids) -> None:
-        """Give slots back. Raises ValueError, and changes nothing, when one is not in use."""
+        """Free slots. Raises ValueError, and changes nothing, when one is not in use."""
         cls = self._class_in_use(slot_bytes)
         slots = self._checked(slots, cls.used, f"used slots of {slot_bytes} bytes")
         cls.num_used -= len(slots)
@@ -303,7 +303,7 @@ class SlotPool:
 
     @property
     def clearing_bytes(self) -> int:
-        """What is still in use in the slabs being emptied."""
+        """The bytes still in use in the slabs being emptied."""
         if self.clearing is None:
             return 0
         slabs = self._slabs_of(self.clearing)

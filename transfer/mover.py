@@ -39,11 +39,10 @@ from hicache.transfer.move_queue import GPU_LIMITS, LIMITS, Limits, MoveQueue
 from hicache.transfer.queues import PAGE_QUEUES, Direction, queue_name, queue_names
 from hicache.transfer.supervisor import DeviceState, Down, Supervisor
 from hicache.transfer.worker_events import (
-    News,
-    PageNews,
+    MoverEvent,
+    PageEvent,
     WorkerDown,
     WorkerMeasured,
-    WorkerNews,
     WorkerNoted,
     WorkerOpening,
     WorkerRestored,
@@ -64,21 +63,6 @@ from hicache.transfer.worker_messages import (
     unpack_scrubbed,
 )
 from hicache.transfer.worker_process import WorkerProcess
-
-__all__ = [
-    "Mover",
-    "News",
-    "PageNews",
-    "WorkerDown",
-    "WorkerMeasured",
-    "WorkerNews",
-    "WorkerNoted",
-    "WorkerOpening",
-    "WorkerRestored",
-    "WorkerRows",
-    "WorkerScrubbed",
-    "WorkerUp",
-]
 
 KILL_S = 5.0
 AWAY_S = 2.0
@@ -144,7 +128,7 @@ class Mover:
         }
         self._device_of: dict[LinkName, tuple[_Device, Direction]] = {}
         self._device_of_fd: dict[int, _Device] = {}
-        self._news: list[News] = []
+        self._events: list[MoverEvent] = []
         self._num_batches = 0
         self._ticked_s: float | None = None
         self.num_refused = 0
@@ -190,7 +174,7 @@ class Mover:
         queues = [queue for d in self._devices.values() for queue in d.queues.values()]
         return [outcome for queue in queues for outcome in queue.cancel(ids)]
 
-    def on_readable(self, now_s: float) -> list[News]:
+    def on_readable(self, now_s: float) -> list[MoverEvent]:
         """Read workers' messages. Returns events in order."""
         for fd, events in self._poller.poll(0):
             device = self._device_of_fd.get(fd)
@@ -201,9 +185,9 @@ class Mover:
             self._receive(device, now_s)
             if fd == device.worker.process.pidfd:
                 self._reap(device, now_s)
-        return self._take_news()
+        return self._take_events()
 
-    def tick(self, now_s: float) -> list[News]:
+    def tick(self, now_s: float) -> list[MoverEvent]:
         """Start workers again, kill stuck ones, expire queued moves. Returns events in order."""
         was_away = self._ticked_s is not None and now_s - self._ticked_s > AWAY_S
         self._ticked_s = now_s
@@ -213,9 +197,9 @@ class Mover:
                     self._start(device, now_s)
                 continue
             for queue in device.queues.values():
-                self._news += queue.expire(now_s)
+                self._events += queue.expire(now_s)
             device.worker.check(now_s, was_away=was_away)
-        return self._take_news()
+        return self._take_events()
 
     def backlog(self) -> dict[LinkName, dict[int, int]]:
         """Bytes queued and in flight over each link, by priority."""
@@ -229,7 +213,7 @@ class Mover:
         """Each device's state."""
         return {name: device.worker.state for name, device in self._devices.items()}
 
-    def owed_s(self, now_s: float) -> dict[str, float]:
+    def overdue_s(self, now_s: float) -> dict[str, float]:
         """For how long each device's worker has been overdue with a reply; 0 if it is not."""
         return {name: device.worker.overdue_s(now_s) for name, device in self._devices.items()}
 
@@ -285,14 +269,14 @@ class Mover:
         self._devices[device].send(pack("describe", namespace=namespace, about=dict(about)))
 
     def send_pages(self, device: str, message: bytes) -> bool:
-        """Send a message about inference engines' pages (page_messages.py); PageNews follows.
+        """Send a message about inference engines' pages (page_messages.py); PageEvent follows.
         Returns False, and sends nothing, where the worker is not up."""
         if self._devices[device].worker.state != "up":
             return False
         self._devices[device].send(message)
         return True
 
-    def pace(self, tier: str, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
+    def throttle(self, tier: str, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
         """Limit the speed of copies from and to this tier's devices: infinity for no limit, 0 to
         copy nothing (throttle.py)."""
         for device in self._devices.values():
@@ -307,7 +291,7 @@ class Mover:
     def close(self, timeout_s: float) -> list[Outcome]:
         """Stop every worker, kill those that take longer than `timeout_s`, and return the outcomes
         of all remaining moves. Blocks; the mover cannot be used afterwards."""
-        events: list[News] = []
+        events: list[MoverEvent] = []
         for device in self._devices.values():
             events += [
                 outcome for queue in device.queues.values() for outcome in queue.cancel_all()
@@ -326,7 +310,7 @@ class Mover:
             else:
                 break  # a process inside the kernel that cannot be killed
         self._poller.close()
-        return [event for event in [*events, *self._take_news()] if isinstance(event, Outcome)]
+        return [event for event in [*events, *self._take_events()] if isinstance(event, Outcome)]
 
     def _running(self) -> list[WorkerProcess]:
         workers = [device.worker.process for device in self._devices.values()]
@@ -355,10 +339,10 @@ class Mover:
     def _report_down(self, device: _Device, down: Down) -> None:
         """Fail all moves. If the process crashed, a block being read may be what crashes it, and
         must not be tried for ever: it counts as corrupt."""
-        self._news.append(WorkerDown(device.name, device.tier, down.error, down.retry_s))
+        self._events.append(WorkerDown(device.name, device.tier, down.error, down.retry_s))
         for name, queue in device.queues.items():
             is_suspect = down.is_crash and device.traits.persistent and name == "read"
-            self._news += queue.fail_all(down.error, is_suspect)
+            self._events += queue.fail_all(down.error, is_suspect)
 
     def _receive(self, device: _Device, now_s: float) -> None:
         """Handle all messages that the worker has sent."""
@@ -384,16 +368,16 @@ class Mover:
                 worker.ponged(str(message["queue"]))
             elif kind == "rows":
                 worker.restoring(is_done=False)
-                self._news.append(WorkerRows(name, tier, unpack_rows(message)))
+                self._events.append(WorkerRows(name, tier, unpack_rows(message)))
             elif kind == "restored":
                 worker.restoring(is_done=True)
-                self._news.append(WorkerRestored(name, tier, _notes(message)))
+                self._events.append(WorkerRestored(name, tier, _notes(message)))
             elif kind == "noted":
-                self._news.append(WorkerNoted(name, tier, str(message["note"])))
+                self._events.append(WorkerNoted(name, tier, str(message["note"])))
             elif kind == "scrubbed":
                 s = unpack_scrubbed(message)
                 numbers = s.blocks, s.num_bytes, s.total_blocks
-                self._news.append(WorkerScrubbed(name, tier, *numbers, s.bad, s.is_done))
+                self._events.append(WorkerScrubbed(name, tier, *numbers, s.bad, s.is_done))
             elif kind == "measured":
                 link = (str(message["src"]), str(message["dst"]))
                 self._measure(device, link, int(message["bytes"]), float(message["seconds"]))
@@ -402,12 +386,12 @@ class Mover:
                 is_restoring = message["restoring"] is True
                 worker.ready(is_restoring)
                 up = worker.process.pid, str(message["detail"]), _notes(message), is_restoring
-                self._news.append(WorkerUp(name, tier, *up))
+                self._events.append(WorkerUp(name, tier, *up))
             elif kind == "opening":
                 done, total = int(message["done"]), int(message["total"])
-                self._news.append(WorkerOpening(name, tier, str(message["unit"]), done, total))
+                self._events.append(WorkerOpening(name, tier, str(message["unit"]), done, total))
             elif kind in REPORTS:
-                self._news.append(PageNews(name, unpack_report(message)))
+                self._events.append(PageEvent(name, unpack_report(message)))
             elif kind == "broken":
                 worker.error = str(message["error"])
                 worker.is_damaged = message["damaged"] is True
@@ -423,7 +407,7 @@ class Mover:
         for name, queue in device.queues.items():
             while True:
                 moves, late = queue.take(now_s)
-                self._news += late
+                self._events += late
                 if moves and device.traits.persistent:
                     moves = self._identified(queue, moves)
                     if not moves:
@@ -435,7 +419,7 @@ class Mover:
     def _identified(self, queue: MoveQueue, moves: list[Move]) -> list[Move]:
         self._identify(moves)
         removed = [move for move in moves if move.identity is None]
-        self._news += [queue.drop(move, "the block was removed meanwhile") for move in removed]
+        self._events += [queue.drop(move, "the block was removed meanwhile") for move in removed]
         return [move for move in moves if move.identity is not None]
 
     def _send(self, device: _Device, queue: str, moves: list[Move], now_s: float) -> None:
@@ -458,9 +442,9 @@ class Mover:
             raise MalformedMessage(f"batch {done.batch} is not in flight")
         if [outcome.move for outcome in done.outcomes] != [move.id for move in batch.moves]:
             error = "its outcomes are not those of the batch"
-            self._news += [Outcome(move.id, ok=False, error=error) for move in batch.moves]
+            self._events += [Outcome(move.id, ok=False, error=error) for move in batch.moves]
             raise MalformedMessage(error)
-        self._news += done.outcomes
+        self._events += done.outcomes
         src, dst = batch.moves[0].src, batch.moves[0].dst
         if dst is not None and done.num_bytes:
             self._measure(device, (src, dst), done.num_bytes, done.seconds)
@@ -472,11 +456,11 @@ class Mover:
             for name, direction in device.directions.items():
                 if direction == "read":
                     device.queues[name].timed(num_bytes, seconds)
-        self._news.append(WorkerMeasured(device.name, link[0], link[1], num_bytes, seconds))
+        self._events.append(WorkerMeasured(device.name, link[0], link[1], num_bytes, seconds))
 
-    def _take_news(self) -> list[News]:
-        news, self._news = self._news, []
-        return news
+    def _take_events(self) -> list[MoverEvent]:
+        events, self._events = self._events, []
+        return events
 
 
 def _notes(message: Message) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hicache.engine.plan import Outcome
 from hicache.tiers.block import StoredRows
-from hicache.transfer.gpu_pages.page_messages import PageTold
+from hicache.transfer.gpu_pages.page_messages import PageReport
 from hicache.transfer.media.medium import Spoilt
 
 
@@ -98,16 +98,16 @@ class WorkerDown:
 
 
 @dataclass(frozen=True, slots=True)
-class PageNews:
+class PageEvent:
     """A report about inference engines' pages."""
 
     device: str
-    told: PageTold
+    report: PageReport
 
 
-WorkerNews = (
+WorkerEvent = (
     WorkerUp
-    | PageNews
+    | PageEvent
     | WorkerOpening
     | WorkerMeasured
     | WorkerRows
@@ -116,4 +116,4 @@ WorkerNews = (
     | WorkerScrubbed
     | WorkerDown
 )
-News = Outcome | WorkerNews
+MoverEvent = Outcome | WorkerEvent

@@ -77,7 +77,7 @@ Ended = Literal["", "turn", "tool_call", "conversation"]
 conversation."""
 
 
-def told_deadline_s(wait_s: float) -> float:
+def warm_deadline_s(wait_s: float) -> float:
     """The deadline of a `warm` that is to be answered within `wait_s`: the daemon answers 5 % and
     one tick before the deadline that it is given."""
     return min(MAX_DEADLINE_S, (wait_s + 0.1) / 0.95)
@@ -200,7 +200,7 @@ class PromptCalls(Calls):
             namespace=self._namespace, tokens=encode_tokens(tokens), wait=wait_s > 0
         )
         if wanted.wait:
-            wanted.deadline_s = told_deadline_s(wait_s)
+            wanted.deadline_s = warm_deadline_s(wait_s)
         timeout_s = max(0.0, wait_s) + self._connection.timeouts.call_s
         warmed = yield from self._ask(wanted, read_warmed, timeout_s)
         return warmed or Warmed(is_answered=False)

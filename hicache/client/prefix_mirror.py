@@ -31,7 +31,7 @@ from hicache.client.trouble import TROUBLE
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import tcp_address
 from hicache.protocol.keys import ROOT_KEY, TOKEN_BYTES, Tokens, block_key, encode_tokens
-from hicache.protocol.kv_events import HEADER_ONLY, ToldEvent, ToldPage, read_message, read_page
+from hicache.protocol.kv_events import HEADER_ONLY, EventsPage, KvEvent, read_message, read_page
 from hicache.protocol.messages import WireError
 
 QUIET_S: Final = 2.0
@@ -168,7 +168,7 @@ class HeldPrefixes:
             self._heard_s = self._since_s - QUIET_S + SOON_S
         return 1
 
-    def _begin(self, page: ToldPage) -> None:
+    def _begin(self, page: EventsPage) -> None:
         """Another run of the daemon: drop the state, and subscribe."""
         self._held, self._read, self._after = {}, {}, 0
         self.epoch = page.epoch
@@ -194,7 +194,7 @@ class HeldPrefixes:
         self._socket = socket
         self.state = "reading"
 
-    def _ask(self, after: int) -> ToldPage | None:
+    def _ask(self, after: int) -> EventsPage | None:
         """Request a page. Returns None after a failure, which is recorded."""
         body = {"namespace": self._namespace, "after": after}
         try:
@@ -275,7 +275,7 @@ class HeldPrefixes:
         self.num_gaps += 1
         self._fail(f"messages were lost: {self._expected} … {number - 1}", "reading")
 
-    def _apply(self, event: ToldEvent) -> None:
+    def _apply(self, event: KvEvent) -> None:
         """Apply an event; unknown kinds are ignored."""
         held = self._held
         if event.type == "AllBlocksCleared":
@@ -293,7 +293,7 @@ class HeldPrefixes:
                 else:
                     held.pop(key, None)
 
-    def _bit(self, event: ToldEvent) -> int:
+    def _bit(self, event: KvEvent) -> int:
         if event.tier not in self._tiers:
             raise WireError("malformed", f"a block in a tier {event.tier[:40]!r}")
         return 1 << self._tiers.index(event.tier)
@@ -302,8 +302,8 @@ class HeldPrefixes:
 def seen_from(front_door: str, events: str) -> str:
     """The endpoint to subscribe at: a wildcard address is replaced by that of the clients'
     socket."""
-    there, told = tcp_address(front_door), tcp_address(events)
-    if there is None or told is None or told[0] not in ("*", "0.0.0.0", "::"):
+    there, published = tcp_address(front_door), tcp_address(events)
+    if there is None or published is None or published[0] not in ("*", "0.0.0.0", "::"):
         return events
     host = f"[{there[0]}]" if ":" in there[0] else there[0]
-    return f"tcp://{host}:{told[1]}"
+    return f"tcp://{host}:{published[1]}"

@@ -31,7 +31,7 @@ class Decision(msgspec.Struct, frozen=True):
     name: DecisionName
     reload_blocks: Count
     reason: str
-    told: str = msgspec.field(default="", name="sentence")
+    explained: str = msgspec.field(default="", name="sentence")
     reload_s: float = 0.0
     prefill_s: float = 0.0
     recompute_s: float = 0.0
@@ -39,8 +39,8 @@ class Decision(msgspec.Struct, frozen=True):
     @property
     def sentence(self) -> str:
         """The decision for people; composed by the daemon if `explain` was set."""
-        if self.told:
-            return self.told
+        if self.explained:
+            return self.explained
         everything = f"{self.recompute_s * 1e3:.1f} ms"
         if self.name == "recompute":
             return f"Recompute everything ({everything}; {self.reason})."
@@ -132,9 +132,9 @@ class Pinned(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """`blocks` blocks from the front are valid in the caller's buffer; what follows is not.
+    """The first `blocks` blocks of the caller's buffer are valid; the rest is undefined.
 
-    `by_tier` says where those came from: {tier: number of blocks}.
+    `by_tier`: the tiers that they were read from: {tier: number of blocks}.
     """
 
     blocks: int
@@ -144,10 +144,10 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """Blocks by what became of them: `stored` now, `present` already, `busy` (being written by
-    somebody else), `refused` (no room, beyond a limit, or no daemon).
+    """Counts of blocks: `stored` now, `present` already, `busy` (being written by another put),
+    `refused` (no room, beyond a limit, or no daemon).
 
-    `durable`: it was asked for, blocks were stored, and all of them are on disk.
+    `durable`: requested, and all stored blocks are on disk.
     """
 
     stored: int = 0
@@ -251,7 +251,7 @@ class MappedRun(FetchedRun):
 
 
 class FramedRun(FetchedRun):
-    """In message parts of our own: nobody else can change them."""
+    """Blocks in message parts, which belong to this process."""
 
     __slots__ = ("_parts",)
 

@@ -25,7 +25,9 @@ ASK_EVERY_S = 0.2
 @click.argument("path", type=click.Path(path_type=Path), required=False)
 @click.option("--endpoint", help="Where the daemon listens, if no PATH is given.")
 @curve_option
-@click.option("--rate", default="64MB", show_default=True, help="Read so much a second, at most.")
+@click.option(
+    "--rate", default="64MB", show_default=True, help="Read at most this much per second."
+)
 @click.option("--json", "as_json", is_flag=True, help="As data, on stdout.")
 def verify(
     path: Path | None, endpoint: str | None, curve: CurveKeys | None, rate: str, as_json: bool

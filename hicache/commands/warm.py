@@ -8,7 +8,7 @@ from typing import IO, Any, TypeVar
 import click
 
 from hicache.client import admin_call
-from hicache.client.calls import told_deadline_s
+from hicache.client.calls import warm_deadline_s
 from hicache.commands.curve_option import curve_option
 from hicache.commands.time_options import seconds_option
 from hicache.commands.tree_drawing import duration, printable
@@ -60,7 +60,7 @@ def warm(
     prompt = _prompt(endpoint, curve, namespace, tokens)
     body = {**prompt, "wait": wait_s > 0}
     if wait_s > 0:
-        body["deadline_s"] = told_deadline_s(wait_s)
+        body["deadline_s"] = warm_deadline_s(wait_s)
     reply = admin_call(endpoint, "warm", body, timeout_s=wait_s + TIMEOUT_S, curve=curve)
     held, there = reply["held_blocks"], reply["warm_blocks"]
     refused = reply["refused_blocks"]

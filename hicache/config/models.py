@@ -171,8 +171,8 @@ class TierConfig(Section):
 
 
 class HbmConfig(TierConfig):
-    # vLLM takes 92% of a GPU if nobody says more: on one of 20 GiB or more, this and the CUDA
-    # context of our worker (0.6 GiB) fit into the rest.
+    # vLLM takes 92% of a GPU by default: on GPUs of 20 GiB and more, this and the worker's CUDA
+    # context (0.6 GiB) fit into the rest.
     size: TierSize = Field(
         default=Share(0.05), description="Room for blocks, in bytes or as a share of the GPU."
     )

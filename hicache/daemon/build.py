@@ -157,13 +157,13 @@ def engine_settings(config: Config) -> EngineSettings:
     )
 
 
-def paces_of(config: Config) -> dict[str, tuple[float, float]]:
+def rates_of(config: Config) -> dict[str, tuple[float, float]]:
     """Tier → limits of bytes per second from and to it (`debug`), for tiers with a worker."""
     present = config.tiers.present()
-    return {row.name: _paces(config, row.name) for row, _ in present if not row.is_near}
+    return {row.name: _rates(config, row.name) for row, _ in present if not row.is_near}
 
 
-def _paces(config: Config, tier: str) -> tuple[float, float]:
+def _rates(config: Config, tier: str) -> tuple[float, float]:
     speed, near = config.debug.bytes_per_s, near_kind().name
     return speed(f"{tier}_to_{near}"), speed(f"{near}_to_{tier}")
 
@@ -209,7 +209,7 @@ def _open_tiers(parts: Parts, config: Config, gpus: Gpus, progress: Progress) ->
         parts.add(row, section, opened[row.name])
         device = opened[row.name].device
         if device is not None:
-            read, write = _paces(config, row.name)
+            read, write = _rates(config, row.name)
             parts.workers.append(
                 WorkerConfig(
                     replace(device, codec=row.codec),

@@ -4,8 +4,8 @@
                                                                        (daemon/operations/)
 
 Without sockets, workers and clock: the gate's outlet stands for the first two, and time is passed
-in. The loop calls `serve` for every message, `news` with the results of moves, and `tick` when time
-has passed. Used from the daemon's loop only.
+in. The loop calls `serve` for every message, `answer_waiting` with the results of moves, and `tick`
+when time has passed. Used from the daemon's loop only.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Service:
 
     # --- waiting requests -----------------------------------------------------------------------
 
-    def news(self, arrivals: p.Arrivals, now_s: float) -> None:
+    def answer_waiting(self, arrivals: p.Arrivals, now_s: float) -> None:
         """Blocks arrived, were freed, or became persistent: answer requests that wait for that."""
         fetch.blocks_arrived(self.gate, arrivals)
         put.became_durable(self.gate, arrivals.durable)
@@ -126,7 +126,7 @@ class Service:
         self._limit_leases(now_s)
         for session in gate.sessions.silent(now_s):
             hello.end_session(gate, session, now_s)
-        self.news(gate.do(p.Tick(now_s)), now_s)
+        self.answer_waiting(gate.do(p.Tick(now_s)), now_s)
         fetch.end_overdue_fetches(gate, now_s)
         put.end_overdue_commits(gate, now_s)
         if any(waiting.deadline_s <= now_s for waiting in gate.waiting.puts):

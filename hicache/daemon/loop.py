@@ -5,7 +5,7 @@ opens a disk environment and never calls CUDA (workers do), and blocks only in t
 
     ROUTER ──▶ Service ──▶ CacheEngine ──▶ Mover ──▶ workers
        ▲          │                          │
-       └─ replies ┴──────── news ◀───────────┘
+       └─ replies ┴─────── events ◀───────────┘
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import zmq
 
 from hicache.config import Config, LoadedConfig
 from hicache.config.units import format_size
-from hicache.daemon.build import Parts, engine_settings, new_engine, paces_of, tier_specs
+from hicache.daemon.build import Parts, engine_settings, new_engine, rates_of, tier_specs
 from hicache.daemon.dispatch import Service
 from hicache.daemon.gate import Gate, Upkeep
 from hicache.daemon.operations import hello
@@ -145,7 +145,7 @@ class Daemon:
         self._poller.register(self.mover.fileno(), zmq.POLLIN)
         self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
         self._watched: set[int] = set()
-        self._news_s = self._started_s
+        self._polled_s = self._started_s
         self._estimates_file = EstimatesFile(config, self.engine.memory)
         self.shedding = parts.shedding(do)
         self._set_aside_what_is_written()
@@ -192,10 +192,10 @@ class Daemon:
         """Poll once, and handle everything that is ready."""
         wait_s = self.service.longest_wait_s(wait_s, time.monotonic(), SEND_MORE_S)
         events = dict(self._poller.poll(math.ceil(wait_s * 1000)))
-        self._news_s = time.monotonic()
+        self._polled_s = time.monotonic()
         if self.mover.fileno() in events:
-            news = self.mover.on_readable(time.monotonic())
-            self._tier_events.take(news, time.monotonic())
+            reports = self.mover.on_readable(time.monotonic())
+            self._tier_events.take(reports, time.monotonic())
         for pidfd in self._watched & events.keys():
             self._process_died(pidfd)
         if self._wake_read.fileno() in events:
@@ -316,7 +316,7 @@ class Daemon:
         while (now_s := time.monotonic()) < give_up_s and not self._is_stopping:
             if int(router.get(zmq.EVENTS)) & _READABLE:
                 self._serve_requests()
-                if now_s - self._news_s > TICK_S / 10:
+                if now_s - self._polled_s > TICK_S / 10:
                     return  # let workers and timers run
                 give_up_s = time.monotonic() + busy_poll_s
             else:
@@ -388,8 +388,8 @@ class Daemon:
         """Apply a changed configuration, as far as it can change live."""
         self.engine.configure(engine_settings(config), tier_specs(config, self.parts.tiers))
         self.gate.configure(config.deadlines, config.limits)
-        for tier, paces in paces_of(config).items():
-            self.mover.pace(tier, *paces)
+        for tier, rates in rates_of(config).items():
+            self.mover.throttle(tier, *rates)
         logging.getLogger().setLevel(config.log_level.upper())
 
     # --- the end --------------------------------------------------------------------------------

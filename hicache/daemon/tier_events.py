@@ -15,13 +15,13 @@ from hicache.daemon.upkeep.health import Health
 from hicache.daemon.upkeep.tier_restore import Restoring
 from hicache.daemon.upkeep.tier_scrub import Scrubbing
 from hicache.engine import plan as p
-from hicache.transfer.mover import (
-    Mover,
-    News,
-    PageNews,
+from hicache.transfer.mover import Mover
+from hicache.transfer.worker_events import (
+    MoverEvent,
+    PageEvent,
     WorkerDown,
+    WorkerEvent,
     WorkerMeasured,
-    WorkerNews,
     WorkerNoted,
     WorkerOpening,
     WorkerRestored,
@@ -48,10 +48,10 @@ class TierEvents:
         self._restoring, self._scrubbing = restoring, scrubbing
         self._gate = service.gate
 
-    def take(self, news: Sequence[News], now_s: float) -> None:
+    def take(self, events: Sequence[MoverEvent], now_s: float) -> None:
         """Handle the mover's events in order; consecutive outcomes become one event."""
         outcomes: list[p.Outcome] = []
-        for item in news:
+        for item in events:
             if isinstance(item, p.Outcome):
                 outcomes.append(item)
                 continue
@@ -64,24 +64,24 @@ class TierEvents:
         """These moves have ended."""
         if outcomes:
             self._log_corrupt(outcomes)
-            self._service.news(self._gate.do(p.MovesDone(outcomes, now_s)), now_s)
+            self._service.answer_waiting(self._gate.do(p.MovesDone(outcomes, now_s)), now_s)
 
-    def _take_one(self, item: WorkerNews, now_s: float) -> None:
+    def _take_one(self, item: WorkerEvent, now_s: float) -> None:
         gate, notes = self._gate, self._health.notes
         match item:
             case WorkerMeasured():
                 gate.do(p.LinkMeasured(item.src, item.dst, item.num_bytes, item.seconds))
-            case PageNews():
+            case PageEvent():
                 gate.state(GpuPages).take(item, now_s)
             case WorkerOpening():
                 of = item.done, item.total, item.unit
-                notes[item.tier] = self._restoring.told(item.tier, "opening", *of)
+                notes[item.tier] = self._restoring.note_progress(item.tier, "opening", *of)
             case WorkerRows():
                 forget = self._restoring.take(item.tier, item.rows, now_s)
                 self._mover.forget(item.device, forget)
                 self._mover.taken(item.device)
                 of = item.rows.first + len(item.rows), item.rows.total, "blocks"
-                notes[item.tier] = self._restoring.told(item.tier, "restoring", *of)
+                notes[item.tier] = self._restoring.note_progress(item.tier, "restoring", *of)
             case WorkerUp():
                 gate.do(p.TierUp(item.tier, now_s, item.is_restoring))
                 notes[item.tier] = " ".join(item.notes)
@@ -95,7 +95,7 @@ class TierEvents:
                 log.warning("%s: %s", item.tier, item.note)
             case WorkerScrubbed():
                 for change in self._scrubbing.take(item, now_s):
-                    self._service.news(change, now_s)
+                    self._service.answer_waiting(change, now_s)
             case WorkerDown():
                 self._down(item, now_s)
 
@@ -104,7 +104,7 @@ class TierEvents:
         self._scrubbing.end(item.device, f"the tier went down: {item.error}")
         self._health.notes[item.tier] = item.error
         log.warning("%s is down: %s; tried again in %.1f s", item.tier, item.error, item.retry_s)
-        self._service.news(self._gate.do(p.TierDown(item.tier, now_s)), now_s)
+        self._service.answer_waiting(self._gate.do(p.TierDown(item.tier, now_s)), now_s)
 
     def _log_corrupt(self, outcomes: Sequence[p.Outcome]) -> None:
         engine = self._gate.engine

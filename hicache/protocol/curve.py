@@ -1,10 +1,11 @@
-"""CURVE keys as both ends hold them: read from ZeroMQ's certificates, checked, set on a socket.
+"""CURVE keys of both ends: read from ZeroMQ's certificates, checked, set on a socket.
 
     NAME.key          public key: may be copied, goes into the daemon's folder of allowed clients
     NAME.key_secret   both keys: stays on its machine, mode 0600 (`hicache config keys` makes them)
 
-Light: a client imports it. Who is let in is decided in `daemon/curve_auth.py`. What is wrong with
-a file or a key is a ValueError whose text is a sentence for the operator; secrets are in none.
+Few imports: a client imports it. `daemon/curve_auth.py` decides which clients are admitted. An
+unusable file or key raises ValueError with a sentence for the operator, which never contains a
+secret.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zmq.utils import z85
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """What a client needs: the daemon's public key and its own pair, each 40 characters of Z85."""
+    """A client's keys: the daemon's public key and its own pair, each 40 characters of Z85."""
 
     server_public: bytes
     public: bytes
@@ -37,14 +38,14 @@ class CurveKeys:
         return cls(read_public(server_public_file), public, secret)
 
     def apply(self, socket: zmq.Socket[Any]) -> None:
-        """Before the socket connects."""
+        """Set the keys on a socket. Call it before the socket connects."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
 
 
 def read_pair(file: str | Path) -> tuple[bytes, bytes]:
-    """Public and secret key of a `.key_secret`, which nobody but its owner may read."""
+    """Public and secret key of a `.key_secret`, which only its owner may be able to read."""
     public, secret = _read(file)
     if secret is None:
         raise ValueError(f"{file} holds no secret key: give the .key_secret, not the .key")

@@ -1,18 +1,18 @@
-"""Where the daemon listens when nobody says otherwise.
+"""The daemon's default endpoint, and helpers for endpoints.
 
-Owns the one rule by which a client and the daemon find each other without configuration, and
-the few facts about an endpoint that both need. Light: a client imports it. Pure: the
-environment is passed in, so only command lines and applications read it.
+The rule by which a client and the daemon find each other without configuration. Few imports: a
+client imports it. Pure: the environment is passed in, so only command lines and applications read
+it.
 
     HICACHE_ENDPOINT, if set
-    ipc://$XDG_RUNTIME_DIR/hicache/hicache.sock, where a session has such a folder
+    ipc://$XDG_RUNTIME_DIR/hicache/hicache.sock, if XDG_RUNTIME_DIR is set
     ipc:///tmp/hicache-<uid>/hicache.sock otherwise
 """
 
 from collections.abc import Mapping
 
 ENDPOINT_VARIABLE = "HICACHE_ENDPOINT"
-# struct sockaddr_un holds 108 bytes with the closing NUL; ZeroMQ truncates nothing and fails late.
+# struct sockaddr_un holds 108 bytes with the NUL at the end; ZeroMQ fails only later on a long one.
 MAX_IPC_PATH_BYTES = 107
 
 

@@ -1,8 +1,8 @@
-"""Names that commit to content: namespaces and block keys. The one place that hashes tokens.
+"""Content hashes: namespace digests and block keys. The only module that hashes tokens.
 
 A namespace digest covers every field that changes KV bytes, so blocks of another model, dtype,
-layout, LoRA, salt or weights can never be a hit. A block key is chained: it commits to the
-namespace, to the whole prefix and to the block's own tokens.
+layout, LoRA, salt or weights can never be a hit. Block keys are chained: a key covers the
+namespace, the whole prefix and the block's tokens.
 
     key(block) = BLAKE2b-256(namespace ‖ parent key ‖ token ids as little-endian u32)
 
@@ -25,14 +25,15 @@ KEY_BYTES = 32
 ROOT_KEY = bytes(KEY_BYTES)
 TOKEN_BYTES = 4
 UNCOUNTED = ("name", "flop_per_token", "flop_per_pair")
-"""Fields of a NamespaceSpec that are told with it and change no KV byte."""
+"""Fields of a NamespaceSpec that do not change KV bytes, and are not part of the digest."""
 _U32 = np.dtype("<u4")
 
 Tokens = Sequence[int] | npt.NDArray[Any] | bytes
 
 
 def encode_tokens(tokens: Tokens) -> bytes:
-    """Token ids as little-endian u32. Bytes pass through. ValueError on ids outside 0 … 2³²-1."""
+    """Token ids as little-endian u32; bytes are returned unchanged. Raises ValueError on ids
+    outside 0 … 2³²-1."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == _U32 and tokens.ndim == 1:
         return tokens.tobytes()
     if isinstance(tokens, bytes):
@@ -70,7 +71,7 @@ def chain_keys(namespace: bytes, parent: bytes, tokens: bytes, block_bytes: int)
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share one KV shape. `layout` says how one block's bytes are arranged."""
+    """Layers that share one KV shape. `layout`: the arrangement of a block's bytes."""
 
     layers: int
     kv_heads: int
@@ -85,9 +86,9 @@ class NamespaceSpec:
 
     `weights_digest` samples the content of every tensor (`digest_weights`), never a path.
     Protocol 1 holds one layer group; more are refused with a sentence. Ranks have one spec each.
-    `name` is for people. `flop_per_token` and `flop_per_pair` are the arithmetic of a prefill, per
-    new token and per pair of tokens that attend, of this rank alone (0: not known): what a prefill
-    is believed to cost before one was measured. These three change no KV byte.
+    `name` is for people. `flop_per_token` and `flop_per_pair` are the arithmetic of a prefill per
+    new token and per pair of tokens that attend, of this rank alone (0: unknown), for the estimate
+    before the first measurement. These three do not change KV bytes.
     """
 
     model_digest: str
@@ -112,21 +113,21 @@ class NamespaceSpec:
     def digest(self) -> bytes:
         """BLAKE2b-256 over the canonical encoding (`to_wire`, keys sorted, without UNCOUNTED)."""
         fields = self.to_wire()
-        for told in UNCOUNTED:
-            del fields[told]
+        for name in UNCOUNTED:
+            del fields[name]
         packed = msgpack.packb(_canonical(fields), use_bin_type=True)
         return hashlib.blake2b(packed, digest_size=KEY_BYTES, person=b"hicache-ns-1").digest()
 
     def to_wire(self) -> dict[str, Any]:
-        """As a msgpack-able map."""
+        """The fields as a map for msgpack."""
         fields = asdict(self)
         fields["groups"] = [asdict(group) for group in self.groups]
         return fields
 
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any]) -> NamespaceSpec:
-        """Strict inverse of `to_wire`. ValueError names the field that is missing, unknown, of the
-        wrong type, or out of range."""
+        """The strict inverse of `to_wire`. Raises ValueError that names a field that is missing,
+        unknown, of the wrong type, or out of range."""
         values = _typed(cls, fields)
         groups = values["groups"]
         if not groups:
@@ -211,7 +212,7 @@ def digest_weights(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -
     """A digest of (name, dtype, shape, sample) of every tensor, in name order.
 
     `sample` is `sample_bytes` of the tensor's bytes: a few KiB from its start, middle and end, so
-    a fine-tune of the same shape differs while 140 GB need not be read.
+    a fine-tune of the same shape gets another digest without reading 140 GB.
     """
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"hicache-w-1")
     for name, dtype, shape, sample in sorted(tensors):

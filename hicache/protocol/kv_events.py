@@ -1,8 +1,8 @@
-"""What a daemon tells of the blocks it holds, as a router reads it: pages on the front door, and
-messages of KV events (`docs/protocol.md`, "KV events").
+"""Decodes KV events for a router: pages from the clients' socket, and published messages
+(`docs/protocol.md`, "KV events").
 
-Light and pure: bytes and maps in, checked structs out. Whatever is not of the documented form is a
-WireError.
+Few imports, and pure: bytes and maps in, checked structs out. Raises WireError for anything that
+does not have the documented form.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hicache.protocol.keys import KEY_BYTES
 from hicache.protocol.messages import WireError
 
 HEADER_ONLY: Final = 1 << 62
-"""As `after`: behind the last page of anything."""
+"""As `after`: beyond the last page, to get only the header."""
 
 
-class ToldPage(msgspec.Struct, frozen=True):
-    """What has been told as held, when the next message of the topic was to have the number
-    `sequence`: some `keys`, and for each the tiers as bits, in the order of `tier_names`."""
+class EventsPage(msgspec.Struct, frozen=True):
+    """Published blocks as of the topic's message number `sequence` (exclusive): some `keys`, and
+    for each a bit set of tiers, in the order of `tier_names`."""
 
     epoch: str
     endpoint: str | None
@@ -33,14 +33,14 @@ class ToldPage(msgspec.Struct, frozen=True):
     next: int | None
 
     def blocks(self) -> Iterator[tuple[bytes, int]]:
-        """Each block's key and its tiers."""
+        """(key, tiers) of each block."""
         starts = range(0, len(self.keys), KEY_BYTES)
         keys = (self.keys[start : start + KEY_BYTES] for start in starts)
         return zip(keys, self.tiers, strict=True)
 
 
-class ToldEvent(msgspec.Struct, frozen=True):
-    """One event; its tokens are not read."""
+class KvEvent(msgspec.Struct, frozen=True):
+    """One event, without its tokens."""
 
     type: str
     block_hashes: list[bytes] = []
@@ -48,26 +48,26 @@ class ToldEvent(msgspec.Struct, frozen=True):
     epoch: str = ""
 
 
-class ToldMessage(msgspec.Struct, frozen=True):
-    """The message of this number in its topic."""
+class KvEventMessage(msgspec.Struct, frozen=True):
+    """A message, with its number in its topic."""
 
     number: int
-    events: list[ToldEvent]
+    events: list[KvEvent]
 
 
 class _Batch(msgspec.Struct, array_like=True):
     wall_s: float
-    events: list[ToldEvent]
+    events: list[KvEvent]
 
 
 _decode: Final = msgspec.msgpack.Decoder(_Batch).decode
 
 
-def read_page(reply: Mapping[str, Any], after: int) -> ToldPage:
-    """The reply to `events`."""
-    fields = {name: reply.get(name) for name in ToldPage.__struct_fields__}
+def read_page(reply: Mapping[str, Any], after: int) -> EventsPage:
+    """Decode a reply to `events`."""
+    fields = {name: reply.get(name) for name in EventsPage.__struct_fields__}
     try:
-        page = msgspec.convert(fields, ToldPage, builtin_types=(bytes,))
+        page = msgspec.convert(fields, EventsPage, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         raise WireError("malformed", f"a page of what is held: {error}") from None
     if page.sequence < 0:
@@ -81,12 +81,12 @@ def read_page(reply: Mapping[str, Any], after: int) -> ToldPage:
     return page
 
 
-def read_message(parts: list[bytes]) -> ToldMessage:
-    """A message as a SUB socket brings it."""
+def read_message(parts: list[bytes]) -> KvEventMessage:
+    """Decode a message received by a SUB socket."""
     if len(parts) != 3 or len(parts[1]) != 8:
         raise WireError("malformed", "a message has a topic, a number of 8 bytes, and a batch")
     try:
         batch = _decode(parts[2])
     except (ValueError, msgspec.MsgspecError) as error:
         raise WireError("malformed", f"no batch of KV events: {error}") from None
-    return ToldMessage(int.from_bytes(parts[1], "big"), batch.events)
+    return KvEventMessage(int.from_bytes(parts[1], "big"), batch.events)

@@ -1,8 +1,8 @@
 """The operations of protocol 1: each one's request, reply and traits, declared once.
 
 A request struct holds the fields that a client sends; `Request` holds those that every request has.
-A field without a default is required. What the fields mean is said in docs/protocol.md. Field names
-and defaults are the wire format: a client of any version must go on working.
+A field without a default is required. docs/protocol.md describes the fields. Field names and
+defaults are the wire format: clients of every version must continue to work.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hicache.protocol.registry import operation_of as operation_of
 NAMESPACE_BYTES: Final = 32
 MAX_SCORED_PROMPTS: Final = 128
 MAX_SCORED_TOKENS: Final = 1 << 21
-"""All prompts of one `score` together. It is answered in one step of the daemon's loop, so it may
-take no longer than one match of a very long prompt."""
+"""Of all prompts of one `score` together. It is answered in one step of the daemon's loop, which
+may take as long as one match of a very long prompt."""
 MAX_PIN_S: Final = 30 * 86400.0
 MAX_TREE_NODES: Final = 512
 """Nodes of one page of `tree`: the daemon reads 512 in half a millisecond."""
@@ -49,7 +49,7 @@ _NIL: Final = b"\xc0"
 
 
 class HelloRequest(Request, tag="hello"):
-    """`spec` is decoded by the handler: its nested arrays would be believed in here."""
+    """`spec` is decoded by the handler, which checks its nested arrays."""
 
     protocol: Int
     spec: msgspec.Raw
@@ -101,11 +101,11 @@ HELLO = declare(Operation(HelloRequest, HelloReply, needs_session=False, capabil
 HEARTBEAT = declare(Operation(HeartbeatRequest, Reply))
 BYE = declare(Operation(ByeRequest, Reply, runs_late=True))
 
-# --- asking for a prompt ------------------------------------------------------------------------
+# --- prompts ------------------------------------------------------------------------------------
 
 
 class DecisionReply(msgspec.Struct, omit_defaults=True):
-    """How much of a hit to reload, and why; `sentence` only where the request says `explain`."""
+    """How much of a hit to reload, and why; `sentence` only if the request sets `explain`."""
 
     name: DecisionName
     reload_blocks: Count

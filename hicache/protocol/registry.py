@@ -1,4 +1,4 @@
-"""What an operation of the protocol is, and the one table and the one decoder of all of them.
+"""Operations of the protocol: their declaration, their table, and the decoder of requests.
 
     MATCH = declare(Operation(MatchRequest, MatchReply, capability="match"))
       ├─ decode_request    bytes → MatchRequest, every field checked
@@ -6,7 +6,7 @@
       ├─ client            one method
       └─ docs/protocol.md  its row of the table of operations, which is generated
 
-`operations` declares the operations of protocol 1. Whoever decodes requests imports it first.
+`operations` declares the operations of protocol 1. Import it before decoding requests.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ Deadline = Literal["", "fetch", "put"]
 
 @dataclass(frozen=True)
 class Operation(Generic[Q, R]):
-    """`capability`: the name under which `hello` lists it, if any. `is_admin`: served while the
-    daemon stops, too, and not counted among the clients' requests. `runs_late`: served after its
-    deadline, too. `deadline`: the key of the configuration's `deadlines` that limits how long the
-    answer may wait; empty: the answer never waits for that long."""
+    """`capability`: its name in the reply to `hello`, if any. `is_admin`: served while the daemon
+    stops, too, and not counted as a client's request. `runs_late`: served after its deadline, too.
+    `deadline`: the key of the configuration's `deadlines` that limits how long the reply may wait;
+    empty: the reply does not wait."""
 
     request: type[Q]
     reply: type[R]
@@ -70,18 +70,18 @@ class Operation(Generic[Q, R]):
 
     @cached_property
     def name(self) -> str:
-        """On the wire."""
+        """The operation's name on the wire."""
         return str(self.request.__struct_config__.tag)
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """The request's own fields."""
+        """The request's fields, without those of every request."""
         names = self.request.__struct_fields__
         return tuple(name for name in names if name not in Request.__struct_fields__)
 
     @cached_property
     def u32s(self) -> tuple[str, ...]:
-        """The request's fields that hold u32s."""
+        """The request's fields of type U32s."""
         return tuple(f.name for f in msgspec.structs.fields(self.request) if f.type == U32s)
 
 
@@ -90,7 +90,7 @@ _BY_REQUEST: Final[dict[type[Request], Operation[Any, Any]]] = {}
 
 
 def declare(operation: Operation[Q, R]) -> Operation[Q, R]:
-    """Make an operation known to `decode_request`. Its name must be new."""
+    """Register an operation for `decode_request`. Its name must be new."""
     assert operation.name not in OPERATIONS, operation.name
     OPERATIONS[operation.name] = _BY_REQUEST[operation.request] = operation
     _decoder.cache_clear()
@@ -98,7 +98,7 @@ def declare(operation: Operation[Q, R]) -> Operation[Q, R]:
 
 
 def operation_of(request: Request) -> Operation[Any, Any]:
-    """The operation that a decoded request asks for."""
+    """The operation of a decoded request."""
     return _BY_REQUEST[type(request)]
 
 
@@ -110,7 +110,8 @@ def _decoder() -> Callable[[bytes | memoryview], Request]:
 
 
 def decode_request(data: bytes | memoryview) -> Request:
-    """Raises WireError naming the field that is wrong; its `request_id` is set when known."""
+    """Decode a request. Raises WireError that names the wrong field; its `request_id` is set when
+    known."""
     if len(data) > MAX_HEAD_BYTES:
         unpack(data)
     try:
@@ -128,8 +129,8 @@ def decode_request(data: bytes | memoryview) -> Request:
 
 
 def _without_nils(data: bytes | memoryview) -> Request:
-    """A request that the decoder refused, decoded again: a nil field counts as an absent one.
-    Otherwise it raises WireError for the first mistake, in this order: id, op, s, the fields."""
+    """Decode a refused request again, with nil fields as absent ones. Raises WireError for the
+    first mistake, in this order: id, op, s, the fields."""
     message = unpack(data)
     request_id = message.get("id", 0)
     if type(request_id) is not int or not 0 <= request_id < 2**63:

@@ -56,7 +56,7 @@ def run(step: ProgressStep, repeat: int = 300) -> list[IndexRow]:
             ("_miss", planted.random(LONG)),
         ):
             rows += _decisions(planted, suffix, query, repeat)
-        rows.append(IndexRow.of("interpreter", page, 0, planted.paces, planted.num_tokens))
+        rows.append(IndexRow.of("interpreter", page, 0, planted.rates, planted.num_tokens))
         gc.unfreeze()
     return rows
 

@@ -210,8 +210,8 @@ def _evicts(planted: SyntheticTree, num_tokens: int, repeat: int) -> list[IndexR
 
 
 def _pace(planted: SyntheticTree) -> IndexRow:
-    row = IndexRow.of("interpreter", planted.page, 0, planted.paces, planted.num_tokens)
-    planted.paces.clear()
+    row = IndexRow.of("interpreter", planted.page, 0, planted.rates, planted.num_tokens)
+    planted.rates.clear()
     return row
 
 

@@ -72,7 +72,7 @@ class DeferredForget:
 class SyntheticTree:
     """A cache engine with one tier in memory and random prompts.
 
-    `paces`: see `note_pace`.
+    `rates`: see `note_pace`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SyntheticTree:
         self._forgetting = DeferredForget(self.server.blocks)
         self.open(0)
         self.num_tokens = 0
-        self.paces: list[float] = []
+        self.rates: list[float] = []
 
     def open(self, number: int) -> None:
         """Switch to the namespace of this number."""
@@ -111,7 +111,7 @@ class SyntheticTree:
         start = clock()
         for _ in range(1000):
             pass
-        self.paces.append(clock() - start - CLOCK_S)
+        self.rates.append(clock() - start - CLOCK_S)
 
     def random(self, num_tokens: int) -> bytes:
         """A prompt, as little-endian u32."""

@@ -18,7 +18,7 @@ from hicache.tiers.dram import DramTier
 from hicache.tiers.hbm import HostPool, emulated_spec, gpu_spec
 from hicache.tiers.tier import DeviceSpec, DeviceTraits
 from hicache.transfer.mover import Mover
-from hicache.transfer.worker_events import News, WorkerDown, WorkerRows, WorkerUp
+from hicache.transfer.worker_events import MoverEvent, WorkerDown, WorkerRows, WorkerUp
 from hicache.transfer.worker_messages import WorkerConfig
 from tests.tiers.blocks import content, name
 
@@ -62,7 +62,7 @@ class Rig:
             GPU: WorkerConfig(hbm, *near, "hbm", probe_bytes=1 << 20),
         }
         self.arenas = {"dram": self.dram.arena, "hbm": self.hbm.arena}
-        self.news: list[News] = []
+        self.events: list[MoverEvent] = []
         self.skew_s = 0.0
         self.forgotten: set[int] = set()
         self.takes_rows = True
@@ -70,7 +70,7 @@ class Rig:
         self._next_id = 0
         self.mover = Mover([configs[d] for d in devices], self.arenas, self.identify)
         self.mover.start(self.now_s)
-        self.wait(lambda: sum(isinstance(n, WorkerUp) for n in self.news) == len(devices))
+        self.wait(lambda: sum(isinstance(n, WorkerUp) for n in self.events) == len(devices))
 
     @property
     def now_s(self) -> float:
@@ -124,7 +124,7 @@ class Rig:
 
     def heard(self) -> list[Outcome]:
         """Every outcome so far, in the order in which it came."""
-        outcomes = [news for news in self.news if isinstance(news, Outcome)]
+        outcomes = [event for event in self.events if isinstance(event, Outcome)]
         ids = [outcome.move for outcome in outcomes]
         assert len(ids) == len(set(ids)), "a move had two outcomes"
         return outcomes
@@ -139,15 +139,15 @@ class Rig:
         poller.register(self.mover.fileno(), select.POLLIN)
         give_up_s = time.monotonic() + WAIT_S
         while not until():
-            assert time.monotonic() < give_up_s, f"waited too long; heard {self.news[-5:]}"
+            assert time.monotonic() < give_up_s, f"waited too long; heard {self.events[-5:]}"
             poller.poll(20)
-            self.news += self.mover.on_readable(self.now_s)
-            self.news += self.mover.tick(self.now_s)
+            self.events += self.mover.on_readable(self.now_s)
+            self.events += self.mover.tick(self.now_s)
             self._take_rows()
 
     def _take_rows(self) -> None:
         """As the daemon does: rows that were taken in let others come."""
-        told = [news.device for news in self.news if isinstance(news, WorkerRows)]
+        told = [event.device for event in self.events if isinstance(event, WorkerRows)]
         while self.takes_rows and self._num_taken < len(told):
             self.mover.taken(told[self._num_taken])
             self._num_taken += 1
@@ -159,8 +159,8 @@ class Rig:
         for _ in range(int(seconds)):
             self.skew_s += 1.0
             poller.poll(20)
-            self.news += self.mover.on_readable(self.now_s)
-            self.news += self.mover.tick(self.now_s)
+            self.events += self.mover.on_readable(self.now_s)
+            self.events += self.mover.tick(self.now_s)
 
     def hold(self, device: str) -> None:
         """The worker does not run from now on."""
@@ -170,10 +170,10 @@ class Rig:
         os.kill(self.mover.pids()[device], signal.SIGCONT)
 
     def downs(self) -> list[WorkerDown]:
-        return [news for news in self.news if isinstance(news, WorkerDown)]
+        return [event for event in self.events if isinstance(event, WorkerDown)]
 
     def close(self) -> None:
-        self.news += self.mover.close(10.0)
+        self.events += self.mover.close(10.0)
         self.heard()
         self.dram.close()
         self.hbm.close()

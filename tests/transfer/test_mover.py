@@ -43,12 +43,12 @@ def test_a_block_goes_down_and_up_again(rig: Rig) -> None:
 
 
 def test_every_link_is_probed_at_start_and_every_batch_is_measured(rig: Rig) -> None:
-    probes = {(n.src, n.dst) for n in rig.news if isinstance(n, WorkerMeasured)}
+    probes = {(n.src, n.dst) for n in rig.events if isinstance(n, WorkerMeasured)}
     assert probes == {("dram", "hbm"), ("hbm", "dram"), ("dram", "disk"), ("disk", "dram")}
     assert not (rig.disk_path / "probe").exists()
-    rig.news.clear()
+    rig.events.clear()
     rig.run(*[rig.move("dram", "disk", n) for n in range(3)])
-    measured = [n for n in rig.news if isinstance(n, WorkerMeasured)]
+    measured = [n for n in rig.events if isinstance(n, WorkerMeasured)]
     assert {(n.src, n.dst) for n in measured} == {("dram", "disk")}
     assert sum(n.num_bytes for n in measured) == 3 * BLOCK
     assert all(n.seconds > 0 for n in measured)
@@ -153,9 +153,9 @@ def test_what_is_stored_comes_as_rows_after_a_restart(tmp_path: Path) -> None:
     rig.mover.describe(DISK, NAMESPACE, {"name": "smol"})
     rig.close()
     again = Rig(tmp_path, devices=[DISK])
-    assert [up.is_restoring for up in again.news if isinstance(up, WorkerUp)] == [True]
+    assert [up.is_restoring for up in again.events if isinstance(up, WorkerUp)] == [True]
     assert tokens_told(again) == {name(n).tokens for n in range(5)}
-    told = [news.rows for news in again.news if isinstance(news, WorkerRows)]
+    told = [event.rows for event in again.events if isinstance(event, WorkerRows)]
     assert {(rows.namespace, rows.total) for rows in told} == {(NAMESPACE, 5)}
     assert (again.disk_path / "namespaces" / f"{NAMESPACE.hex()}.json").exists()
     again.mover.forget(DISK, [(SLOT, name(n).key) for n in range(4)])
@@ -170,8 +170,8 @@ def test_what_is_stored_comes_as_rows_after_a_restart(tmp_path: Path) -> None:
 
 def tokens_told(rig: Rig) -> set[bytes]:
     """Waits until all that was stored is told; the tokens of each block."""
-    rig.wait(lambda: any(isinstance(news, WorkerRestored) for news in rig.news))
-    told = [news.rows for news in rig.news if isinstance(news, WorkerRows)]
+    rig.wait(lambda: any(isinstance(event, WorkerRestored) for event in rig.events))
+    told = [event.rows for event in rig.events if isinstance(event, WorkerRows)]
     return {
         rows.tokens[at : at + rows.step]
         for rows in told
@@ -193,7 +193,7 @@ def test_many_rows_come_as_they_are_taken_and_moves_go_on(tmp_path: Path) -> Non
     rig.fill("dram", 1)
     assert rig.run(rig.move("dram", "disk", 1))[0].ok
     assert rig.run(rig.move("disk", "dram", 1))[0].ok
-    assert not any(isinstance(news, WorkerRestored) for news in rig.news)
+    assert not any(isinstance(event, WorkerRestored) for event in rig.events)
     rig.takes_rows = True
     assert tokens_told(rig) >= {name(n).tokens for n in range(1000, 4000)}
     rig.close()
@@ -203,7 +203,7 @@ def test_stopped_in_the_middle_of_telling(tmp_path: Path) -> None:
     store_small(tmp_path, range(3000))
     rig = Rig(tmp_path, devices=[DISK])
     rig.takes_rows = False
-    rig.wait(lambda: any(isinstance(news, WorkerRows) for news in rig.news))
+    rig.wait(lambda: any(isinstance(event, WorkerRows) for event in rig.events))
     rig.close()
     again = Rig(tmp_path, devices=[DISK])
     assert len(tokens_told(again)) == 3000
@@ -219,7 +219,7 @@ def test_a_block_without_its_parent_is_not_told_and_is_removed(tmp_path: Path) -
         tier.put(SLOT, [(row, content(1, BLOCK)) for row in (orphan, below, name(4))])
     rig = Rig(tmp_path, devices=[DISK])
     assert tokens_told(rig) == {name(4).tokens}
-    (restored,) = [news for news in rig.news if isinstance(news, WorkerRestored)]
+    (restored,) = [event for event in rig.events if isinstance(event, WorkerRestored)]
     assert "2 blocks had lost their parent block" in restored.notes[0]
     rig.close()
     with DiskTier(tmp_path / "disk", 32 * MIB) as tier:
@@ -260,7 +260,7 @@ def test_uses_are_told_after_a_restart(tmp_path: Path) -> None:
     rig.close()
     again = Rig(tmp_path, devices=[DISK])
     tokens_told(again)
-    (rows,) = [news.rows for news in again.news if isinstance(news, WorkerRows)]
+    (rows,) = [event.rows for event in again.events if isinstance(event, WorkerRows)]
     uses = list(zip(rows.hits.tolist(), rows.used_s.tolist(), strict=True))
     assert uses[0] == (9, 3_000_000_050), "what was used last is told first"
     assert uses[1][0] == 0
@@ -276,8 +276,8 @@ def test_a_second_worker_on_a_path_says_whose_it_is(tmp_path: Path) -> None:
     config = replace(config, spec=replace(config.spec, options=options))
     second = Mover([config], rig.arenas, rig.identify)
     second.start(rig.now_s)
-    news = second.close(10.0)  # `stop` waits behind the opening, which fails
-    assert not news
+    events = second.close(10.0)  # `stop` waits behind the opening, which fails
+    assert not events
     third = Mover([config], rig.arenas, rig.identify)
     rig.mover, first = third, rig.mover
     third.start(rig.now_s)
@@ -299,14 +299,14 @@ def test_a_throttled_link_measures_as_slow_as_its_limit(rig: Rig) -> None:
     """In the measurements of its batches, and in its probe after a restart."""
     rig.fill("dram", *range(8))
     assert all(o.ok for o in rig.run(*[rig.move("dram", "disk", n) for n in range(8)]))
-    rig.mover.pace("disk", 4e6, inf)
-    rig.news.clear()
+    rig.mover.throttle("disk", 4e6, inf)
+    rig.events.clear()
     assert all(o.ok for o in rig.run(*[rig.move("disk", "dram", n) for n in range(8)]))
-    (measured,) = (n for n in rig.news if isinstance(n, WorkerMeasured))
+    (measured,) = (n for n in rig.events if isinstance(n, WorkerMeasured))
     assert measured.num_bytes / measured.seconds <= 4e6
     os.kill(rig.mover.pids()[DISK], signal.SIGKILL)
-    rig.wait(lambda: any(isinstance(n, WorkerUp) for n in rig.news))
-    probes = [n for n in rig.news if isinstance(n, WorkerMeasured)]
+    rig.wait(lambda: any(isinstance(n, WorkerUp) for n in rig.events))
+    probes = [n for n in rig.events if isinstance(n, WorkerMeasured)]
     speeds = {n.src: n.num_bytes / n.seconds for n in probes}
     assert speeds["disk"] <= 4e6 < speeds["dram"]
 
@@ -315,21 +315,21 @@ def test_a_stalled_link_goes_on_when_it_may(rig: Rig) -> None:
     """What travels is not called back, what is queued can be; the other direction is free."""
     rig.fill("dram", *range(100))
     assert all(o.ok for o in rig.run(*[rig.move("dram", "disk", n) for n in range(100)]))
-    rig.mover.pace("disk", 0.0, inf)
+    rig.mover.throttle("disk", 0.0, inf)
     late = [rig.move("disk", "dram", n) for n in range(100)]
     assert not rig.submit(*late)
     assert rig.run(rig.move("dram", "disk", 100))[0].ok
     assert not rig.heard_of(late)
     cancelled = rig.mover.cancel([move.id for move in late])
     assert len(cancelled) == 100 - 2 * 32, "but for two batches"
-    rig.news += cancelled
-    rig.mover.pace("disk", inf, inf)
+    rig.events += cancelled
+    rig.mover.throttle("disk", inf, inf)
     assert [outcome.ok for outcome in rig.outcomes(*late)] == [True] * 64 + [False] * 36
 
 
 def test_a_stalled_worker_stops_in_order(rig: Rig) -> None:
     rig.fill("dram", 1)
-    rig.mover.pace("disk", inf, 0.0)
+    rig.mover.throttle("disk", inf, 0.0)
     move = rig.move("dram", "disk", 1)
     assert not rig.submit(move)
     outcomes = rig.mover.close(10.0)

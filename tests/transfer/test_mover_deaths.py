@@ -32,7 +32,7 @@ def test_a_worker_killed_in_the_middle_fails_its_moves_and_comes_back(
     assert "SIGKILL" in outcomes[0].error
     down = rig.downs()[0]
     assert (down.device, down.tier) == (device, far)
-    assert rig.news.index(down) < rig.news.index(outcomes[0])
+    assert rig.events.index(down) < rig.events.index(outcomes[0])
     assert not any(rig.mover.backlog()["dram", far].values())
     assert rig.submit(rig.move("dram", far, 1)), "refused while the tier is down"
     rig.wait(lambda: rig.mover.states()[device] == "up")
@@ -81,14 +81,14 @@ def test_an_idle_worker_that_stands_still_owes_an_answer_and_is_killed(
     (other,) = {DISK, GPU} - {device}
     first_pid = rig.mover.pids()[device]
     rig.hold(device)
-    rig.wait(lambda: rig.mover.owed_s(rig.now_s)[device] > 0.5)
-    assert rig.mover.owed_s(rig.now_s)[other] < 30.0
+    rig.wait(lambda: rig.mover.overdue_s(rig.now_s)[device] > 0.5)
+    assert rig.mover.overdue_s(rig.now_s)[other] < 30.0
     rig.pass_time(31)
     rig.wait(lambda: rig.mover.pids().get(device, first_pid) != first_pid)
     rig.wait(lambda: rig.mover.states()[device] == "up")
     down = next(down for down in rig.downs() if down.device == device)
     assert "did not answer" in down.error
-    rig.wait(lambda: rig.mover.owed_s(rig.now_s)[other] == 0.0)
+    rig.wait(lambda: rig.mover.overdue_s(rig.now_s)[other] == 0.0)
 
 
 def test_a_daemon_that_stood_still_itself_blames_nobody(rig: Rig) -> None:
@@ -96,9 +96,9 @@ def test_a_daemon_that_stood_still_itself_blames_nobody(rig: Rig) -> None:
     rig.hold(GPU)
     move = rig.move("dram", "hbm", 1)
     assert not rig.submit(move)
-    rig.news += rig.mover.tick(rig.now_s)
+    rig.events += rig.mover.tick(rig.now_s)
     rig.skew_s += 60.0
-    rig.news += rig.mover.tick(rig.now_s)
+    rig.events += rig.mover.tick(rig.now_s)
     rig.let_go(GPU)
     assert rig.outcomes(move)[0].ok
     assert not rig.downs()
@@ -135,7 +135,7 @@ def test_a_medium_that_kills_its_worker_twice_is_set_aside(rig: Rig) -> None:
         rig.wait(lambda: rig.mover.states()[DISK] == "up")
         if time == 1:
             assert rig.run(rig.move("disk", "dram", 1))[0].ok
-    up = [news for news in rig.news if isinstance(news, WorkerUp)][-1]
+    up = [event for event in rig.events if isinstance(event, WorkerUp)][-1]
     assert "was set aside" in up.notes[0]
     assert not rig.run(rig.move("disk", "dram", 1))[0].ok
     assert rig.run(rig.move("dram", "disk", 1))[0].ok
@@ -189,7 +189,7 @@ def test_close_kills_a_worker_that_does_not_stop(tmp_path: Path) -> None:
     rig.hold(GPU)
     move = rig.move("dram", "hbm", 1)
     assert not rig.submit(move)
-    rig.news += rig.mover.close(0.05)
+    rig.events += rig.mover.close(0.05)
     assert [(o.move, o.ok) for o in rig.heard()] == [(move.id, False)]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -45,7 +45,7 @@ def test_demands_are_sent_past_demotions_in_flight(gpu_rig: Rig) -> None:
     demands, demotions = (device.queue(direction, p) for p in (Priority.DEMAND, Priority.DEMOTION))
     assert [m.id for b, _ in demands.in_flight.values() for m in b.moves] == [m.id for m in high]
     assert len(demotions.in_flight) <= GPU_LIMITS.in_flight
-    assert rig.mover.owed_s(rig.now_s + 100.0)[GPU] > 0
+    assert rig.mover.overdue_s(rig.now_s + 100.0)[GPU] > 0
     rig.let_go(GPU)
     outcomes = rig.outcomes(*low, *high)
     assert len(outcomes) == 203

@@ -126,7 +126,7 @@ def unpack_copy(message: Message) -> PageCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class PageTold:
+class PageReport:
     """A worker's report. `kind`: mapped, unmapped, part (the first `planes` planes of a copy have
     arrived) or copied (the copy has ended, and no part of it is still running). `error`: "" or a
     sentence."""
@@ -138,16 +138,16 @@ class PageTold:
     seconds: float = 0.0
 
 
-def pack_report(report: PageTold) -> bytes:
+def pack_report(report: PageReport) -> bytes:
     more = {"error": report.error, "planes": report.planes, "seconds": report.seconds}
     return pack(report.kind, n=report.number, **more)
 
 
-def unpack_report(message: Message) -> PageTold:
+def unpack_report(message: Message) -> PageReport:
     error, seconds = message.get("error"), message.get("seconds")
     if type(error) is not str or type(seconds) is not float:
         raise MalformedMessage(f"{message['t']}: an error and seconds")
-    return PageTold(message["t"], _count(message, "n"), error, _count(message, "planes"), seconds)
+    return PageReport(message["t"], _count(message, "n"), error, _count(message, "planes"), seconds)
 
 
 def _words(packed: bytes) -> PageNumbers:

@@ -18,7 +18,7 @@ from hicache.transfer.gpu_pages.engine_pages import EnginePages
 from hicache.transfer.gpu_pages.page_messages import (
     Claim,
     PageCopy,
-    PageTold,
+    PageReport,
     pack_report,
     unpack_claim,
     unpack_copy,
@@ -57,26 +57,26 @@ class PageWork:
             self._pages.map(claim)
         except self._pages.refusals as refusal:
             error = str(refusal)
-        self._report(PageTold("mapped", claim.number, error))
+        self._report(PageReport("mapped", claim.number, error))
 
     def _unmap(self, number: int) -> None:
         self._pages.unmap(number)
-        self._report(PageTold("unmapped", number))
+        self._report(PageReport("unmapped", number))
 
     def _copy(self, copy: PageCopy) -> None:
         start_s = time.perf_counter()
         error = ""
         try:
             self._pages.copy(
-                copy, lambda planes: self._report(PageTold("part", copy.number, "", planes))
+                copy, lambda planes: self._report(PageReport("part", copy.number, "", planes))
             )
         except self._pages.refusals as refusal:
             error = str(refusal)
         seconds = time.perf_counter() - start_s
-        self._report(PageTold("copied", copy.number, error, seconds=seconds))
+        self._report(PageReport("copied", copy.number, error, seconds=seconds))
         if self._pages.trouble != self._noted:
             self._noted = self._pages.trouble
             self._send(pack("noted", note=self._noted))
 
-    def _report(self, report: PageTold) -> None:
+    def _report(self, report: PageReport) -> None:
         self._send(pack_report(report))

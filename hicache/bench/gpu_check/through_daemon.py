@@ -203,7 +203,7 @@ def wait_for(ask: Callable[[], T], what: str) -> T:
     """Returns the first true result."""
     give_up_s = time.monotonic() + WAIT_S
     while not (answer := ask()):
-        assert time.monotonic() < give_up_s, f"waited {WAIT_S:.0f} s in vain for {what}"
+        assert time.monotonic() < give_up_s, f"{what} did not come within {WAIT_S:.0f} s"
         time.sleep(0.02)
     return answer
 

@@ -69,7 +69,7 @@ def verify(gate: Gate, asked: Asked[VerifyRequest]) -> None:
     upkeep = gate.upkeep
     if asked.request.start:
         upkeep.scrubbing.begin(upkeep.health.tier_states(), asked.request.bytes_per_s)
-    gate.reply(asked.peer, VerifyReply(devices=upkeep.scrubbing.told()))
+    gate.reply(asked.peer, VerifyReply(devices=upkeep.scrubbing.rows()))
 
 
 @handles(RELOAD)

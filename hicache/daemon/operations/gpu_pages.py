@@ -56,12 +56,12 @@ from hicache.tiers.block import Ids
 from hicache.transfer.gpu_pages.page_messages import (
     Claim,
     PageCopy,
-    PageTold,
+    PageReport,
     claim_of,
     pack_claim,
     pack_copy,
 )
-from hicache.transfer.worker_events import PageNews
+from hicache.transfer.worker_events import PageEvent
 from hicache.transfer.worker_messages import pack
 
 MAX_REGISTRATIONS: Final = 256
@@ -296,27 +296,27 @@ class GpuPages:
 
     # --- the worker's reports ---------------------------------------------------------------------
 
-    def take(self, news: PageNews, now_s: float) -> None:
+    def take(self, event: PageEvent, now_s: float) -> None:
         """Handle a worker's report; an unexpected one is ignored."""
-        told = news.told
-        if told.kind in ("part", "copied"):
-            copy = self._copies.get(told.number)
-            if copy is not None and told.kind == "part":
-                self._part(copy, told)
+        report = event.report
+        if report.kind in ("part", "copied"):
+            copy = self._copies.get(report.number)
+            if copy is not None and report.kind == "part":
+                self._part(copy, report)
             elif copy is not None:
-                self._copied(copy, told, now_s)
+                self._copied(copy, report, now_s)
             return
-        registration = self._registrations.get(told.number)
+        registration = self._registrations.get(report.number)
         if registration is None:
             return
-        if told.kind == "unmapped" or told.error:
-            del self._registrations[told.number]
+        if report.kind == "unmapped" or report.error:
+            del self._registrations[report.number]
             self._note_owners()
-            self._answer(registration, told)
+            self._answer(registration, report)
         elif registration.state == "mapping":
             registration.state = "mapped"
             self._note_owners()
-            self._answer(registration, told)
+            self._answer(registration, report)
         else:  # the session ended while it was being mapped
             self._unmap_when_idle(registration)
 
@@ -324,26 +324,26 @@ class GpuPages:
         """The worker's process is dead: its copies and mappings have ended."""
         error = "the GPU worker ended"
         for copy in [c for c in self._copies.values() if c.registration.device == device]:
-            self._copied(copy, PageTold("copied", copy.number, error), now_s)
+            self._copied(copy, PageReport("copied", copy.number, error), now_s)
         for registration in list(self._registrations.values()):
             if registration.device == device:
                 del self._registrations[registration.number]
                 self._note_owners()
                 is_asked_for = registration.state in ("closing", "unmapping")
-                self._answer(registration, PageTold("", 0, "" if is_asked_for else error))
+                self._answer(registration, PageReport("", 0, "" if is_asked_for else error))
 
-    def _part(self, copy: _Copy, told: PageTold) -> None:
+    def _part(self, copy: _Copy, report: PageReport) -> None:
         if copy.peer is not None and self._still_there(copy):
-            reply = LoadReply(blocks=copy.num_blocks, more=True, planes=told.planes)
+            reply = LoadReply(blocks=copy.num_blocks, more=True, planes=report.planes)
             self._gate.reply(copy.peer, reply)
 
-    def _copied(self, copy: _Copy, told: PageTold, now_s: float) -> None:
+    def _copied(self, copy: _Copy, report: PageReport, now_s: float) -> None:
         del self._copies[copy.number]
         is_there = self._still_there(copy)
         if copy.peer is not None:
-            self._tell_end(copy, told, is_there)
-        if copy.lease and is_there and not told.error:
-            self._gate.do(p.Loaded(copy.lease, copy.runs, told.seconds, now_s))
+            self._report_end(copy, report, is_there)
+        if copy.lease and is_there and not report.error:
+            self._gate.do(p.Loaded(copy.lease, copy.runs, report.seconds, now_s))
         registration = copy.registration
         registration.num_copies -= 1
         if registration.state == "closing":
@@ -351,17 +351,17 @@ class GpuPages:
         if copy.ticket:
             self._saved(copy, now_s)
 
-    def _tell_end(self, copy: _Copy, told: PageTold, is_there: bool) -> None:
+    def _report_end(self, copy: _Copy, report: PageReport, is_there: bool) -> None:
         assert copy.peer is not None
-        if told.error:
-            self._gate.refuse(copy.peer, "refused", told.error)
+        if report.error:
+            self._gate.refuse(copy.peer, "refused", report.error)
         elif not is_there:
             self._gate.refuse(
                 copy.peer, "unknown_lease", "the lease ended while its blocks were copied"
             )
         else:
             kind = SaveReply if copy.ticket else LoadReply
-            self._gate.reply(copy.peer, kind(blocks=copy.num_blocks, seconds=told.seconds))
+            self._gate.reply(copy.peer, kind(blocks=copy.num_blocks, seconds=report.seconds))
 
     def _saved(self, copy: _Copy, now_s: float) -> None:
         """The slots are no longer written: continue what waited for that."""
@@ -425,12 +425,12 @@ class GpuPages:
         # A worker that is not up has no mappings; `worker_gone` replies to waiting requests.
         self._workers.send_pages(registration.device, pack("unmap", n=registration.number))
 
-    def _answer(self, registration: _Registration, told: PageTold) -> None:
+    def _answer(self, registration: _Registration, report: PageReport) -> None:
         peer, registration.peer = registration.peer, None
         if peer is None:
             return
-        if told.error:
-            self._gate.refuse(peer, "refused", told.error)
+        if report.error:
+            self._gate.refuse(peer, "refused", report.error)
         elif registration.state == "mapped":
             assert self._workers is not None
             pid = self._workers.pids().get(registration.device, 0)

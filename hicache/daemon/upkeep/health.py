@@ -136,7 +136,7 @@ class Health:
         loop = self.loop
         rows = {"loop": _row(0.0, loop.num_stalls)}
         starts = self._mover.num_starts()
-        for device, owes_s in self._mover.owed_s(now_s).items():
+        for device, owes_s in self._mover.overdue_s(now_s).items():
             rows[device] = _row(owes_s, max(0, starts[device] - 1))
         for name, watched in self._watched.items():
             faults = watched.faults

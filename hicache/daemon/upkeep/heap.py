@@ -1,16 +1,16 @@
-"""What was freed goes back to the machine, so that the daemon's own memory stays as it is.
+"""Returns freed memory to the kernel, so that the daemon's private memory does not grow.
 
-Four things would let it creep up for hours although nothing in it grows:
+Without this it would grow for hours, for four reasons:
 
-- The C library raises its own limits with the largest block it has seen freed: a message of 30 MiB
-  once, and each thread's heap may keep 60 MiB from then on. `limit_heaps` fixes them.
-- numpy keeps small buffers that were freed, and they lie between what else is used, so that what
-  is free around them cannot go back. `fill_small_buffers` puts them in one place.
-- What is free between what is used goes back only when asked for: `FreedMemory`.
-- Python's table of the names in use doubles when it is full of names that are no more, minutes
-  after the start: `grow_table_of_names`.
+- glibc raises its limits with the largest block freed so far: after one message of 30 MiB, each
+  thread's heap may keep 60 MiB. `limit_heaps` fixes the limits.
+- numpy caches small freed buffers. They lie between other objects, so the free memory around them
+  cannot be returned. `fill_small_buffers` allocates them in one place.
+- Free memory between used blocks is returned only on request: `FreedMemory`.
+- Python's table of interned names doubles minutes after the start, when it is full of unused names:
+  `grow_table_of_names` does that at once.
 
-docs/faults.md says by how much each of them let it grow.
+docs/faults.md has the figures.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ import numpy as np
 
 EVERY_S: Final = 1.0
 MAX_SHARE: Final = 1e-3
-"""Of the loop's time."""
+"""The largest share of the loop's time."""
 _SMALL_BYTES: Final = 1024
 _MANY_NAMES: Final = 1 << 15
-"""More than such a table of up to 2¹⁶ names has room for, and less than the next one has."""
+"""More names than fit into the table of 2¹⁶ entries, and less than fit into the next one."""
 _NUM_KEPT: Final = 7  # numpy/_core/src/multiarray/alloc.c: NBUCKETS and NCACHE
 _LIMITS: Final = {
-    -1: 1 << 20,  # M_TRIM_THRESHOLD: so much may stay free at a heap's end
-    -3: 1 << 20,  # M_MMAP_THRESHOLD: what is larger is a mapping of its own
-    -8: 2,  # M_ARENA_MAX: heaps, for all threads
+    -1: 1 << 20,  # M_TRIM_THRESHOLD: may stay free at a heap's end
+    -3: 1 << 20,  # M_MMAP_THRESHOLD: larger blocks are separate mappings
+    -8: 2,  # M_ARENA_MAX: heaps for all threads
 }
 
 
 def limit_heaps() -> None:
-    """Before the first thread starts. Nothing happens where the C library has no such limits."""
+    """Fix glibc's limits. Call before the first thread starts. Does nothing without glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
@@ -48,10 +48,10 @@ def limit_heaps() -> None:
 
 
 def fill_small_buffers() -> None:
-    """numpy keeps seven freed buffers of each size below 1 KiB, 3.7 MiB in all, and the C library
-    seven of each 16 bytes. Taken one by one, as sizes occur for the first time, they would fill for
-    a quarter of an hour, and lie between what is used so that nothing around them goes back. So all
-    are taken here, side by side. Before what stays is made."""
+    """Fill numpy's cache of small buffers. It keeps seven freed buffers of each size below 1 KiB,
+    3.7 MiB in all, and glibc seven of each 16 bytes. Filled one by one, as sizes first occur, that
+    would take a quarter of an hour, and they would lie between used blocks. Here all are allocated
+    side by side. Call before long-lived objects are created."""
     for num_bytes in range(1, _SMALL_BYTES):
         count = 2 * _NUM_KEPT if num_bytes % 16 == 8 else _NUM_KEPT
         buffers = [np.empty(num_bytes, np.uint8) for _ in range(count)]
@@ -59,20 +59,19 @@ def fill_small_buffers() -> None:
 
 
 def grow_table_of_names() -> None:
-    """Python keeps one object for all names that are equal (`sys.intern`), in a table of 940 KiB
-    here, in which a name that is no more takes up room until the table is made anew, for three
-    times the names in use by then. So it doubles once, when a daemon has lived for some minutes,
-    and never again. Here that happens at once. When all is imported; not from Python 3.12 on,
-    where a name stays for ever."""
+    """Grow Python's table of interned names now. In this table of 940 KiB, deleted names take room
+    until it is rebuilt for three times the names in use. So it would double once, some minutes
+    after the start. Call after all imports. Does nothing from Python 3.12 on, where names are never
+    deleted."""
     if sys.version_info < (3, 12):
         names = [sys.intern(f"no name of anything {number}") for number in range(_MANY_NAMES)]
         names.clear()
 
 
 class FreedMemory:
-    """`tick`, from the daemon's loop, gives back what lies free between what is used when it is
-    time. That takes half a millisecond, or some more where very much lies free in small pieces:
-    never more than a thousandth of all time. Nothing happens where the C library cannot do it."""
+    """`tick`, from the daemon's loop, returns free memory between used blocks when it is due. That
+    takes half a millisecond, or more with much fragmented memory; at most a thousandth of all time.
+    Does nothing without glibc."""
 
     def __init__(self, now_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._due_s = now_s + EVERY_S
@@ -84,7 +83,7 @@ class FreedMemory:
             return  # not glibc
 
     def tick(self, now_s: float) -> None:
-        """Every `EVERY_S` seconds, or more seldom where it takes long."""
+        """Return free memory every `EVERY_S` seconds, less often where it takes long."""
         if self._trim is None or now_s < self._due_s:
             return
         began_s = self._clock()

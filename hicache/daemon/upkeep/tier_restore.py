@@ -1,5 +1,5 @@
-"""Persistent tiers after a start: what their workers find stored goes to the cache engine, and what
-was used since goes back to the workers every few minutes.
+"""Passes persistent tiers' stored blocks to the cache engine at start, and blocks' uses back to
+their workers every few minutes.
 
 Used from the daemon's loop only.
 """
@@ -24,8 +24,8 @@ log = logging.getLogger("hicache")
 
 
 class Restoring:
-    """`do` hands an event to the cache engine and its moves on. `slot_sizes`: what a block of so
-    many bytes takes in each tier."""
+    """`do` passes an event to the cache engine, and its plan on. `slot_sizes`: block bytes → slot
+    size in each tier."""
 
     def __init__(
         self, do: Callable[[p.Event[Any]], Any], slot_sizes: Callable[[int], Mapping[str, int]]
@@ -41,10 +41,10 @@ class Restoring:
         opened = p.OpenNamespace(
             rows.namespace, rows.step // 4, rows.block_bytes, slot_bytes=tuple(sizes.values())
         )
-        homeless = self._do(p.Restore(tier, self._do(opened), rows, now_s, self.zero_s))
-        return [(sizes[tier], key) for key in homeless]
+        unplaced = self._do(p.Restore(tier, self._do(opened), rows, now_s, self.zero_s))
+        return [(sizes[tier], key) for key in unplaced]
 
-    def told(self, tier: str, what: str, done: int, total: int, unit: str) -> str:
+    def note_progress(self, tier: str, what: str, done: int, total: int, unit: str) -> str:
         """A note about the progress, which is logged at every tenth."""
         note = f"{what}: {done / max(1, total):.0%} of {total:,} {unit}"
         tenth = 10 * done // max(1, total)

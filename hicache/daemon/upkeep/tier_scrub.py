@@ -71,22 +71,26 @@ class Scrubbing:
         if scrub is not None and scrub.is_running:
             scrub.is_running, scrub.error = False, error
 
-    def take(self, news: WorkerScrubbed, now_s: float) -> list[p.Arrivals]:
+    def take(self, event: WorkerScrubbed, now_s: float) -> list[p.Arrivals]:
         """Record progress. Returns the results for requests that wait for blocks."""
-        scrub = self._scrubs.setdefault(news.device, Progress(news.device, news.tier))
-        scrub.blocks, scrub.bytes, scrub.total_blocks = news.blocks, news.bytes, news.total_blocks
-        scrub.is_running = not news.is_done
+        scrub = self._scrubs.setdefault(event.device, Progress(event.device, event.tier))
+        scrub.blocks, scrub.bytes, scrub.total_blocks = (
+            event.blocks,
+            event.bytes,
+            event.total_blocks,
+        )
+        scrub.is_running = not event.is_done
         changes = []
-        for found in news.bad:
+        for found in event.bad:
             log.warning("a scrub removed block %s: %s", found.key.hex(), found.problem)
             scrub.num_bad += 1
             if len(scrub.bad) < MAX_TOLD:
                 scrub.bad.append({"key": found.key.hex(), "problem": found.problem})
             if found.tokens and self._knows(found.namespace):
-                gone = p.Spoiled(news.tier, found.namespace, found.tokens, now_s)
+                gone = p.Spoiled(event.tier, found.namespace, found.tokens, now_s)
                 changes.append(self._do(gone))
         return changes
 
-    def told(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """For the operation's reply."""
         return [asdict(scrub) for scrub in self._scrubs.values()]

@@ -23,8 +23,8 @@ from hicache.engine import plan as p
 from hicache.protocol.messages import WireError, pack
 from hicache.protocol.operations import decode_request
 from hicache.tiers.block import slot_bytes_for
-from hicache.transfer.gpu_pages.page_messages import PageTold, unpack_claim, unpack_copy
-from hicache.transfer.worker_events import PageNews
+from hicache.transfer.gpu_pages.page_messages import PageReport, unpack_claim, unpack_copy
+from hicache.transfer.worker_events import PageEvent
 from hicache.transfer.worker_messages import Message, Stream
 from tests.daemon.test_dispatch import PROMPT, SPEC, Desk, store
 from tests.engine.world import BLOCK_BYTES, BLOCK_TOKENS
@@ -61,10 +61,10 @@ class Worker:
     def answer(self, order: Message, error: str = "") -> None:
         self.orders.remove(order)
         kind = {"map": "mapped", "unmap": "unmapped"}.get(order["t"], "copied")
-        self.tell(PageTold(kind, order["n"], error, seconds=0.5))
+        self.tell(PageReport(kind, order["n"], error, seconds=0.5))
 
-    def tell(self, told: PageTold) -> None:
-        self.desk.gate.state(GpuPages).take(PageNews("gpu:0", told), self.desk.world.now_s)
+    def tell(self, told: PageReport) -> None:
+        self.desk.gate.state(GpuPages).take(PageEvent("gpu:0", told), self.desk.world.now_s)
 
     def die(self) -> None:
         self.orders.clear()
@@ -191,7 +191,7 @@ def test_a_load_is_answered_when_it_is_at_rest(desk: PageDesk) -> None:
     assert copy.pages.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [(tier, len(slots)) for tier, slots in copy.runs] == [("dram", 4)]
     assert desk.reply_to(asked) is None
-    desk.worker.tell(PageTold("part", order["n"], planes=3))
+    desk.worker.tell(PageReport("part", order["n"], planes=3))
     part = desk.reply_to(asked)
     assert part == {"id": asked, "ok": True, "more": True, "planes": 3, "blocks": 4}
     desk.worker.answer(order)
@@ -295,7 +295,7 @@ def test_a_load_whose_lease_ended_meanwhile_has_failed(desk: PageDesk) -> None:
     asked = desk.loading(session, number, lease, 4)
     desk.ask("release", s=session.token, lease=lease)
     (order,) = desk.worker.of("load")
-    desk.worker.tell(PageTold("part", order["n"], planes=3))
+    desk.worker.tell(PageReport("part", order["n"], planes=3))
     assert desk.reply_to(asked) is None
     desk.worker.answer(order)
     reply = desk.reply_to(asked)

@@ -37,7 +37,7 @@ def counts(reply: dict[str, Any]) -> tuple[int, int, int]:
 
 def finish(desk: Desk, *moves: int) -> None:
     """These moves end, and the service hears of it."""
-    desk.service.news(desk.world.finish(*moves), desk.world.now_s)
+    desk.service.answer_waiting(desk.world.finish(*moves), desk.world.now_s)
 
 
 def test_a_warming_is_answered_when_it_is_planned(desk: Desk) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hicache.transfer.gpu_pages.page_messages import (
     Claim,
     PageCopy,
-    PageTold,
+    PageReport,
     pack_claim,
     pack_copy,
     pack_report,
@@ -31,7 +31,7 @@ COPY = PageCopy(
     np.array([[0, 1], [5, 2]], np.int32),
     3,
 )
-REPORT = PageTold("copied", 9, "a sentence", 4, 0.25)
+REPORT = PageReport("copied", 9, "a sentence", 4, 0.25)
 
 
 def one(data: bytes) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def test_blocks_come_back_as_they_were(tmp_path: Path) -> None:
         tier.put(SLOT, [(name(4), np.zeros(BLOCK + SEAL_BYTES, np.uint8))])
     (tmp_path / "again").mkdir()
     again = Rig(tmp_path / "again", devices=[DISK], codec=SEALED, disk_path=rig.disk_path)
-    again.wait(lambda: any(isinstance(news, WorkerRestored) for news in again.news))
-    rows = [news.rows for news in again.news if isinstance(news, WorkerRows)]
+    again.wait(lambda: any(isinstance(event, WorkerRestored) for event in again.events))
+    rows = [event.rows for event in again.events if isinstance(event, WorkerRows)]
     assert {(some.block_bytes, some.total) for some in rows} == {(BLOCK, 8)}
     good, bad = again.run(again.move("disk", "dram", 5), again.move("disk", "dram", 4))
     assert good.ok
