@@ -194,7 +194,7 @@ def test_trouble_with_the_file_ends_the_recording_only(
     recorder = TraceRecorder(path)
     recorder.asked(session_of(), np.arange(50, dtype="<u4").tobytes(), "", 1.0)
     recorder.close()
-    assert "nothing more is recorded" in caplog.text
+    assert "the recording has ended" in caplog.text
     recorder.asked(session_of(), np.arange(50, dtype="<u4").tobytes(), "", 2.0)
     assert not recorder._lines
 
@@ -209,6 +209,6 @@ def test_rows_that_the_file_system_keeps_waiting_are_counted(
     for number in range(20):
         recorder.asked(session_of(), np.arange(160, dtype="<u4").tobytes(), "", number)
     assert recorder.num_lost > 0
-    assert caplog.text.count("some are lost") == 1
+    assert caplog.text.count("rows are lost") == 1
     recorder.close()
     assert len(read_trace(path).requests) == 20 - recorder.num_lost
