@@ -28,7 +28,7 @@ def gate(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def gpu_house(
+def gpu_daemon(
     stand_in_driver: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[DaemonProcess]:
     with daemon_process(monkeypatch, stand_in_driver, gate) as server:

@@ -57,8 +57,8 @@ class Device:
 
 
 @pytest.fixture
-def server(gpu_house: DaemonProcess) -> DaemonProcess:
-    return gpu_house
+def server(gpu_daemon: DaemonProcess) -> DaemonProcess:
+    return gpu_daemon
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from tests.e2e.daemon_process import DaemonProcess
 
 
 @pytest.fixture(scope="module")
-def shared_house() -> Iterator[DaemonProcess]:
+def shared_daemon() -> Iterator[DaemonProcess]:
     with DaemonProcess(limits={"max_message": "1MiB", "max_sessions": 40}) as server:
         yield server
 
 
 @pytest.fixture
-def server(shared_house: DaemonProcess) -> Iterator[DaemonProcess]:
+def server(shared_daemon: DaemonProcess) -> Iterator[DaemonProcess]:
     """The shared daemon; its clients are gone after each test, and it must still serve."""
-    yield shared_house
-    shared_house.forget_clients()
-    assert shared_house.is_ready()
+    yield shared_daemon
+    shared_daemon.forget_clients()
+    assert shared_daemon.is_ready()

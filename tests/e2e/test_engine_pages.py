@@ -33,12 +33,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 
 @pytest.fixture
-def server(gpu_house: DaemonProcess) -> DaemonProcess:
-    return gpu_house
+def server(gpu_daemon: DaemonProcess) -> DaemonProcess:
+    return gpu_daemon
 
 
 @pytest.fixture
-def kernel_house(
+def kernel_daemon(
     stand_in_driver: Path, gate: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[DaemonProcess]:
     """Its worker runs kernels, and its copy engines take so long for each page that they lose."""
@@ -106,10 +106,10 @@ def test_saved_from_pages_and_loaded_into_others_from_every_tier(server: DaemonP
     assert not client.load_pages(client.match(fresh), share, engine.pages(8, 0)).blocks
 
 
-def test_saved_and_loaded_by_kernels(kernel_house: DaemonProcess, tmp_path: Path) -> None:
+def test_saved_and_loaded_by_kernels(kernel_daemon: DaemonProcess, tmp_path: Path) -> None:
     """From and to the GPU's slots and pinned ones, whole and layer by layer; `stats` says so. Once
     CUDA refuses a kernel the copy engines serve, and `stats` says that."""
-    server = kernel_house
+    server = kernel_daemon
     for memory in ("GPU", "pinned"):
         assert f"of slots in {memory} memory by kernels" in server.tier("hbm")["note"]
     client, engine = server.client(), PageEngine()

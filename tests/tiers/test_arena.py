@@ -166,7 +166,7 @@ sys.stdin.read()
 
 
 def test_a_dead_owners_arena_is_taken_over(tmp_path: Path) -> None:
-    """The same memory, for whoever maps it, with all generations raised and another epoch."""
+    """The same memory for all its mappings, with all generations raised and another epoch."""
     first = Arena.create(tmp_path / "a", MIB)
     client = Arena.attach(tmp_path / "a")
     slots = np.array([0, 7], np.int32)
@@ -188,8 +188,8 @@ def test_a_dead_owners_arena_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_what_clients_may_still_write_is_inherited(tmp_path: Path) -> None:
-    """Until they say that they are done, or the slot is given to somebody else; and over several
-    deaths. What nobody knows the writer of is not taken over at all."""
+    """Until they report that they have finished, or the slot gets another block; also over several
+    deaths. An arena with an unknown writer is not taken over."""
     first = Arena.create(tmp_path / "a", MIB)
     first.mark(np.array([4, 8, 12], np.int32), 2 * PAGE_BYTES, 77)
     first.unmark(np.array([8], np.int32))

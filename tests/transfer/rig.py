@@ -1,4 +1,4 @@
-"""Real workers on real devices, driven from a test as the daemon's loop drives them."""
+"""Real workers on real devices, driven by a test as by the daemon's loop."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Rig:
         return bool({outcome.move for outcome in self.heard()} & {move.id for move in moves})
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Turn the loop until something is true."""
+        """Run the loop until the condition is true."""
         poller = select.poll()
         poller.register(self.mover.fileno(), select.POLLIN)
         give_up_s = time.monotonic() + WAIT_S
@@ -146,14 +146,14 @@ class Rig:
             self._take_rows()
 
     def _take_rows(self) -> None:
-        """As the daemon does: rows that were taken in let others come."""
+        """Acknowledge rows, as the daemon does, so that more come."""
         told = [event.device for event in self.events if isinstance(event, WorkerRows)]
         while self.takes_rows and self._num_taken < len(told):
             self.mover.taken(told[self._num_taken])
             self._num_taken += 1
 
     def pass_time(self, seconds: float) -> None:
-        """Let the loop turn while so much time passes for it, a second a turn."""
+        """Run the loop while its clock advances by `seconds`, one second per turn."""
         poller = select.poll()
         poller.register(self.mover.fileno(), select.POLLIN)
         for _ in range(int(seconds)):
@@ -163,7 +163,7 @@ class Rig:
             self.events += self.mover.tick(self.now_s)
 
     def hold(self, device: str) -> None:
-        """The worker does not run from now on."""
+        """Stop the worker's process."""
         os.kill(self.mover.pids()[device], signal.SIGSTOP)
 
     def let_go(self, device: str) -> None:

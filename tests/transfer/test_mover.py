@@ -186,7 +186,7 @@ def store_small(path: Path, numbers: range) -> None:
 
 
 def test_many_rows_come_as_they_are_taken_and_moves_go_on(tmp_path: Path) -> None:
-    """Rows that nobody takes in wait in the worker, and reads and writes do not wait for them."""
+    """Rows wait in the worker until earlier ones are acknowledged; reads and writes do not wait."""
     store_small(tmp_path, range(1000, 4000))
     rig = Rig(tmp_path, devices=[DISK])
     rig.takes_rows = False
@@ -242,7 +242,7 @@ def test_accounts_of_namespaces_without_blocks_go(tmp_path: Path) -> None:
 
 
 def test_an_account_that_cannot_be_written_ends_no_worker(tmp_path: Path) -> None:
-    """Its folder is something else: nobody but people would read it."""
+    """Its folder cannot be used: descriptions are for people only."""
     rig = Rig(tmp_path, devices=[DISK])
     (rig.disk_path / "namespaces").write_text("a file")
     pids = rig.mover.pids()

@@ -1,4 +1,4 @@
-"""Workers that die, hang or meet a damaged device: a miss, and the tier comes back."""
+"""Workers that die, hang or find a damaged device: a miss, and the tier comes up again."""
 
 from __future__ import annotations
 
@@ -74,10 +74,8 @@ def test_a_stuck_worker_is_killed(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("device", [DISK, GPU])
-def test_an_idle_worker_that_stands_still_owes_an_answer_and_is_killed(
-    rig: Rig, device: str
-) -> None:
-    """Nothing was asked of it but whether it goes on. The other one is as well as before."""
+def test_an_idle_worker_that_is_stopped_is_overdue_and_killed(rig: Rig, device: str) -> None:
+    """Only pings were sent to it. The other worker continues."""
     (other,) = {DISK, GPU} - {device}
     first_pid = rig.mover.pids()[device]
     rig.hold(device)
@@ -91,8 +89,9 @@ def test_an_idle_worker_that_stands_still_owes_an_answer_and_is_killed(
     rig.wait(lambda: rig.mover.overdue_s(rig.now_s)[other] == 0.0)
 
 
-def test_a_daemon_that_stood_still_itself_blames_nobody(rig: Rig) -> None:
-    """It was stopped for a minute with a batch out: the answer is read before anybody is judged."""
+def test_a_daemon_that_was_stopped_itself_kills_no_worker(rig: Rig) -> None:
+    """The daemon was stopped for a minute with a batch in flight: it reads the reply before it
+    judges a worker stuck."""
     rig.hold(GPU)
     move = rig.move("dram", "hbm", 1)
     assert not rig.submit(move)
@@ -104,7 +103,7 @@ def test_a_daemon_that_stood_still_itself_blames_nobody(rig: Rig) -> None:
     assert not rig.downs()
 
 
-def test_restarts_back_off_and_forgive(rig: Rig) -> None:
+def test_restarts_back_off_and_a_healthy_run_resets_that(rig: Rig) -> None:
     waits = []
     for number in range(4):
         os.kill(rig.mover.pids()[GPU], signal.SIGKILL)
@@ -171,7 +170,7 @@ def test_flipped_bytes_on_disk_are_a_corrupt_outcome(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_close_finishes_what_travels_and_cancels_what_waits(tmp_path: Path) -> None:
+def test_close_finishes_moves_in_flight_and_cancels_waiting_ones(tmp_path: Path) -> None:
     rig = Rig(tmp_path, devices=[GPU])
     rig.fill("dram", *range(100))
     rig.hold(GPU)

@@ -1,4 +1,4 @@
-"""How a worker ends when nobody listens to it any more."""
+"""How a worker ends when its daemon no longer reads its messages."""
 
 from __future__ import annotations
 

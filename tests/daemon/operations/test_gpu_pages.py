@@ -491,7 +491,7 @@ class World:
         kept = [server.blocks.slot[t.tier][t.ids] for t in server.leases.tickets.values()]
         kept += [held.slots for held in server.leases.quarantine.values()]
         slots = set(np.concatenate([np.empty(0, int), *kept]).tolist())
-        assert all(written <= slots for written in self.written.values()), "nobody holds them"
+        assert all(written <= slots for written in self.written.values()), "they are not held"
 
     def hello(self) -> None:
         if len(self.sessions) < 4:

@@ -38,7 +38,7 @@ News = list[Stored | Removed]
 
 
 class Listener:
-    """Somebody who knows only what was told since it joined. Who was there from the beginning is
+    """A subscriber that knows only changes since it joined. One that was there from the start is
     told nothing twice, and of a block's parent before the block."""
 
     def __init__(self, was_there: bool = True) -> None:
@@ -64,7 +64,7 @@ class Listener:
 
 
 class LateListener(Listener):
-    """Somebody who reads pages, and applies what was told since the first of them."""
+    """A subscriber that reads pages, and applies the changes since the first of them."""
 
     def __init__(self) -> None:
         super().__init__(was_there=False)
@@ -189,7 +189,7 @@ def test_random_histories(machine: type[EngineMachine]) -> None:
 
 
 def all_of(w: World, most_bytes: int = ALL) -> News:
-    """Taken in pieces of at most so much."""
+    """All changes, taken in pieces of at most `most_bytes`."""
     news: News = []
     while some := w.engine.changes.take(most_bytes):
         news += some

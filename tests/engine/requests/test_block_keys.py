@@ -9,7 +9,7 @@ TIERS = (("dram", 256, MAPPED), ("disk", 512, ON_DISK))
 
 
 def write_down(w: World, first: int, count: int) -> None:
-    """So many prompts of two blocks each, down to disk."""
+    """Prompts of two blocks each, written to disk."""
     for number in range(first, first + count):
         w.store(tokens_of(number, number))
     while w.do(p.Flush(w.now_s)):

@@ -1,4 +1,4 @@
-"""A namespace is forgotten step by step: all but what somebody holds, whatever hangs where."""
+"""A namespace is cleared step by step: all blocks are removed except held ones."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_copy_that_never_ends_is_not_waited_for_for_ever() -> None:
 def test_no_more_records_are_deleted_at_a_time_than_the_disk_should_have_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So many moves were refused by a full queue, and their blocks stayed."""
+    """A full queue refused moves, and their blocks stayed."""
     monkeypatch.setattr(clearing, "MAX_MOVES", 4)
     w = World(ROOMY)
     for number in range(1, 13):

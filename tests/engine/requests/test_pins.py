@@ -1,4 +1,4 @@
-"""Pins: what somebody wants kept stays, everything else goes its way."""
+"""Pins: pinned blocks stay, all others are evicted as usual."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_pin_ends_by_its_time() -> None:
 
 
 def test_a_pin_is_nobodys_lease() -> None:
-    """It does not end with anybody, and is not counted among leases."""
+    """A pin does not end with a session, and is not counted among leases."""
     w = world(ROOMY)
     w.store(A)
     assert pin(w, A).pin
@@ -131,7 +131,7 @@ def test_what_would_come_unasked_counts() -> None:
 
 
 def test_no_more_is_promoted_than_pins_may_hold() -> None:
-    """A quarter of hbm is one block: the second of A stays in dram, whoever reads it."""
+    """A quarter of hbm is one block: the second of A stays in dram, even when it is read."""
     w = world((("hbm", 4, UNMAPPED), ("dram", 12, MAPPED), ("disk", 40, ON_DISK)))
     w.store(A)
     assert pin(w, A).pin
@@ -169,7 +169,7 @@ def test_a_full_share_does_not_stall_demotion() -> None:
 
 
 def test_a_flush_ends_and_writes_what_is_pinned() -> None:
-    """Memory that is pinned to the last slot: a clean stop waits for nobody to let go."""
+    """All of memory is pinned: a clean stop does not wait for pins to end."""
     settings = EngineSettings(max_pinned=1.0)
     w = World((("dram", 4, MAPPED), ("disk", 20, ON_DISK)), settings)
     w.store(tokens_of(1, 2, 3, 4))

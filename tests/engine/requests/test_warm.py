@@ -1,4 +1,4 @@
-"""Warming: what is held of a prompt comes to where it can be read, at nobody's expense."""
+"""Warming: a prompt's held blocks are copied to where they can be read, without evictions."""
 
 from __future__ import annotations
 

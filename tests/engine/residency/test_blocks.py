@@ -23,9 +23,9 @@ A, F, R, D, C = (
 ALLOWED = {
     (A, F): "a slot was given",
     (F, R): "the copy came",
-    (F, C): "nobody wants it any more",
+    (F, C): "no request waits for it any more",
     (F, A): "the copy failed",
-    (C, F): "somebody wants it again",
+    (C, F): "a request waits for it again",
     (C, R): "it came anyway",
     (C, A): "it failed",
     (R, D): "it is leaving",

@@ -38,7 +38,7 @@ class Store:
         self.most = self.number = self.num_refused = 0
 
     def run(self, num_bytes: int) -> None:
-        """Store so much, and sample after each commit."""
+        """Store these bytes, and sample after each commit."""
         written = 0
         with DiskTier(self.path, CAPACITY, durability=self.durability) as tier:
             self.sample()
@@ -116,7 +116,7 @@ def test_what_was_set_aside_counts_and_goes_first(tmp_path: Path) -> None:
 
 
 def test_the_volume_keeps_its_free_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else fills the volume: the file grows no further, and freed room is used again."""
+    """Another process fills the volume: the file does not grow, and freed room is used again."""
     size = 64 * PAGE_BYTES
     free_bytes = [1 << 40]
     monkeypatch.setattr(disk, "volume_free_bytes", lambda _: free_bytes[0])

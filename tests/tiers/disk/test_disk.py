@@ -516,7 +516,7 @@ def test_usable_bytes_leaves_room_for_three_batches() -> None:
     assert 0.94 < usable_bytes(100 << 30, 16 * MIB) / (100 << 30) < 0.95
 
 
-# --- what somebody did to an open device --------------------------------------------------------
+# --- changes by other processes to an open device -----------------------------------------------
 
 
 def _remove(path: Path) -> None:
@@ -554,7 +554,7 @@ def _overwrite_lock(path: Path) -> None:
 def test_a_put_into_a_device_that_is_gone_is_damage(
     tmp_path: Path, hurt: Callable[[Path], None]
 ) -> None:
-    """Nothing is acknowledged that nobody will find again; a new worker makes the device anew."""
+    """No block is acknowledged that would be lost; a new worker creates the device again."""
     path = tmp_path / "d"
     tier = DiskTier(path, 16 * MIB)
     put(tier, 1)

@@ -141,7 +141,7 @@ class World:
         return self.real[tier][slot * SLOT_PAGES * PAGE_BYTES :][: self.engine.layout.block_bytes]
 
     def copy(self, *, to_blocks: bool, near: int, far: int, per_part: int = 0) -> PageCopy:
-        """So many blocks in random slots of each tier, with random pages."""
+        """Blocks in random slots of each tier, with random pages."""
         slots = [self.rng.permutation(NUM_SLOTS)[:n].astype(np.int32) for n in (near, far)]
         shape = self.engine.shape
         numbers = self.rng.permutation(shape.num_pages)[: (near + far) * shape.pages_per_block]
@@ -362,7 +362,7 @@ def test_the_bytes_of_a_page_and_the_memory_decide(
 
 
 class Stingy(StandIn):
-    """Pins no more than so many chunks."""
+    """A device that pins only a limited number of chunks."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__()

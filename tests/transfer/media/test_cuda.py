@@ -53,7 +53,7 @@ def arena() -> Iterator[Arena]:
 
 
 class World:
-    """Both sides, what they should hold, and which slots belong to nobody."""
+    """Both tiers, the bytes that they should hold, and their free slots."""
 
     def __init__(self, arena: Arena, device: StandIn, at_once: bool) -> None:
         self.device = device
@@ -92,7 +92,7 @@ class World:
         self.started.append((link.start(batch), batch))
 
     def wait(self, number: int) -> None:
-        """What was told is believed: the slots are anybody's, and get other bytes at once."""
+        """Check the outcomes. Their slots are free at once, and get other bytes."""
         started, batch = self.started.pop(number)
         outcomes = started.wait()
         assert [outcome.move for outcome in outcomes] == [move.id for move in batch]
@@ -217,7 +217,7 @@ def test_a_refusal_is_not_the_end_of_the_link(arena: Arena) -> None:
 
 
 class Stingy(StandIn):
-    """Pins no more than so many chunks."""
+    """A device that pins only a limited number of chunks."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__()
