@@ -16,7 +16,7 @@ import numpy as np
 from hicache.engine import plan as p
 from hicache.engine.index.radix import Path
 from hicache.engine.placement.write_back import WriteBack
-from hicache.engine.planner.cost import LinkCost, LoadCost, PrefillCost
+from hicache.engine.planner.cost import LinkCost, LoadCost, PrefillCost, plausible_hop
 from hicache.engine.planner.counters import Ledger
 from hicache.engine.planner.decision_log import DecisionLog
 from hicache.engine.planner.planner import Hit, Planner
@@ -300,7 +300,7 @@ class Matching:
         self, hit: Hit, namespace: Namespace, path: Path, event: p.MatchPrompt
     ) -> None:
         """Set the expected times of reloading the hit's runs."""
-        hop = event.hop_bytes_per_s
+        hop = event.hop_bytes_per_s and plausible_hop(event.hop_bytes_per_s)
         own_s_per_byte = 1.0 / hop if hop else self.estimates.hop_s_per_byte[hit.namespace]
         if not hit.by_worker:
             blocks, seconds = 0, []

@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from hicache.client.client_base import ClientBase
-from hicache.client.exchange import Exchange
+from hicache.client.exchange import DaemonAbsent, Exchange
 from hicache.client.session import Connection
 from hicache.client.steps import (
     Asynchronous,
@@ -39,7 +39,6 @@ from hicache.client.transport import (
     map_arenas,
     open_socket,
 )
-from hicache.client.trouble import DaemonAbsent
 from hicache.protocol.curve import CurveKeys
 
 T = TypeVar("T")

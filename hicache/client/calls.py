@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
+from hicache.client.exchange import TROUBLE
 from hicache.client.put import Fill, PutCall, Source, check_blocks
 from hicache.client.replies import (
     read_match,
@@ -40,7 +41,6 @@ from hicache.client.results import (
 )
 from hicache.client.session import Connection
 from hicache.client.steps import Give, ReplyMap, Send, Steps, Stream, operation, stream
-from hicache.client.trouble import TROUBLE
 from hicache.protocol.keys import TOKEN_BYTES, Tokens, encode_tokens
 from hicache.protocol.operations import (
     MAX_DEADLINE_S,

@@ -28,12 +28,12 @@ import numpy.typing as npt
 from msgspec import UNSET
 
 from hicache.client.calls import Calls, give
+from hicache.client.exchange import DaemonError
 from hicache.client.put import PutCall
 from hicache.client.replies import Placement, read_reply
 from hicache.client.results import Greeting, Match, PutResult
 from hicache.client.session import Connection
 from hicache.client.steps import Part, Steps, Stream, operation, stream
-from hicache.client.trouble import DaemonError
 from hicache.protocol.keys import TOKEN_BYTES, Tokens, encode_tokens
 from hicache.protocol.messages import WireError
 from hicache.protocol.operations import (

@@ -27,7 +27,7 @@ from typing import Final, Literal
 import zmq
 
 from hicache.client.blocking import AdminLine
-from hicache.client.trouble import TROUBLE
+from hicache.client.exchange import TROUBLE
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import tcp_address
 from hicache.protocol.keys import ROOT_KEY, TOKEN_BYTES, Tokens, block_key, encode_tokens

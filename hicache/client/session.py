@@ -21,11 +21,18 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
-from hicache.client.exchange import Exchange, Sent
+from hicache.client.exchange import (
+    TROUBLE,
+    Breaker,
+    BreakerOpen,
+    DaemonAbsent,
+    DaemonError,
+    Exchange,
+    Sent,
+)
 from hicache.client.replies import read_greeting
 from hicache.client.results import Greeting, Match
 from hicache.client.steps import HangUp, Inbox, MapArenas, Part, ReplyMap, Steps, Work
-from hicache.client.trouble import TROUBLE, Breaker, BreakerOpen, DaemonAbsent, DaemonError
 from hicache.protocol.endpoint import ipc_path
 from hicache.protocol.keys import NamespaceSpec
 from hicache.protocol.messages import PROTOCOL, pack

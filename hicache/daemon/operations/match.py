@@ -8,7 +8,6 @@ from hicache.daemon.gate import Asked, Gate, handles
 from hicache.daemon.operations.conversations import Conversations
 from hicache.daemon.sessions import RememberedMatch
 from hicache.engine import plan as p
-from hicache.engine.planner.cost import plausible_hop
 from hicache.protocol.operations import MATCH, DecisionReply, MatchReply, MatchRequest
 
 
@@ -38,7 +37,7 @@ def match(gate: Gate, asked: Asked[MatchRequest]) -> None:
         owner,
         asked.now_s,
         gate.limits.lease_ttl_s,
-        plausible_hop(wanted.hop_bytes_per_s),
+        wanted.hop_bytes_per_s,
         skip_blocks,
         by_worker=(owner, session.namespace) in gate.page_owners,
     )
