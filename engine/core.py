@@ -164,6 +164,11 @@ class CacheEngine:
 
         return handle
 
+    @property
+    def num_leases(self) -> int:
+        """The number of open leases."""
+        return len(self.residency.leases.leases)
+
     def handle(self, event: p.Event[p.Answer]) -> p.Plan[p.Answer]:
         """Apply one event. Raises UnknownLease or UnknownTicket, and changes nothing."""
         self.matching.settle()

@@ -79,10 +79,6 @@ class Queries:
         """All pins, the oldest first."""
         return list(self._residency.leases.pins.values())
 
-    def num_leases(self) -> int:
-        """The number of open leases."""
-        return len(self._residency.leases.leases)
-
     def num_pinned_blocks(self) -> int:
         """The number of pinned blocks; one with several pins counts once."""
         return len(self._residency.leases.kept)

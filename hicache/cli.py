@@ -55,8 +55,8 @@ PLAIN_ERRORS = {
     ("hicache.config", "ConfigError"): 2,
     ("hicache.config.eviction", "PolicyError"): 2,
     ("hicache.tiers.errors", "TierUnavailable"): 2,
-    ("hicache.client.exchange", "DaemonAbsent"): 1,
-    ("hicache.client.exchange", "DaemonError"): 1,
+    ("hicache.client.session", "DaemonAbsent"): 1,
+    ("hicache.client.session", "DaemonError"): 1,
 }
 
 

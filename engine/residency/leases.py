@@ -12,8 +12,9 @@ writer acknowledges or is dead (`Quarantined`). Owned by the daemon's one loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Final
 
 import numpy as np
@@ -118,12 +119,8 @@ class LeaseBook:
         self.max_share = 0.0
         self.tickets: dict[int, Ticket] = {}
         self.quarantine: dict[int, Quarantined] = {}
-        self._serial = 0
-
-    def next_id(self) -> int:
+        self.next_id: Callable[[], int] = count(1).__next__
         """A number never used before in this run, for a lease, a pin or a ticket."""
-        self._serial += 1
-        return self._serial
 
     def open(self, lease: Lease) -> None:
         """Pin the lease's blocks."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from hicache.client.blocking import AdminLine, Client, admin_call
 from hicache.client.calls import Ended
-from hicache.client.exchange import DaemonAbsent, DaemonError
 from hicache.client.gpu_pages import LoadedPages, LoadedPart, PageShare, SharedPages
 from hicache.client.results import (
     Decision,
@@ -25,6 +24,7 @@ from hicache.client.results import (
     Score,
     Warmed,
 )
+from hicache.client.session import DaemonAbsent, DaemonError
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.keys import LayerGroup, NamespaceSpec
 

@@ -17,8 +17,7 @@ import zmq
 import zmq.asyncio
 
 from hicache.client.client_base import ClientBase
-from hicache.client.exchange import DaemonAbsent, Exchange
-from hicache.client.session import Connection
+from hicache.client.session import Connection, DaemonAbsent, Exchange
 from hicache.client.steps import (
     Asynchronous,
     Give,

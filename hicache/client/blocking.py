@@ -23,8 +23,7 @@ from typing import Any, Self, TypeVar
 import zmq
 
 from hicache.client.client_base import ClientBase
-from hicache.client.exchange import DaemonAbsent, Exchange
-from hicache.client.session import Connection
+from hicache.client.session import Connection, DaemonAbsent, Exchange
 from hicache.client.steps import (
     Blocking,
     Give,

@@ -28,14 +28,12 @@ import numpy.typing as npt
 from msgspec import UNSET
 
 from hicache.client.calls import Calls, give
-from hicache.client.exchange import DaemonError
 from hicache.client.put import PutCall
 from hicache.client.replies import Placement, read_reply
 from hicache.client.results import Greeting, Match, PutResult
-from hicache.client.session import Connection
+from hicache.client.session import Connection, DaemonError
 from hicache.client.steps import Part, Steps, Stream, operation, stream
-from hicache.protocol.keys import TOKEN_BYTES, Tokens, encode_tokens
-from hicache.protocol.messages import WireError
+from hicache.protocol.messages import TOKEN_BYTES, Tokens, WireError, encode_tokens
 from hicache.protocol.operations import (
     FetchReply,
     FetchRequest,

@@ -27,12 +27,12 @@ from typing import Final, Literal
 import zmq
 
 from hicache.client.blocking import AdminLine
-from hicache.client.exchange import TROUBLE
+from hicache.client.session import TROUBLE
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import tcp_address
-from hicache.protocol.keys import ROOT_KEY, TOKEN_BYTES, Tokens, block_key, encode_tokens
+from hicache.protocol.keys import ROOT_KEY, block_key
 from hicache.protocol.kv_events import HEADER_ONLY, EventsPage, KvEvent, read_message, read_page
-from hicache.protocol.messages import WireError
+from hicache.protocol.messages import TOKEN_BYTES, Tokens, WireError, encode_tokens
 
 QUIET_S: Final = 2.0
 SOON_S: Final = 0.2

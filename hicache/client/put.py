@@ -21,13 +21,11 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hicache.client.exchange import TROUBLE
 from hicache.client.replies import Placement, read_placement, read_reply
 from hicache.client.results import Bytes2D, Greeting, PutResult
-from hicache.client.session import BYE_S, Connection
+from hicache.client.session import BYE_S, TROUBLE, Connection
 from hicache.client.steps import Part, Pause, Steps
-from hicache.protocol.keys import TOKEN_BYTES
-from hicache.protocol.messages import WireError
+from hicache.protocol.messages import TOKEN_BYTES, WireError
 from hicache.protocol.operations import AbortRequest, CommitReply, CommitRequest, PutRequest
 from hicache.tiers.arena import Arena
 from hicache.tiers.block import slot_bytes_for

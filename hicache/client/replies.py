@@ -28,7 +28,6 @@ from hicache.client.results import (
 from hicache.client.steps import Part, ReplyMap
 from hicache.protocol.messages import SESSION_BYTES, WireError
 from hicache.protocol.operations import (
-    Count,
     FetchReply,
     HelloReply,
     MatchReply,
@@ -63,28 +62,6 @@ def read_greeting(reply_map: ReplyMap, block_tokens: int, block_bytes: int) -> G
         raise WireError("malformed", "the daemon replied with other block sizes than requested")
     agreed = {field.name: getattr(reply, field.name) for field in fields(Greeting)}
     return Greeting(**{**agreed, "arenas": tuple(reply.arenas)})
-
-
-class AnsweredMatch(Match, kw_only=True):
-    """A match decoded directly from its reply's bytes, for speed: an inference engine waits for it
-    before its first token."""
-
-    id: Count
-    ok: bool
-
-
-_plain_match: Final = msgspec.msgpack.Decoder(AnsweredMatch)
-
-
-def read_plain_match(data: bytes, request_id: int) -> Match | None:
-    """Decode a plain match. None for anything else: then use `read_match`."""
-    try:
-        match = _plain_match.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if match.id != request_id or not match.ok or match.decision.reload_blocks > match.hit_blocks:
-        return None
-    return match
 
 
 def read_match(reply_map: ReplyMap) -> Match:

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from hicache.client.exchange import DaemonAbsent
+from hicache.client.session import DaemonAbsent
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.messages import MAX_HEAD_BYTES
 from hicache.tiers.arena import Arena

@@ -15,7 +15,7 @@ from hicache.commands.tree_drawing import duration, printable
 from hicache.config.units import format_seconds
 from hicache.protocol.curve import CurveKeys
 from hicache.protocol.endpoint import default_endpoint
-from hicache.protocol.keys import encode_tokens
+from hicache.protocol.messages import encode_tokens
 from hicache.protocol.operations import MAX_DEADLINE_S, MAX_PIN_S
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -1,4 +1,9 @@
-"""A handler's arguments: the request (`Asked`), and the object through which it acts (`Gate`).
+"""Serves requests: passes each message to its operation's handler, which acts through `Gate`.
+
+    message ──▶ decode_request ──▶ too late? stopping? ──▶ session ──▶ the operation's handler
+                                                                       (daemon/operations/)
+
+A handler gets the request (`Asked`) and the gate:
 
     @handles(MATCH)
     def match(gate: Gate, asked: Asked[MatchRequest]) -> None:
@@ -9,12 +14,15 @@
         gate.waiting.puts.append(WaitingPut(…))          or an answer by a deadline
         gate.state(Conversations)                        what an operation keeps between requests
 
-`handles` registers a handler with its operation. Dispatch has no other table. Used from the
+`handles` registers a handler with its operation; there is no other table of handlers. Used from the
 daemon's loop only.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,10 +43,26 @@ from hicache.daemon.upkeep.tier_scrub import Scrubbing
 from hicache.engine import plan as p
 from hicache.engine.core import CacheEngine
 from hicache.protocol.keys import NamespaceSpec
-from hicache.protocol.messages import WireError, error_reply
-from hicache.protocol.registry import Operation, Q, R, Reply, operation_of
+from hicache.protocol.messages import (
+    OPERATIONS,
+    Operation,
+    Q,
+    R,
+    Reply,
+    Request,
+    WireError,
+    decode_request,
+    error_reply,
+    operation_of,
+)
+from hicache.protocol.operations import HELLO
 from hicache.tiers.arena import Arena
 from hicache.transfer.mover import Mover
+
+MAX_LATE_S = 3600.0
+"""A message that seems later than this was sent with another clock."""
+
+log = logging.getLogger("hicache")
 
 Answer = TypeVar("Answer")
 State = TypeVar("State")
@@ -192,7 +216,7 @@ class Gate:
     def check_leases(self) -> None:
         """Raises WireError('refused') where the number of leases, or their share of memory, has
         reached its limit."""
-        if self.engine.queries.num_leases() >= self.limits.max_leases:
+        if self.engine.num_leases >= self.limits.max_leases:
             self.turn_away("leases", f"{self.limits.max_leases} leases are open (max_leases)")
         if self.leased_share > self.limits.max_leased:
             share = f"{self.leased_share:.0%}"
@@ -230,3 +254,72 @@ def handles(
         return handler
 
     return register
+
+
+def _unsupported(gate: Gate, asked: Asked[Any]) -> None:
+    raise WireError("unsupported", "")
+
+
+class RequestServer:
+    """Serves messages: decodes each, finds its session, and calls its operation's handler.
+
+    `shares_clock`: clients are on this host, so that the times at which they sent their requests
+    can be compared with this process's clock. Create it when all handlers are registered."""
+
+    def __init__(self, gate: Gate, *, shares_clock: bool = True) -> None:
+        self.gate = gate
+        self.is_stopping = False
+        self._shares_clock = shares_clock
+        self._rows: dict[type[Request], tuple[Operation[Any, Any], Handler]] = {
+            operation.request: (operation, HANDLERS.get(name, _unsupported))
+            for name, operation in OPERATIONS.items()
+        }
+
+    def serve(
+        self, peer: Peer, head: bytes | memoryview, parts: Sequence[Part], pid_of: Callable[[], int]
+    ) -> None:
+        """Serve one message of a client, with one reply. Never raises: every error is a reply.
+        `pid_of` returns the sender's pid."""
+        gate, now_s = self.gate, time.monotonic()
+        try:
+            request = decode_request(head)
+            peer.request_id = request.id
+            operation, handler = self._rows[type(request)]
+            if request.sent_s and self._shares_clock and not operation.runs_late:
+                late_s = now_s - request.sent_s
+                if 0 < request.deadline_s < late_s < MAX_LATE_S:
+                    raise WireError("expired", f"it came {late_s:.3f} s after it was sent")
+            if self.is_stopping and not operation.is_admin:
+                raise WireError("stopping", "")
+            pid = pid_of() if operation is HELLO else 0
+            self._run(operation, handler, Asked(peer, request, parts, pid, now_s))
+            if not operation.is_admin:
+                os.sched_yield()  # let ZeroMQ's thread send the reply before the bookkeeping
+                plan = gate.engine.catch_up()
+                if plan is not None:
+                    gate.outlet.dispatch(plan)
+        except WireError as error:
+            gate.errors[error.code] += 1
+            request_id = peer.request_id or error.request_id
+            gate.outlet.send(peer, error_reply(request_id, error.code, error.message))
+        except Exception:  # a bug in this daemon: the client gets a miss, the log the traceback
+            gate.errors["internal"] += 1
+            log.exception("a request could not be served")
+            gate.outlet.send(peer, error_reply(peer.request_id, "internal"))
+
+    def handle(self, asked: Asked[Any]) -> None:
+        """Serve one request. Raises WireError for an error reply."""
+        self._run(*self._rows[type(asked.request)], asked)
+
+    def _run(self, operation: Operation[Any, Any], handler: Handler, asked: Asked[Any]) -> None:
+        gate, request = self.gate, asked.request
+        if not operation.is_admin:
+            gate.requests[operation.name] += 1
+        if operation.needs_session:
+            asked.in_session = gate.sessions.get(request.s, asked.now_s)
+        try:
+            handler(gate, asked)
+        except p.UnknownLease:
+            raise WireError("unknown_lease", "", request.id) from None
+        except p.UnknownTicket:
+            raise WireError("unknown_ticket", "", request.id) from None

@@ -51,8 +51,7 @@ from hicache.daemon.upkeep.trace import TraceRecorder
 from hicache.engine import plan as p
 from hicache.protocol.endpoint import ipc_path
 from hicache.protocol.keys import NamespaceSpec
-from hicache.protocol.messages import pack
-from hicache.protocol.registry import Reply
+from hicache.protocol.messages import Reply, pack
 from hicache.transfer.mover import Mover
 
 TICK_S: Final = 0.1

@@ -12,8 +12,7 @@ The parent key of a first block is 32 zero bytes. The same in every process, lan
 from __future__ import annotations
 
 import hashlib
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,36 +22,8 @@ import numpy.typing as npt
 
 KEY_BYTES = 32
 ROOT_KEY = bytes(KEY_BYTES)
-TOKEN_BYTES = 4
 UNCOUNTED = ("name", "flop_per_token", "flop_per_pair")
 """Fields of a NamespaceSpec that do not change KV bytes, and are not part of the digest."""
-_U32 = np.dtype("<u4")
-
-Tokens = Sequence[int] | npt.NDArray[Any] | bytes
-
-
-def encode_tokens(tokens: Tokens) -> bytes:
-    """Token ids as little-endian u32; bytes are returned unchanged. Raises ValueError on ids
-    outside 0 … 2³²-1."""
-    if isinstance(tokens, np.ndarray) and tokens.dtype == _U32 and tokens.ndim == 1:
-        return tokens.tobytes()
-    if isinstance(tokens, bytes):
-        if len(tokens) % TOKEN_BYTES:
-            raise ValueError(f"{len(tokens)} bytes are not a whole number of u32 token ids")
-        return tokens
-    if isinstance(tokens, list):  # four times as fast as numpy: 0.12 ms for 8,192 ids
-        try:
-            return np.asarray(array("I", tokens)).astype("<u4", copy=False).tobytes()
-        except (OverflowError, TypeError) as error:
-            raise ValueError(f"not a list of token ids 0 … 4294967295: {error}") from None
-    ids = np.asarray(tokens)
-    if ids.size == 0:
-        return b""
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(f"token ids must be a flat list of integers, not {ids.dtype} {ids.shape}")
-    if int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF:
-        raise ValueError("a token id lies outside 0 … 4294967295")
-    return ids.astype("<u4", copy=False).tobytes()
 
 
 def block_key(namespace: bytes, parent: bytes, tokens: bytes) -> bytes:

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from hicache.protocol.registry import MAX_DEADLINE_S as MAX_DEADLINE_S
-from hicache.protocol.registry import OPERATIONS as OPERATIONS
-from hicache.protocol.registry import Int, Q, R, Token, U32s, declare
-from hicache.protocol.registry import Operation as Operation
-from hicache.protocol.registry import Reply as Reply
-from hicache.protocol.registry import Request as Request
-from hicache.protocol.registry import decode_request as decode_request
-from hicache.protocol.registry import operation_of as operation_of
+from hicache.protocol.messages import MAX_DEADLINE_S as MAX_DEADLINE_S
+from hicache.protocol.messages import OPERATIONS as OPERATIONS
+from hicache.protocol.messages import Int, Q, R, Token, U32s, declare
+from hicache.protocol.messages import Operation as Operation
+from hicache.protocol.messages import Reply as Reply
+from hicache.protocol.messages import Request as Request
+from hicache.protocol.messages import decode_request as decode_request
+from hicache.protocol.messages import operation_of as operation_of
 
 NAMESPACE_BYTES: Final = 32
 MAX_SCORED_PROMPTS: Final = 128

@@ -32,9 +32,9 @@ from hicache.client import (
     PutResult,
     admin_call,
 )
-from hicache.client.exchange import TOLD_SHARE
 from hicache.client.put import TELL_S, Offer, Source
-from hicache.protocol import registry
+from hicache.client.session import TOLD_SHARE
+from hicache.protocol import messages
 from hicache.protocol.operations import (
     MAX_SCORED_TOKENS,
     OPERATIONS,
@@ -989,10 +989,10 @@ class AddedReply(Reply):
 
 @pytest.fixture
 def added() -> Iterator[Operation[AddedRequest, AddedReply]]:
-    declared = registry.declare(Operation(AddedRequest, AddedReply))
+    declared = messages.declare(Operation(AddedRequest, AddedReply))
     yield declared
-    del OPERATIONS[declared.name], registry._BY_REQUEST[declared.request]
-    registry._decoder.cache_clear()
+    del OPERATIONS[declared.name], messages._BY_REQUEST[declared.request]
+    messages._decoder.cache_clear()
 
 
 def test_an_operation_of_another_package_is_one_method(

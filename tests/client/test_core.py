@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.client import calls, exchange, put, replies, results, session, steps
-from hicache.client.exchange import TOLD_SHARE, DaemonAbsent
+from hicache.client import calls, put, replies, results, session, steps
 from hicache.client.results import Match, PutResult
+from hicache.client.session import TOLD_SHARE, DaemonAbsent
 from hicache.client.steps import Give, HangUp, MapArenas, Pause, Send, Wait, Work
 from hicache.protocol.messages import pack
 from tests.client.by_hand import TOKENS, ByHand, Call
@@ -58,7 +58,7 @@ def blocks(count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.arange(count, dtype=np.uint8)[:, None] + np.zeros((count, 64), np.uint8)
 
 
-@pytest.mark.parametrize("module", [calls, exchange, put, replies, results, session, steps])
+@pytest.mark.parametrize("module", [calls, put, replies, results, session, steps])
 def test_the_core_does_no_io(module: ModuleType) -> None:
     imported = set()
     for node in ast.walk(ast.parse(inspect.getsource(module))):

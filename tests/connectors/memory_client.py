@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from hicache.client import Decision, Match, PutResult
 from hicache.client.results import FetchedRun
-from hicache.protocol.keys import TOKEN_BYTES, NamespaceSpec, encode_tokens
+from hicache.protocol.keys import NamespaceSpec
+from hicache.protocol.messages import TOKEN_BYTES, encode_tokens
 from hicache.protocol.operations import DecisionName
 
 Block = npt.NDArray[np.uint8]

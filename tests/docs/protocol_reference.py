@@ -11,8 +11,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import inspect
 
+from hicache.protocol.messages import MULTIPLE, Operation, Reply
 from hicache.protocol.operations import OPERATIONS
-from hicache.protocol.registry import MULTIPLE, Operation, Reply
 
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"
 PRODUCT: Final = {

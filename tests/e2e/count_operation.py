@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hicache.protocol.messages import Operation, Reply, Request, U32s, declare
 from hicache.protocol.operations import Count, Name
-from hicache.protocol.registry import Operation, Reply, Request, U32s, declare
 
 
 class CountRequest(Request, tag="count"):

@@ -16,8 +16,7 @@ from hicache.client import AsyncClient, Client
 from hicache.client.calls import Calls
 from hicache.client.replies import read_reply
 from hicache.client.steps import Steps, operation
-from hicache.protocol.keys import Tokens, encode_tokens
-from hicache.protocol.messages import PROTOCOL
+from hicache.protocol.messages import PROTOCOL, Tokens, encode_tokens
 from tests.e2e.count_operation import CountReply, CountRequest
 from tests.e2e.daemon_process import SPEC, DaemonProcess, prompt, store
 

@@ -16,9 +16,9 @@ from hicache.protocol.keys import (
     block_key,
     chain_keys,
     digest_weights,
-    encode_tokens,
     sample_bytes,
 )
+from hicache.protocol.messages import encode_tokens
 
 SPEC = NamespaceSpec(
     model_digest="m",

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 from hicache.protocol.messages import (
     ERRORS,
     MAX_HEAD_BYTES,
+    MULTIPLE,
+    Operation,
+    Reply,
     WireError,
+    declare,
     decode_reply,
     error_reply,
     pack,
     unpack,
 )
 from hicache.protocol.operations import OPERATIONS, PingRequest, decode_request, operation_of
-from hicache.protocol.registry import MULTIPLE, Operation, Reply, declare
 
 SESSION = bytes(range(16))
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from hicache.protocol.keys import ROOT_KEY, UNCOUNTED, NamespaceSpec, chain_keys, encode_tokens
-from hicache.protocol.messages import ERRORS
-from hicache.protocol.registry import Reply
+from hicache.protocol.keys import ROOT_KEY, UNCOUNTED, NamespaceSpec, chain_keys
+from hicache.protocol.messages import ERRORS, Reply, encode_tokens
 from hicache.tiers import arena
 from tests.docs.protocol_reference import PRODUCT, page_with_table, table
 

@@ -30,7 +30,7 @@ from hicache.client.results import Greeting, Match, PutResult
 from hicache.connectors.common.page_load import PageLoad
 from hicache.connectors.common.page_sharing import PageSharing
 from hicache.connectors.common.staging import Staging
-from hicache.protocol.keys import Tokens
+from hicache.protocol.messages import Tokens
 from hicache.transfer.gpu_pages.cuda_ipc import NotShareable, share
 from hicache.transfer.gpu_pages.page_kernels import PageLayout, Runner
 

@@ -27,7 +27,12 @@ from hicache.connectors.common.model_config import (
     rope_types,
 )
 from hicache.connectors.common.prefill_arithmetic import prefill_flop
-from hicache.protocol.keys import LayerGroup, NamespaceSpec, digest_weights, sample_bytes
+from hicache.protocol.keys import (
+    LayerGroup,
+    NamespaceSpec,
+    digest_weights,
+    sample_bytes,
+)
 
 LAYOUT = "hf:[layer,kv,head,token,dim]"
 

@@ -44,7 +44,7 @@ def stats(gate: Gate, asked: Asked[StatsRequest]) -> None:
         version=__version__,
         events=publisher.counts() if publisher is not None else {},
         sessions=len(gate.sessions),
-        leases=queries.num_leases(),
+        leases=gate.engine.num_leases,
         pins=pin_rows(gate, asked.now_s),
         pinned_blocks=queries.num_pinned_blocks(),
         tickets=len(queries.tickets()),
@@ -298,7 +298,7 @@ def queue_rows(gate: Gate) -> list[dict[str, Any]]:
     rows = [
         ("sessions", len(gate.sessions), limits.max_sessions, "max_sessions"),
         ("namespaces", num_spaces, limits.max_namespaces, "max_namespaces"),
-        ("leases", queries.num_leases(), limits.max_leases, "max_leases"),
+        ("leases", gate.engine.num_leases, limits.max_leases, "max_leases"),
         ("leased memory", round(gate.leased_share, 4), limits.max_leased, "max_leased"),
         ("pinned memory", pinned_share, limits.max_pinned, "max_pinned"),
         ("waiting puts", len(gate.waiting.puts), limits.max_waiting, "max_waiting"),

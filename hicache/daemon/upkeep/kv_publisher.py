@@ -35,7 +35,8 @@ from hicache.daemon.curve_auth import CurveAuth
 from hicache.daemon.socket_lock import listen
 from hicache.daemon.upkeep.supervised import WorkThread
 from hicache.engine.kv_changes.diff import Changes, Removed, Stored
-from hicache.protocol.keys import ROOT_KEY, TOKEN_BYTES
+from hicache.protocol.keys import ROOT_KEY
+from hicache.protocol.messages import TOKEN_BYTES
 from hicache.tiers.catalog import event_media
 
 MAX_BYTES_PER_TICK: Final = 128 << 10
