@@ -338,7 +338,9 @@ class Evictor:
                     return moved
             is_coming = self.room_is_coming(below) and not self.write_back.is_refused(node)
         elif below is not None and elsewhere:
-            if self.write_back.write_now(node):
+            # The last copy in memory: other persistent tiers are written from it now or never.
+            is_last = not elsewhere & ~residency.persistent
+            if is_last and self.write_back.write_now(node):
                 residency.drain(ids, tier)
                 residency.free_drained(ids)  # but for those that are read now
                 residency.settle(ids)

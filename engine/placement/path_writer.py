@@ -78,7 +78,9 @@ class PathWriter:
         """Write only as much of the path to this node as the queue has room for now."""
         if node not in self.pending and not self._is_saturated():
             self.want(node)
-            self._advance(node)
+            # Called while room is made in memory: no copy may be started there meanwhile, or the
+            # caller would start the same one again.
+            self._advance(node, may_bring=False)
             self.pending.pop(node, None)
 
     def is_hopeless(self, node: Node) -> bool:
@@ -209,7 +211,9 @@ class PathWriter:
         if not leaf.parent and leaf is node:
             self.pending.pop(node, None)
 
-    def _advance(self, node: Node, out_of_turn: bool = False) -> _WriteProgress:
+    def _advance(
+        self, node: Node, out_of_turn: bool = False, may_bring: bool = True
+    ) -> _WriteProgress:
         if node.parent is None:  # merged or removed: see _follow_merges
             return _WriteProgress.WAITING
         tier, residency = self.tier, self.residency
@@ -227,6 +231,8 @@ class PathWriter:
             if src is None:
                 if out_of_turn:
                     continue
+                if not may_bring:
+                    return _WriteProgress.WAITING
                 progress = self._bring_closer(path, piece)
                 if progress is not _WriteProgress.DONE:
                     return progress

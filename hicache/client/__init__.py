@@ -2,8 +2,8 @@
 
 Light: no lmdb, pydantic or daemon code. Doors: `Client` (blocking), `AsyncClient` (asyncio),
 `HeldPrefixes` (a router's copy of what a daemon holds), `admin_call` (one request, no session).
-Inside: a core without I/O (`calls`, `put`, `gpu_pages` over `session` over `exchange`) yields
-`steps`, which a driver carries out (`transport` for the blocking client, `aio`).
+Inside: a core without I/O (`calls`, `put`, `gpu_pages` over `session`) yields `steps`, which a
+driver carries out (`blocking`, `aio`).
 """
 
 from __future__ import annotations
